@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` build the environment by themselves; every other target does too.
+
+PYTHON ?= python3
+VENV ?= .venv
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+EXTRAS := $(if $(HAS_GPU),gpu,cpu),dev
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+# Spinning threads of several processes on few cores cost far more than they give.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo demo-text test test-slow test-gpu check style license config bench build clean
+
+help:                     ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
+
+# On CPU torch comes first and alone, so that pip takes a CPU build where one is at hand.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
+	  f"Python {v[0]}.{v[1]} found, 3.11 to 3.13 needed: call make with PYTHON=python3.11")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(if $(HAS_GPU),,$(RUN) -m pip install --quiet torch==2.13.0)
+	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+demo: $(INSTALLED)        ## train a tiny vision-language model and show that it learns (minutes, no GPU)
+	$(RUN) examples/quickstart/demo.py
+
+demo-text: $(INSTALLED)   ## the same with a tiny language model
+	$(RUN) examples/quickstart/demo.py --text
+
+test: $(INSTALLED)        ## the whole CPU suite
+	$(RUN) -m pytest
+
+test-slow: $(INSTALLED)   ## the tests that take minutes
+	$(RUN) -m pytest -m slow
+
+test-gpu: $(INSTALLED)    ## the tests that need CUDA; skipped without it
+	$(RUN) -m pytest -m gpu tests/gpu
+
+style: $(INSTALLED)       ## format
+	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks
+	$(RUN) -m ruff format verl tests scripts examples benchmarks
+
+check: $(INSTALLED)       ## lint, types, spelling
+	$(RUN) -m ruff check verl tests scripts examples benchmarks
+	$(RUN) -m ruff format --check verl tests scripts examples benchmarks
+	$(RUN) -m pyright
+	$(RUN) -m codespell_lib verl tests scripts examples benchmarks docs README.md Makefile
+
+license: $(INSTALLED)     ## every source file names its licence
+	$(RUN) -m pytest tests/architecture/test_license.py
+
+config: $(INSTALLED)      ## regenerate examples/config.yaml from the dataclasses
+	$(RUN) -m verl.trainer.main --print-config > examples/config.yaml.new
+	mv examples/config.yaml.new examples/config.yaml
+
+bench: $(INSTALLED)       ## what a step costs, beside the bare parts it is made of
+	$(RUN) benchmarks/log_probs.py
+	$(RUN) benchmarks/step.py
+
+build: $(INSTALLED)       ## wheel and sdist
+	$(RUN) -m build
+
+clean:                    ## remove the environment and build outputs
+	rm -rf $(VENV) build dist *.egg-info
