@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Visual questions: the answer in `<answer>` after a `<think>` block, for `examples/format_prompt/r1v.jinja`.
+
+overall = (1 - format_weight) * accuracy + format_weight * format        one half each by default
+
+accuracy   1 if the content of the last `<answer>` equals the ground truth, as text or mathematically, else 0
+format     1 if the response is `<think>...</think>` and then `<answer>...</answer>` and nothing else, else 0
+"""
+
+import re
+from typing import Any
+
+from verl.utils.math_answers import last_boxed, same_answer
+
+REWARD_NAME = "r1v"
+REWARD_TYPE = "sequential"
+FORMAT = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+def accuracy_reward(response: str, ground_truth: str) -> float:
+    answers = ANSWER.findall(response)
+    if not answers:
+        return 0.0
+    return float(same_answer(last_boxed(answers[-1]) or answers[-1], ground_truth))
+
+
+def format_reward(response: str) -> float:
+    return float(FORMAT.fullmatch(response) is not None)
+
+
+def compute_score(reward_input: dict[str, Any], format_weight: float = 0.5) -> dict[str, float]:
+    accuracy = accuracy_reward(reward_input["response"], str(reward_input["ground_truth"]))
+    formatted = format_reward(reward_input["response"])
+    overall = (1 - format_weight) * accuracy + format_weight * formatted
+    return {"overall": overall, "format": formatted, "accuracy": accuracy}

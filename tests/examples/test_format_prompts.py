@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+from jinja2 import StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+
+FOLDER = Path(__file__).parents[2] / "examples" / "format_prompt"
+TEMPLATES = sorted(FOLDER.glob("*.jinja"))
+ASKS_FOR = {"math": ["<think>", r"\boxed{}"], "r1v": ["<think>", "<answer>"], "dapo": ["Answer: $ANSWER"]}
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_every_template_renders_around_the_question_and_asks_for_what_its_reward_wants(path):
+    environment = SandboxedEnvironment(undefined=StrictUndefined)
+
+    prompt = environment.from_string(path.read_text()).render(content=" <image>What is {1} + 1? ")
+
+    assert prompt.count("<image>What is {1} + 1?") == 1
+    assert all(words in prompt for words in ASKS_FOR[path.stem])
+    assert "{{" not in prompt and "{%" not in prompt
+    assert prompt == prompt.strip()
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_no_template_holds_a_literal_backslash_n(path):
+    assert "\\n" not in path.read_text()
+
+
+def test_there_is_a_template_for_each_shipped_reward_function():
+    assert {path.stem for path in TEMPLATES} == {
+        path.stem for path in (FOLDER.parent / "reward_function").glob("*.py")
+    }

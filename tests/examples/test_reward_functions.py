@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped reward function on right, wrong, unformatted and garbage responses, worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.workers.config import RewardConfig
+from verl.workers.reward.function import load_reward_function
+from verl.workers.reward.manager import RewardManager
+
+FOLDER = Path(__file__).parents[2] / "examples" / "reward_function"
+DAPO_KWARGS = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
+
+
+def score(name: str, response: str, ground_truth: str, length: int = 10, **kwargs) -> dict[str, float]:
+    reward = load_reward_function(f"{FOLDER / name}.py:compute_score", kwargs)
+    (scores,) = reward.score(
+        [{"response": response, "ground_truth": ground_truth, "response_length": length}]
+    )
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("response", "overall", "formatted", "accuracy"),
+    [
+        (r"<think>1/2</think> So \boxed{\frac{1}{2}}.", 1.0, 1, 1),  # 0.9 + 0.1
+        (r"<think>1/2</think> So \boxed{0.25}.", 0.1, 1, 0),
+        (r"It is \boxed{0.5}", 0.9, 0, 1),  # no thoughts
+        (r"<think>1/2</think> So 0.5", 0.0, 0, 0),  # no box
+        (r"<think> \boxed{0.5} and then it never ends", 0.9, 0, 1),
+        (r"<think></think>\boxed{", 0.0, 0, 0),
+        ("", 0.0, 0, 0),
+        ("\x00}}{{ \\boxed garbage \ufffd", 0.0, 0, 0),
+    ],
+)
+def test_math_is_nine_tenths_accuracy_and_one_tenth_format(response, overall, formatted, accuracy):
+    scores = score("math", response, "0.5")
+
+    assert scores == pytest.approx({"overall": overall, "format": formatted, "accuracy": accuracy})
+
+
+@pytest.mark.parametrize(
+    ("response", "overall", "formatted", "accuracy"),
+    [
+        ("<think>I count.</think><answer>3</answer>", 1.0, 1, 1),  # 0.5 + 0.5
+        ("<think>I count.</think>\n<answer> 3.0 </answer>\n", 1.0, 1, 1),
+        ("<think>I count.</think><answer>4</answer>", 0.5, 1, 0),
+        ("<answer>3</answer>", 0.5, 0, 1),
+        ("<think>a</think><answer>4</answer> no, <answer>3</answer>", 1.0, 1, 1),  # the last answer counts
+        (r"<think>a</think><answer>\boxed{3}</answer>", 1.0, 1, 1),
+        ("<think>3</think> 3", 0.0, 0, 0),
+        ("3", 0.0, 0, 0),
+        ("<answer>", 0.0, 0, 0),
+        ("", 0.0, 0, 0),
+    ],
+)
+def test_r1v_is_half_accuracy_and_half_format(response, overall, formatted, accuracy):
+    assert score("r1v", response, "3") == {"overall": overall, "format": formatted, "accuracy": accuracy}
+
+
+def test_r1v_compares_words_as_text():
+    assert score("r1v", "<answer>Red</answer>", "red")["accuracy"] == 1.0
+    assert score("r1v", "<answer>der</answer>", "red")["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "accuracy"),
+    [
+        ("So it is.\nAnswer: 1/2", 1.0),
+        ("answer : $\\frac{1}{2}$", 1.0),
+        ("**Answer: 0.5**", 1.0),
+        ("Answer: \\boxed{0.5}", 1.0),
+        ("Answer: 2\nNo.\nAnswer: 0.5", 1.0),
+        ("Answer: 2", -1.0),
+        ("0.5", -1.0),
+        ("Answer: 0.5" + " and so on" * 50, -1.0),  # not at the end
+        ("Answer:", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_dapo_is_plus_or_minus_one(response, accuracy):
+    scores = score("dapo", response, "0.5", **DAPO_KWARGS)
+
+    assert scores == {
+        "overall": accuracy,
+        "accuracy": accuracy,
+        "overlong": 0.0,
+        "accuracy_normalized": {1.0: 1.0, -1.0: 0.0}[accuracy],
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "overlong"),
+    # Free up to 100 - 20 = 80 tokens, then 1/20 less for each.
+    [(10, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (150, -1.0)],
+)
+def test_dapo_charges_for_the_end_of_the_length_budget(length, overlong):
+    scores = score("dapo", "Answer: 5", "5", length=length, **DAPO_KWARGS)
+
+    assert scores["overlong"] == pytest.approx(overlong)
+    assert scores["overall"] == pytest.approx(1.0 + 0.5 * overlong)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_every_reward_function_scores_in_the_pool(path):
+    kwargs = DAPO_KWARGS if path.stem == "dapo" else {}
+    responses = [r"<think>a</think><answer>\boxed{2}</answer> Answer: 2", "9^{9^{9}}", ""]
+    inputs = [
+        {"prompt": "1 + 1?", "response": r, "response_length": 5, "ground_truth": "2"} for r in responses
+    ]
+    config = RewardConfig(reward_function=f"{path}:compute_score", reward_function_kwargs=kwargs)
+
+    with RewardManager(config) as manager:
+        job = manager.start()
+        job.submit([0, 1, 2], inputs)
+        scores = job.result()
+
+    assert manager.name == path.stem
+    assert scores["accuracy"] == ([1.0, -1.0, -1.0] if path.stem == "dapo" else [1.0, 0.0, 0.0])

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's reward function: loaded from a file, checked, called by its convention, its scores checked.
+
+A reward file is plain Python; `REWARD_TYPE` in it says how its function is called:
+
+    batch (default)  f(list[dict], **kwargs) -> list[dict[str, float]]
+    sequential       f(dict, **kwargs) -> dict[str, float]                  also `async def`
+    dataproto        f(data, **kwargs) -> {"reward": (B,) tensor or list, other names: the same}
+
+Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
+`data` has them as lists: `data.responses`, `data.prompts`, `data.ground_truth`, ... The result needs
+`overall`, for dataproto `reward`.
+
+Nothing here imports torch: a reward process starts in a tenth of a second.
+"""
+
+import asyncio
+import difflib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+OPTION = "worker.reward.reward_function"
+KWARGS_OPTION = "worker.reward.reward_function_kwargs"
+DEFAULT_FUNCTION = "main"
+TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
+REWARD_TYPES = ("batch", "sequential", "dataproto")
+SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
+EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a prompt or response that an error shows
+
+Scores = dict[str, float]
+
+
+class RewardData(SimpleNamespace):
+    """Every response of a step as columns, for a `dataproto` function.
+
+    Example::
+
+        data.responses       # ["<think>...", ...], as many as there are responses
+        data.ground_truth    # ["5", ...]
+        len(data)            # 512
+    """
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @classmethod
+    def from_inputs(cls, inputs: Sequence[dict[str, Any]]) -> "RewardData":
+        """Turn rows into columns: `prompt` becomes `prompts`, `response` `responses`; others keep theirs."""
+        names = {"prompt": "prompts", "response": "responses"}
+        columns = {key: None for row in inputs for key in row}  # in the order of their first appearance
+        values = {names.get(key, key): [row.get(key) for row in inputs] for key in columns}
+        return cls(**({"prompts": [], "responses": [], "ground_truth": []} | values))
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function that was found, imported and accepted.
+
+    Example::
+
+        reward = load_reward_function("examples/reward_function/math.py:compute_score", {})
+        reward.score([{"response": "...", "ground_truth": "5"}])  # [{"overall": 1.0, ...}]
+    """
+
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+    path: Path
+    function_name: str
+    line: int  # where its definition starts; 0 when Python does not know
+    name: str  # `REWARD_NAME`, or the name of the file
+    reward_type: str
+    is_async: bool
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.function_name}"
+
+    def score(self, inputs: Sequence[dict[str, Any]]) -> list[Scores]:
+        """Score responses in this process, so that `print` and `breakpoint()` work; no time limit applies.
+
+        Raises:
+            ValueError: The function returned something else than one dict of floats with `overall` for each
+                response.
+            Exception: Whatever the function itself raises.
+        """
+        rows = range(len(inputs))
+        if self.is_async:
+            return asyncio.run(self._score_concurrently(rows, inputs))
+        if self.reward_type == "sequential":
+            return [
+                self.check([self.call([row])], [at], [row])[0] for at, row in zip(rows, inputs, strict=True)
+            ]
+        return self.check(self.call(inputs), rows, inputs)
+
+    async def _score_concurrently(
+        self, rows: Sequence[int], inputs: Sequence[dict[str, Any]]
+    ) -> list[Scores]:
+        returned = await asyncio.gather(*(self.call([row]) for row in inputs))
+        return self.check(returned, rows, inputs)
+
+    def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
+        """Call the user's function: on the only response (sequential), all (batch) or columns (dataproto)."""
+        if self.reward_type == "sequential":
+            (only,) = inputs
+            return self.function(only, **self.kwargs)
+        if self.reward_type == "dataproto":
+            return self.function(RewardData.from_inputs(inputs), **self.kwargs)
+        return self.function(list(inputs), **self.kwargs)
+
+    def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
+        """Return what the function returned as plain floats, one dict for each response.
+
+        Args:
+            returned: What `call` returned; for `sequential` a list of it.
+            rows: Number of each response in its batch, for errors.
+            inputs: What the function saw, for errors.
+
+        Raises:
+            ValueError: No `overall`, a value that is not a finite number, or not one result for each
+                response.
+        """
+        if self.reward_type == "dataproto":
+            returned = self._rows_of_columns(returned, len(rows))
+        if not isinstance(returned, list | tuple) or len(returned) != len(rows):
+            got = f"{len(returned)}" if isinstance(returned, list | tuple) else f"{type(returned).__name__}"
+            raise ValueError(
+                f"`{OPTION}` ({self}) must return a list of {len(rows)} dicts, one a response, got {got}"
+                f" for {describe(rows, inputs)}"
+            )
+        return [
+            self._check_row(scores, describe([row], [row_input]))
+            for scores, row, row_input in zip(returned, rows, inputs, strict=True)
+        ]
+
+    def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
+        if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
+            got = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
+            raise ValueError(
+                f"`{OPTION}` ({self}) must return a dict with `reward` for all responses, got {got}"
+            )
+        columns = {
+            "overall" if key == "reward" else key: column.tolist() if hasattr(column, "tolist") else column
+            for key, column in returned.items()
+        }
+        for key, column in columns.items():
+            if not isinstance(column, list | tuple) or len(column) != num_rows:
+                got = len(column) if isinstance(column, list | tuple) else type(column).__name__
+                raise ValueError(
+                    f"`{OPTION}` ({self}): `{key}` must hold {num_rows} values, one a response, got {got}"
+                )
+        return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
+
+    def _check_row(self, scores: Any, where: str) -> Scores:
+        if not isinstance(scores, dict) or "overall" not in scores:
+            keys = f"the keys {sorted(map(str, scores))}" if isinstance(scores, dict) else ""
+            got = keys or f"{type(scores).__name__} {shorten(repr(scores))}"
+            raise ValueError(
+                f"`{OPTION}` ({self}) must return a dict with `overall` for each response, got {got}"
+                f" for {where}"
+            )
+        return {str(key): self._as_float(key, value, where) for key, value in scores.items()}
+
+    def _as_float(self, key: Any, value: Any, where: str) -> float:
+        if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+            value = value.item()
+        if not isinstance(value, Real) or not math.isfinite(value):
+            got = shorten(repr(value))
+            raise ValueError(f"`{OPTION}` ({self}): `{key}` must be a finite number, got {got} for {where}")
+        return float(value)
+
+
+def load_reward_function(
+    spec: str, kwargs: dict[str, Any] | None = None, default_type: str = "batch"
+) -> RewardFunction:
+    """Import a reward file and check that its function can be called.
+
+    Args:
+        spec: `path.py:function`; without `:function` it is `main`.
+        kwargs: What the function is called with besides the responses.
+        default_type: `worker.reward.reward_type`: the convention of a file without `REWARD_TYPE`.
+
+    Raises:
+        FileNotFoundError: There is no such file. ValueError: The file cannot be imported, has no such
+            function or an unknown `REWARD_TYPE`, or `kwargs` do not fit the function.
+    """
+    kwargs = dict(kwargs or {})
+    path, function_name = split_spec(spec)
+    module = _import_file(path)
+    function = _find_function(module, path, function_name)
+    reward_type = getattr(module, "REWARD_TYPE", default_type)
+    if reward_type not in REWARD_TYPES:
+        raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
+    is_async = inspect.iscoroutinefunction(function)
+    if is_async and reward_type != "sequential":
+        raise ValueError(
+            f"{path}: `{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call:"
+            f' set REWARD_TYPE = "sequential"'
+        )
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    line = code.co_firstlineno if code else 0
+    _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
+    name = str(getattr(module, "REWARD_NAME", path.stem))
+    return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
+
+
+def split_spec(spec: str) -> tuple[Path, str]:
+    """Split `path.py[:function]` into an existing file and the name of the function."""
+    path, separator, function_name = spec.rpartition(":")
+    if not separator:
+        path, function_name = spec, DEFAULT_FUNCTION
+    if not function_name.isidentifier():
+        raise ValueError(f"`{OPTION}` must be path.py:function, got {spec!r}")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"`{OPTION}`: no file {Path(path).absolute()}")
+    return Path(path).absolute(), function_name
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"reward_file_{path.stem}"  # prefixed, because a reward file may well be called math.py
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ValueError(f"`{OPTION}` must be a Python file (.py), got {path}")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ValueError(f"`{OPTION}`: importing {path} failed: {describe_error(error, path)}") from error
+    return module
+
+
+def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
+    function = getattr(module, function_name, None)
+    if callable(function):
+        return function
+    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    public = [name for name, value in own.items() if value.__module__ == module.__name__ and name[0] != "_"]
+    close = difflib.get_close_matches(function_name, public, n=1)
+    suggestion = "compute_score" if "compute_score" in public else close[0] if close else None
+    remedy = f": write {path}:{suggestion}" if suggestion else f"; it defines {public or 'no function'}"
+    what = "is not a function" if function is not None else "is missing"
+    raise ValueError(f"`{OPTION}`: `{function_name}` {what} in {path}{remedy}")
+
+
+def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: str) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, **kwargs)
+    except TypeError as error:
+        accepted = list(signature.parameters)[1:]
+        raise ValueError(
+            f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {error}; it accepts {accepted}"
+        ) from error
+
+
+def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
+    """Name responses for an error, with an excerpt of the first one."""
+    if not rows:
+        return "no response"
+    which = f"row {rows[0]}"
+    if len(rows) > 1:
+        which = (
+            f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is row {rows[0]}"
+        )
+    shown = [f"{key}: {shorten(repr(inputs[0][key]))}" for key in SHOWN_COLUMNS if key in inputs[0]]
+    return "\n  ".join([which, *shown])
+
+
+def shorten(text: str) -> str:
+    """The beginning and the end of a long text."""
+    if len(text) <= EXCERPT_HEAD + EXCERPT_TAIL:
+        return text
+    return f"{text[:EXCERPT_HEAD]} ... ({len(text)} characters) ... {text[-EXCERPT_TAIL:]}"
+
+
+def describe_error(error: BaseException, path: Path) -> str:
+    """The error, the line of the user's file it came from, and the traceback from there on."""
+    if isinstance(error, SyntaxError):
+        return (
+            f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {(error.text or '').strip()}"
+        )
+    return "".join(traceback.format_exception_only(error)).strip() + describe_place(error, path)
+
+
+def describe_place(error: BaseException, path: Path) -> str:
+    """The line of the user's file an error came from, and the traceback from the user's first line on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [idx for idx, frame in enumerate(frames) if frame.filename == str(path)]
+    if not frames:
+        return ""
+    at = frames[users[-1]] if users else frames[-1]
+    trace = "".join(traceback.format_list(frames[users[0] :] if users else frames))
+    return f" at {at.filename}:{at.lineno}, in {at.name}\n{TRACEBACK_HEADING}\n{trace}"

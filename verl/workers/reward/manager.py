@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores responses beside the training processes, from the moment a response is finished.
+
+`RewardManager` lives in the controller and owns a pool of processes (pool.py, child.py), each of which has
+loaded the user's function (process.py, function.py). `RewardJob` is the responses of one batch: submitted as
+they finish, read at the end.
+"""
+
+import math
+import pickle
+import threading
+from collections.abc import Sequence
+from itertools import chain, groupby, pairwise
+from typing import Any
+
+from verl.workers.config import RewardConfig
+from verl.workers.reward.function import OPTION, Scores
+from verl.workers.reward.pool import Call, RewardPool
+from verl.workers.reward.process import Failure
+
+
+class RewardManager:
+    """The user's reward function, ready to be called in a pool of processes.
+
+    Example::
+
+        with RewardManager(config.worker.reward) as manager:
+            job = manager.start()
+            job.submit([0], [{"response": "4", "ground_truth": "4"}])
+            job.submit([1], [{"response": "5", "ground_truth": "4"}])
+            job.result()  # {"overall": [1.0, 0.0]}
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Start the pool and wait until the function is loaded.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file or its function cannot be used.
+            RuntimeError: The process that imported the file died.
+            TimeoutError: Importing the file took too long.
+        """
+        if not config.reward_function:
+            raise ValueError(f"`{OPTION}` must be path.py:function, got {config.reward_function!r}")
+        self._pool = RewardPool(
+            config.reward_function,
+            dict(config.reward_function_kwargs),
+            config.reward_type,
+            config.num_cpus,
+            config.timeout_s,
+        )
+        try:
+            ready = self._pool.wait_until_loaded()
+        except BaseException:
+            self._pool.close()
+            raise
+        self.name = ready.name
+        self.reward_type = ready.reward_type
+        self.batch_size = config.batch_size
+
+    def start(self) -> "RewardJob":
+        """Begin to score a batch. Several may be under way."""
+        return RewardJob(self._pool, self.reward_type, self.batch_size)
+
+    def pids(self) -> list[int]:
+        """Process ids of the pool."""
+        return self._pool.pids()
+
+    def close(self) -> None:
+        """Kill the processes. Safe to call twice."""
+        self._pool.close()
+
+    def __enter__(self) -> "RewardManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RewardJob:
+    """The responses of one batch on their way to scores."""
+
+    def __init__(self, pool: RewardPool, reward_type: str, batch_size: int) -> None:
+        self._pool = pool
+        self._reward_type = reward_type
+        self._batch_size = batch_size
+        self._held: list[tuple[int, dict[str, Any]]] = []  # not yet handed to the pool
+        self._submitted: set[int] = set()
+        self._scores: dict[int, Scores] = {}
+        self._failure: Failure | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def num_submitted(self) -> int:
+        """Responses submitted so far."""
+        return len(self._submitted)
+
+    @property
+    def num_scored(self) -> int:
+        """Responses scored so far."""
+        return len(self._scores)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `submit` and `result` raise by now."""
+        return self._failure is not None
+
+    def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
+        """Hand over finished responses; returns at once.
+
+        A `sequential` function is called for each of them. A `batch` function is called with all of them, or,
+        when they are several groups (`uid`), with whole groups spread over the processes; with
+        `worker.reward.batch_size` it is called whenever that many have come. A `dataproto` function is called
+        once, by `result`.
+
+        Args:
+            index: Place of each response in the batch.
+            inputs: What the function sees of each: `response`, `response_length`, `ground_truth`, `prompt`
+                and the other columns of its row.
+
+        Raises:
+            ValueError: The function raised or returned something wrong for a response submitted before.
+            TimeoutError: The same, for a call that took too long.
+            RuntimeError: The same, for a process that died.
+        """
+        self._raise_failure()
+        assert len(index) == len(inputs), f"{len(index)} places for {len(inputs)} responses"
+        assert self._submitted.isdisjoint(index), f"these responses were submitted before: {index}"
+        self._submitted.update(index)
+        rows = list(zip(index, inputs, strict=True))
+        if self._reward_type == "sequential":
+            self._call([[row] for row in rows])
+        elif self._reward_type == "dataproto":
+            self._held.extend(rows)
+        elif self._batch_size > 0:
+            self._held.extend(rows)
+            full = len(self._held) - len(self._held) % self._batch_size
+            ready, self._held = self._held[:full], self._held[full:]
+            self._call([ready[at : at + self._batch_size] for at in range(0, full, self._batch_size)])
+        else:
+            self._call(spread_groups(rows, self._pool.num_processes))
+
+    def result(self) -> dict[str, list[float]]:
+        """Wait for all scores; released when the last call returns, or by the first failure.
+
+        Returns:
+            For each key of the scores its values, ordered by index; `overall` is always there. A key that the
+            function returned for some responses only is nan for the others.
+
+        Raises:
+            ValueError: The function raised or returned something wrong.
+            TimeoutError: A call took longer than `worker.reward.timeout_s`.
+            RuntimeError: A process died.
+        """
+        if self._held:
+            held, self._held = self._held, []
+            self._call([sorted(held, key=lambda row: row[0])])
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or len(self._scores) == len(self._submitted)
+            )
+        self._raise_failure()
+        ordered = [self._scores[row] for row in sorted(self._scores)]
+        keys = {"overall": None} | {key: None for scores in ordered for key in scores}
+        return {key: [scores.get(key, math.nan) for scores in ordered] for key in keys}
+
+    def _call(self, batches: list[list[tuple[int, dict[str, Any]]]]) -> None:
+        calls = []
+        for batch in batches:
+            rows, inputs = [row for row, _ in batch], [row_input for _, row_input in batch]
+            payload = _pickle(rows, inputs)
+            calls.append(Call(rows, inputs, payload, self._take_scores, self._take_failure, self._is_wanted))
+        self._pool.submit(calls)
+
+    def _take_scores(self, rows: list[int], scores: list[Scores]) -> None:
+        with self._changed:
+            self._scores.update(zip(rows, scores, strict=True))
+            self._changed.notify_all()
+
+    def _take_failure(self, failure: Failure) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def _is_wanted(self) -> bool:
+        return self._failure is None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure.kind(self._failure.message)
+
+
+def spread_groups(
+    rows: list[tuple[int, dict[str, Any]]], parts: int
+) -> list[list[tuple[int, dict[str, Any]]]]:
+    """Cut responses into at most `parts` runs of whole groups, of about the same number of groups each.
+
+    Responses with the same `uid` next to each other are a group; without `uid` all are one.
+    """
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: row[1].get("uid"))]
+    parts = min(parts, len(groups))
+    bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else []
+    return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
+
+
+def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
+    try:
+        return pickle.dumps((rows, inputs), protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        for row, row_input in zip(rows, inputs, strict=True):
+            for key, value in row_input.items():
+                _check_picklable(row, key, value, error)
+        raise
+
+
+def _check_picklable(row: int, key: str, value: Any, cause: Exception) -> None:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"row {row}: column `{key}` ({type(value).__name__}) must be picklable, got: {error}"
+        ) from cause
