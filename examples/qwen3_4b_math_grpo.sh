@@ -1,0 +1,12 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Qwen/Qwen3-4B  # a hub name or a local folder
+
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.max_response_length=4096 \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    trainer.experiment_name=qwen3_4b_math_grpo \
+    "$@"

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped example works as far as it can be tried without models and data."""
+
+import re
+import shlex
+
+import pytest
+from jinja2.sandbox import SandboxedEnvironment
+
+from tests.architecture.source import ROOT
+from verl.trainer.main import main
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
+FILES = sorted((ROOT / "examples").rglob("*.yaml"))
+TEMPLATES = sorted((ROOT / "examples").rglob("*.jinja"))
+
+
+def command_of(script):
+    """Return the arguments that a script gives to the trainer, its variables filled in."""
+    text = script.read_text().replace("\\\n", " ")
+    variables = dict(re.findall(r"^(\w+)=(\S+)", text, flags=re.MULTILINE))
+    (command,) = re.findall(r"^python3 -m verl\.trainer\.main (.*)$", text, flags=re.MULTILINE)
+    for name, value in variables.items():
+        command = command.replace(f"${{{name}}}", value)
+    return [word for word in shlex.split(command) if word != "$@"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_example_script_passes_a_dry_run(script, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+
+    assert main([*command_of(script), "--dry-run"]) == 0, capsys.readouterr().err
+    assert "note:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_example_script_hands_on_what_its_user_adds(script):
+    assert script.read_text().rstrip().endswith('"$@"')
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_every_example_config_passes_a_dry_run_once_model_and_data_are_named(file, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    reward = "worker.reward.reward_function=examples/reward_function/math.py:compute_score"
+    inputs = [
+        "worker.actor.model.model_path=owner/model",
+        "data.train_files=owner/rows",
+        "data.val_files=owner/rows",
+    ]
+
+    assert main([f"config={file}", *inputs, reward, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_every_template_renders_the_prompt(template):
+    text = template.read_text()
+
+    rendered = SandboxedEnvironment().from_string(text).render(content="How many?")
+
+    assert "How many?" in rendered
+    assert "{{" not in rendered and "\\n" not in text
+
+
+def test_there_are_scripts_and_templates():
+    assert SCRIPTS and TEMPLATES

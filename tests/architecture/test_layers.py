@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import what."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import PACKAGE, ROOT, imports_of, source_files
+
+LAYERS = [  # top first
+    {"trainer"},
+    {"workers"},
+    {"models", "single_controller"},
+    {"algorithms", "protocol"},
+    {"utils"},
+]
+HOMES = {
+    "ray": ("trainer/", "single_controller/ray/"),
+    "vllm": ("workers/rollout/",),
+    "torch.distributed": (
+        "workers/",
+        "models/",
+        "utils/fsdp_utils.py",
+        "utils/sequence_parallel/",
+        "utils/checkpoint/",
+    ),
+}
+CONFIG_MODULES = ("verl.trainer.config", "verl.workers.config", "verl.trainer.plan", "verl.trainer.main")
+ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.utils.config")
+
+
+def layer_of(unit):
+    return next(index for index, units in enumerate(LAYERS) if unit in units)
+
+
+def is_or_is_inside(module, package):
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_each_layer_imports_only_layers_below_it():
+    wrong = []
+    for path in source_files():
+        unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if unit == "__init__":
+            continue
+        for module, line in imports_of(path):
+            other = module.split(".")[1] if module.startswith("verl.") else unit
+            if other not in (unit, "__version__") and layer_of(other) <= layer_of(unit):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {unit} must not import {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_a_package_is_imported_only_where_it_is_at_home(package):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in source_files()
+        for module, line in imports_of(path)
+        if is_or_is_inside(module, package)
+        and not path.relative_to(PACKAGE).as_posix().startswith(HOMES[package])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_algorithms_are_pure():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in source_files(PACKAGE / "algorithms")
+        for module, line in imports_of(path)
+        if any(is_or_is_inside(module, package) for package in ALGORITHMS_NEVER_IMPORT)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_config_modules_import_no_torch():
+    code = (
+        f"import sys, {', '.join(CONFIG_MODULES)}; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_packages_have_empty_init_files():
+    for path in source_files(pattern="__init__.py"):
+        if path.parent != PACKAGE:
+            lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+            assert not lines, f"{path.relative_to(ROOT)} must be empty: importing a module imports one module"
+
+
+def test_imports_are_absolute():
+    for path in source_files():
+        assert "from ." not in path.read_text(), path

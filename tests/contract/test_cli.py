@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as users type it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl.trainer.config import PPOConfig
+from verl.trainer.main import main
+from verl.utils.config import load_config
+from verl.utils.config_text import example_yaml
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "ray", "transformers", "vllm", "numpy", "datasets")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_dry_run_answers_in_three_seconds_and_imports_nothing_heavy(tmp_path):
+    code = f"""
+import sys
+from verl.trainer.main import main
+status = main(["config=examples/config.yaml", "trainer.save_checkpoint_path={tmp_path}/a", "--dry-run"])
+assert not set(sys.modules) & set({HEAVY!r}), set(sys.modules) & set({HEAVY!r})
+sys.exit(status)
+"""
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - start < 3
+    assert not (tmp_path / "a").exists()
+
+
+def test_dry_run_prints_the_config_and_the_plan(capsys, tmp_path):
+    assert main(["config=examples/config.yaml", "trainer.max_steps=10", "--dry-run"]) == 0
+
+    config_text, plan_text = capsys.readouterr().out.split("\nplan of a training step\n")
+    assert yaml.safe_load(config_text)["trainer"]["max_steps"] == 10
+    for name in ("prompts", "sequences", "mini batches", "optimizer steps", "training steps"):
+        assert f"  {name} " in plan_text
+    assert "10            40 optimizer steps" in plan_text  # 512 prompts / 128 in a mini batch = 4 in a step
+
+
+def test_a_printed_config_runs_as_it_was(capsys, tmp_path):
+    arguments = ["config=examples/config.yaml", "worker.rollout.n=4", "trainer.logger=[console]"]
+    main([*arguments, "--dry-run"])
+    file = tmp_path / "config.yaml"
+    file.write_text(capsys.readouterr().out.split("\nplan of")[0])
+
+    assert load_config(PPOConfig, [f"config={file}"]) == load_config(PPOConfig, arguments)
+
+
+def test_a_bad_config_exits_2_with_every_problem_and_no_traceback():
+    arguments = ["config=examples/config.yaml", "trainer.nnode=2", "worker.rollout.n=1"]
+    command = [sys.executable, "-m", "verl.trainer.main", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "2 problems in the configuration:\n"
+        "  - `trainer.nnode` is not an option; did you mean `trainer.nnodes`?\n"
+        "  - `worker.rollout.n` must be at least 2 with `algorithm.adv_estimator=grpo`, got 1:"
+        " it compares the responses to one prompt\n"
+    )
+
+
+def test_an_unknown_switch_exits_2(capsys):
+    assert main(["--dryrun"]) == 2
+    assert "`--dryrun` is not a switch" in capsys.readouterr().err
+
+
+def test_help_shows_everything_a_section_or_a_name(capsys):
+    assert main(["--help"]) == 0
+    everything = capsys.readouterr().out
+    assert everything.startswith("usage: python3 -m verl.trainer.main")
+    assert "worker.rollout.n=1" in everything and "trainer.val_freq=-1" in everything
+
+    assert main(["--help", "worker.actor"]) == 0
+    section = capsys.readouterr().out
+    assert "worker.actor.optim.lr=1.0e-6" in section and "worker.rollout" not in section
+
+    assert main(["--help", "no_such_thing"]) == 2
+
+
+def test_an_option_without_effect_is_told(capsys):
+    main(["config=examples/config.yaml", "worker.actor.padding_free=false", "--dry-run"])
+
+    assert "note: `worker.actor.padding_free` has no effect" in capsys.readouterr().err
+
+
+def test_the_shipped_config_is_the_generated_one():
+    assert (ROOT / "examples" / "config.yaml").read_text() == example_yaml(PPOConfig), "run `make config`"
+
+
+def test_unsupported_versions_exit_1_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
+
+    assert main(["config=examples/config.yaml"]) == 1
+    assert "found 3.9.1, needed" in capsys.readouterr().err

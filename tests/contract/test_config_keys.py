@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys and defaults that EasyR1's and Long-RL's users know."""
+
+import pytest
+
+from verl.algorithms.advantages import ADV_ESTIMATORS
+from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.trainer.config import PPOConfig
+from verl.utils.config import list_options, load_config
+from verl.utils.logger.tracker import LOGGERS
+from verl.workers.rollout.base import ROLLOUT_ENGINES
+
+MODEL = {
+    "model_path": None,
+    "tokenizer_path": None,
+    "override_config": {},
+    "enable_gradient_checkpointing": True,
+    "trust_remote_code": False,  # EasyR1's own default is true; its example file says false
+    "freeze_vision_tower": False,
+    "lora.rank": 0,
+    "lora.alpha": 64,
+    "lora.target_modules": "all-linear",
+    "lora.exclude_modules": None,
+}
+OPTIM = {
+    "lr": 1e-6,
+    "betas": (0.9, 0.999),
+    "weight_decay": 1e-2,
+    "strategy": "adamw",
+    "lr_warmup_ratio": 0.0,
+    "lr_warmup_steps": None,
+    "min_lr_ratio": None,
+    "lr_scheduler_type": "constant",
+}
+FSDP = {
+    "enable_full_shard": True,
+    "enable_cpu_offload": False,
+    "enable_rank0_init": True,
+    "use_orig_params": False,
+    "torch_dtype": None,
+    "fsdp_size": -1,
+    "mp_param_dtype": "bf16",
+    "mp_reduce_dtype": "fp32",
+    "mp_buffer_dtype": "fp32",
+}
+OFFLOAD = {"offload_params": False, "offload_optimizer": False}
+UPDATE = {
+    "strategy": "fsdp",
+    "global_batch_size": 256,
+    "micro_batch_size_per_device_for_update": 4,
+    "micro_batch_size_per_device_for_experience": 16,
+    "max_grad_norm": 1.0,
+    "loss_avg_mode": "token",
+    "ppo_epochs": 1,
+    "dynamic_batching": True,
+    "ulysses_size": 1,
+}
+DIFFUSION_MODEL = {"vila_model": False, "diffusion": False, "guidance_scale": 4.5, "scheduler": ""}
+SECTIONS = {
+    "data": {
+        "train_files": "",
+        "val_files": "",
+        "prompt_key": "prompt",
+        "answer_key": "answer",
+        "image_key": "images",
+        "video_key": "videos",
+        "image_dir": None,
+        "video_fps": 2.0,
+        "max_prompt_length": 512,
+        "max_response_length": 512,
+        "rollout_batch_size": 512,
+        "mini_rollout_batch_size": None,
+        "val_batch_size": -1,
+        "format_prompt": None,
+        "override_chat_template": None,
+        "shuffle": True,
+        "seed": 1,
+        "min_pixels": 262144,
+        "max_pixels": 4194304,
+        "filter_overlong_prompts": True,
+        "filter_overlong_prompts_workers": 16,
+        "video_dir": None,
+        "cache_dir": None,
+        "vila_model": False,
+        "diffusion": False,
+        "is_omni": False,
+        "audio_max_length": 10000,
+        "num_workers": 8,
+    },
+    "algorithm": {
+        "gamma": 1.0,
+        "lam": 1.0,
+        "adv_estimator": "grpo",
+        "disable_kl": False,
+        "use_kl_loss": False,
+        "kl_penalty": "kl",
+        "kl_coef": 1e-3,
+        "kl_type": "fixed",
+        "kl_horizon": 1e4,
+        "kl_target": 0.1,
+        "online_filtering": False,
+        "filter_key": "overall",
+        "filter_low": 0.01,
+        "filter_high": 0.99,
+    },
+    "trainer": {
+        "total_epochs": 15,
+        "max_steps": None,
+        "project_name": "easy_r1",
+        "experiment_name": "demo",
+        "logger": ("console", "wandb"),
+        "nnodes": 1,
+        "n_gpus_per_node": 8,
+        "max_try_make_batch": 20,
+        "critic_warmup": 0,
+        "val_freq": -1,
+        "val_before_train": True,
+        "val_only": False,
+        "val_generations_to_log": 0,
+        "save_freq": -1,
+        "save_limit": -1,
+        "save_model_only": False,
+        "save_checkpoint_path": None,
+        "load_checkpoint_path": None,
+        "ray_timeline": None,
+        "find_last_checkpoint": True,
+        "diffusion": False,
+    },
+    "worker": {"hybrid_engine": True, "vila_model": False, "is_omni": False},
+    "worker.actor": UPDATE
+    | DIFFUSION_MODEL
+    | {
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.3,
+        "clip_ratio_dual": 3.0,
+        "loss_type": "default",
+        "padding_free": True,
+        "use_torch_compile": True,
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+        "cached_embeds_dir": None,
+    },
+    "worker.actor.model": MODEL,
+    "worker.actor.optim": OPTIM,
+    "worker.actor.fsdp": FSDP,
+    "worker.actor.offload": OFFLOAD,
+    "worker.critic": UPDATE | {"cliprange_value": 0.5, "padding_free": False},
+    "worker.critic.model": MODEL,
+    "worker.critic.optim": OPTIM,
+    "worker.critic.fsdp": FSDP,
+    "worker.critic.offload": OFFLOAD,
+    "worker.ref": {"strategy": "fsdp"} | DIFFUSION_MODEL,
+    "worker.ref.fsdp": FSDP,
+    "worker.ref.offload": OFFLOAD,
+    "worker.rollout": {
+        "name": "vllm",
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "seed": 1,
+        "limit_images": 0,
+        "dtype": "bf16",
+        "gpu_memory_utilization": 0.6,
+        "ignore_eos": False,
+        "enforce_eager": False,
+        "enable_chunked_prefill": False,
+        "tensor_parallel_size": 2,
+        "max_model_len": None,
+        "max_num_batched_tokens": 8192,
+        "disable_log_stats": True,
+        "disable_tqdm": False,
+        "val_override_config": {},
+        "num_video_frames": 8,
+        "tokens_per_frame": 256,
+        "group_frames": 64,
+        "max_frames_vllm": -1,
+        "num_chunk_seq": -1,
+        "audio_max_length": 10000,
+        "open_ended_reward": False,
+        "guidance_scale": 4.5,
+        "resolution": 768,
+        "num_steps": 10,
+        "kl_reward": 0.0,
+        "num_frames": 81,
+        "height": 480,
+        "width": 832,
+    },
+    "worker.reward": {
+        "reward_function": None,
+        "reward_function_kwargs": {},
+        "skip_special_tokens": True,
+        "num_cpus": 1,
+        "reward_type": "batch",
+        "diffusion": False,
+    },
+}
+EASYR1_EXAMPLE = {
+    "data.prompt_key": "problem",
+    "data.max_prompt_length": 2048,
+    "data.max_response_length": 2048,
+    "data.val_batch_size": 1024,
+    "algorithm.use_kl_loss": True,
+    "algorithm.kl_penalty": "low_var_kl",
+    "algorithm.kl_coef": 1e-2,
+    "trainer.logger": ("file", "wandb"),
+    "trainer.val_freq": 5,
+    "trainer.val_generations_to_log": 3,
+    "trainer.save_freq": 5,
+    "trainer.save_limit": 3,
+    "worker.actor.global_batch_size": 128,
+    "worker.actor.micro_batch_size_per_device_for_update": 1,
+    "worker.actor.micro_batch_size_per_device_for_experience": 2,
+    "worker.actor.model.lora.exclude_modules": ".*visual.*",
+    "worker.actor.offload.offload_params": True,
+    "worker.actor.offload.offload_optimizer": True,
+    "worker.ref.fsdp.enable_cpu_offload": True,
+    "worker.rollout.n": 5,
+    "worker.rollout.val_override_config": {"temperature": 0.6, "top_p": 0.95, "n": 1},
+}
+# EasyR1's file as its users have it: the keys it writes out, often with other values than the code's.
+EASYR1_YAML = """
+data:
+  train_files: hiyouga/math12k@train
+  val_files: hiyouga/math12k@test
+  prompt_key: problem
+  max_prompt_length: 2048
+  max_response_length: 2048
+  format_prompt: ./examples/format_prompt/math.jinja
+algorithm:
+  adv_estimator: grpo
+  use_kl_loss: true
+  kl_penalty: low_var_kl
+  kl_coef: 1.0e-2
+worker:
+  actor:
+    global_batch_size: 128
+    padding_free: true
+    ulysses_size: 1
+    model:
+      model_path: Qwen/Qwen2.5-7B-Instruct
+      lora: {rank: 0, alpha: 64, target_modules: all-linear, exclude_modules: ".*visual.*"}
+    optim: {lr: 1.0e-6, strategy: adamw}
+    fsdp: {enable_full_shard: true, enable_cpu_offload: false, enable_rank0_init: true}
+  rollout:
+    n: 5
+    val_override_config: {temperature: 0.6, top_p: 0.95, n: 1}
+  ref:
+    fsdp: {enable_full_shard: true, enable_cpu_offload: true, enable_rank0_init: true}
+  reward:
+    reward_function: ./examples/reward_function/math.py:compute_score
+trainer:
+  logger: ["file", "wandb"]
+  n_gpus_per_node: 8
+  save_checkpoint_path: null
+"""
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_known_key_has_its_known_default(section):
+    defaults = {entry.key: entry.default for entry in list_options(PPOConfig)}
+
+    for name, value in SECTIONS[section].items():
+        assert f"{section}.{name}" in defaults
+        assert defaults[f"{section}.{name}"] == value, f"{section}.{name}"
+
+
+def test_the_example_values_are_those_of_easyr1():
+    examples = {entry.key: entry.info.example for entry in list_options(PPOConfig)}
+
+    assert {key: examples[key] for key in EASYR1_EXAMPLE} == EASYR1_EXAMPLE
+
+
+def test_an_easyr1_file_loads(tmp_path):
+    file = tmp_path / "easyr1.yaml"
+    file.write_text(EASYR1_YAML)
+
+    config = load_config(PPOConfig, [f"config={file}", "trainer.logger=['console','swanlab']"])
+
+    assert config.trainer.logger == ("console", "swanlab")
+    assert config.worker.rollout.n == 5
+
+
+def test_what_the_config_allows_is_registered_and_nothing_registered_is_unknown_to_it():
+    known = {entry.key: entry.info for entry in list_options(PPOConfig)}
+
+    for key, registry in (
+        ("algorithm.adv_estimator", ADV_ESTIMATORS),
+        ("algorithm.kl_penalty", KL_ESTIMATORS),
+        ("worker.actor.loss_type", POLICY_LOSSES),
+        ("worker.rollout.name", ROLLOUT_ENGINES),
+        ("trainer.logger", LOGGERS),
+    ):
+        choices = set(known[key].choices)
+        assert set(known[key].supported or choices) <= set(registry.names()) <= choices, key

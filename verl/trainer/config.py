@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a whole run: one tree, one YAML file. The worker processes' sections are in `workers/config.py`.
+
+Names, defaults and meanings are EasyR1's and Long-RL's; `example=` is the value in `examples/config.yaml`.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl.utils.config import option
+from verl.utils.config_paths import (
+    checkpoint_folder,
+    data_sources,
+    existing_file,
+    existing_folder,
+    writable_file,
+    writable_folder,
+)
+from verl.workers.config import DIFFUSION, VILA, WorkerConfig
+
+WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
+NEVER = (-1, 0)  # values of `*_freq` and of limits that switch them off
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: where they come from and how a row becomes one."""
+
+    train_files: str | list[str] = option(
+        "",
+        help="Training rows: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name.",
+        resolve=data_sources,
+        example="hiyouga/math12k@train",
+    )
+    val_files: str | list[str] = option(
+        "",
+        help="Validation rows, written like `train_files`.",
+        resolve=data_sources,
+        example="hiyouga/math12k@test",
+    )
+    prompt_key: str = option("prompt", help="Column of the prompt: text or chat messages.", example="problem")
+    answer_key: str = option("answer", help="Column of what the reward function compares with.")
+    image_key: str = option("images", help="Column of the images.")
+    video_key: str = option("videos", help="Column of the videos.")
+    image_dir: str | None = option(
+        None, help="Folder that image and video paths in the rows start from.", resolve=existing_folder
+    )
+    video_dir: str | None = option(
+        None,
+        help="Folder that video paths in the rows start from; null is `image_dir`.",
+        resolve=existing_folder,
+    )
+    cache_dir: str | None = option(
+        None, help="Folder of decoded video frames.", unavailable="cache of frames on disk"
+    )
+    video_fps: float = option(2.0, help="Frames taken from a second of video.", minimum=0.01)
+    max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
+    max_response_length: int = option(512, help="Tokens of a response at most.", minimum=1, example=2048)
+    rollout_batch_size: int = option(512, help="Prompts in a training step.", minimum=1)
+    mini_rollout_batch_size: int | None = option(
+        None, help="Prompts in one call of the rollout engine; null is the whole rollout batch.", minimum=1
+    )
+    val_batch_size: int = option(
+        -1, help="Prompts validated at once; -1 is all.", minimum=1, also=(-1,), example=1024
+    )
+    format_prompt: str | None = option(
+        None,
+        help="Jinja file that renders a row; sees `content` (the prompt) and every column.",
+        resolve=existing_file,
+        example="./examples/format_prompt/math.jinja",
+    )
+    override_chat_template: str | None = option(
+        None, help="Jinja file used instead of the tokenizer's chat template.", resolve=existing_file
+    )
+    shuffle: bool = option(True, help="Draw the training rows in random order.")
+    seed: int = option(1, help="Seed of the order of the rows.", minimum=0)
+    min_pixels: int = option(262144, help="Smaller images are scaled up to this many pixels.", minimum=1)
+    max_pixels: int = option(4194304, help="Larger images are scaled down to this many pixels.", minimum=1)
+    filter_overlong_prompts: bool = option(
+        True, help="Leave out rows longer than `max_prompt_length`; false makes such a row an error."
+    )
+    filter_overlong_prompts_workers: int = option(16, help="Processes that measure the rows.", minimum=1)
+    num_workers: int = option(8, help="Processes that load rows; 0 loads in the main process.", minimum=0)
+    on_bad_row: str = option(
+        "error",
+        help="What a row that cannot be used does: stop, or be left out and listed.",
+        choices=("error", "skip"),
+    )
+    vila_model: bool = option(False, help="The model is of the VILA family.", unavailable=VILA)
+    diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
+    is_omni: bool = option(False, help="The model hears audio.", unavailable="audio")
+    audio_max_length: int = option(10000, help="Audio samples at most.", unavailable="audio")
+
+    def problems(self, path: str) -> Iterator[str]:
+        """Yield what is wrong between the options of this section."""
+        if self.min_pixels > self.max_pixels:
+            low, high = self.min_pixels, self.max_pixels
+            yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
+        if self.mini_rollout_batch_size is not None:
+            yield from divisible(
+                f"`{path}.rollout_batch_size`",
+                self.rollout_batch_size,
+                f"`{path}.mini_rollout_batch_size`",
+                self.mini_rollout_batch_size,
+            )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """How rewards become advantages, and how far the policy may move from the reference."""
+
+    gamma: float = option(
+        1.0,
+        help="Discount of rewards, for each token.",
+        minimum=0.0,
+        maximum=1.0,
+        unavailable="advantage estimator that discounts",
+    )
+    lam: float = option(
+        1.0,
+        help="Weight of longer returns in the `gae` estimator.",
+        minimum=0.0,
+        maximum=1.0,
+        unavailable="`gae` estimator",
+    )
+    adv_estimator: str = option(
+        "grpo",
+        help="Advantage estimator.",
+        choices=("gae", "grpo", "grpo_passk", "reinforce_plus_plus", "remax", "rloo"),
+        supported=("grpo",),
+        unavailable="other advantage estimator",
+    )
+    norm_adv_by_std: bool = option(
+        True, help="Divide the advantages of `grpo` by the standard deviation of the group's scores."
+    )
+    disable_kl: bool = option(False, help="Load no reference policy and use no KL term.")
+    use_kl_loss: bool = option(
+        False, help="Put the KL term into the loss; false subtracts it from the rewards.", example=True
+    )
+    kl_penalty: str = option(
+        "kl",
+        help="KL estimator.",
+        choices=("kl", "abs", "mse", "low_var_kl", "full"),
+        supported=("kl", "abs", "mse", "low_var_kl"),
+        unavailable="KL over the full vocabulary",
+        example="low_var_kl",
+    )
+    kl_coef: float = option(
+        1e-3, help="Weight of the KL term; 0 logs the KL without using it.", minimum=0.0, example=1e-2
+    )
+    kl_type: str = option(
+        "fixed",
+        help="Weight of the KL in the rewards: fixed, or steered to `kl_target`.",
+        choices=("fixed", "adaptive"),
+    )
+    kl_horizon: float = option(1e4, help="Sequences over which the adaptive weight moves.", minimum=1.0)
+    kl_target: float = option(0.1, help="KL in nats that the adaptive weight steers to.", minimum=1e-6)
+    online_filtering: bool = option(
+        False,
+        help="Keep only prompts whose mean score is informative.",
+        unavailable="filtering of prompts by score",
+    )
+    filter_key: str = option("overall", help="Score that online filtering reads.")
+    filter_low: float = option(0.01, help="Online filtering keeps groups with a mean score above this.")
+    filter_high: float = option(0.99, help="Online filtering keeps groups with a mean score below this.")
+
+    def problems(self, path: str) -> Iterator[str]:
+        """Yield what is wrong between the options of this section."""
+        if self.filter_low >= self.filter_high:
+            low, high = self.filter_low, self.filter_high
+            yield f"`{path}.filter_low` ({low}) must be below `{path}.filter_high` ({high})"
+        if self.kl_type == "adaptive" and self.use_kl_loss and not self.disable_kl:
+            yield (
+                f"`{path}.kl_type` must be 'fixed' with `{path}.use_kl_loss=true`, got 'adaptive':"
+                " the adaptive weight applies to KL in the rewards"
+            )
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long, on what, and what is logged and saved."""
+
+    total_epochs: int = option(15, help="Passes over the training rows.", minimum=1)
+    max_steps: int | None = option(None, help="Training steps; wins over `total_epochs`.", minimum=1)
+    project_name: str = option("easy_r1", help="Project in the loggers and in the checkpoint folder.")
+    experiment_name: str = option(
+        "demo", help="Run in the loggers and in the checkpoint folder.", example="qwen2_5_7b_math_grpo"
+    )
+    logger: tuple[str, ...] = option(
+        ("console", "wandb"),
+        help="Where metrics go.",
+        choices=("console", "file", "mlflow", "swanlab", "tensorboard", "wandb"),
+        example=("file", "wandb"),
+    )
+    nnodes: int = option(1, help="Machines.", minimum=1)
+    n_gpus_per_node: int = option(8, help="GPUs on each machine; on CPU, worker processes.", minimum=1)
+    device: str = option(
+        "auto",
+        help="Where the models run; `auto` is cuda where there is a GPU.",
+        choices=("auto", "cuda", "cpu"),
+    )
+    max_try_make_batch: int = option(
+        20, help="Rollouts that online filtering tries to fill one batch; 0 or less is without limit."
+    )
+    critic_warmup: int = option(0, help="Steps that train the critic alone.", minimum=0, unavailable="critic")
+    val_freq: int = option(
+        -1, help="Steps between validations; -1 is never.", minimum=1, also=NEVER, example=5
+    )
+    val_before_train: bool = option(True, help="Validate before the first step.")
+    val_only: bool = option(False, help="Validate once and do not train.")
+    val_generations_to_log: int = option(0, help="Validation responses to log.", minimum=0, example=3)
+    save_freq: int = option(
+        -1, help="Steps between checkpoints; -1 is never.", minimum=1, also=NEVER, example=5
+    )
+    save_limit: int = option(
+        -1, help="Newest checkpoints to keep, beside the best; -1 is all.", minimum=1, also=NEVER, example=3
+    )
+    save_model_only: bool = option(False, help="Save weights without optimizer: cannot be resumed from.")
+    save_checkpoint_path: str | None = option(
+        None, help="Folder of checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
+    )
+    load_checkpoint_path: str | None = option(
+        None, help="Checkpoint to go on from: a folder named `global_step_N`.", resolve=checkpoint_folder
+    )
+    find_last_checkpoint: bool = option(
+        True, help="Go on from the last checkpoint in `save_checkpoint_path` if there is one."
+    )
+    ray_timeline: str | None = option(None, help="File for Ray's timeline of the run.", resolve=writable_file)
+    debug: bool = option(False, help="Check every key of the batch after each stage.")
+    diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
+
+    def __post_init__(self) -> None:
+        """Name the checkpoint folder after project and experiment unless it is set, and make it absolute."""
+        folder = self.save_checkpoint_path or os.path.join(
+            "checkpoints", self.project_name, self.experiment_name
+        )
+        object.__setattr__(self, "save_checkpoint_path", os.path.abspath(os.path.expanduser(folder)))
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes of the run: one for each device."""
+        return self.nnodes * self.n_gpus_per_node
+
+    def problems(self, path: str) -> Iterator[str]:
+        """Yield what is wrong with the checkpoint folder."""
+        assert self.save_checkpoint_path is not None, "__post_init__ names the folder"
+        try:
+            writable_folder(self.save_checkpoint_path)
+        except ValueError as error:
+            yield f"`{path}.save_checkpoint_path` {error}"
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """A whole run."""
+
+    data: DataConfig = option(DataConfig, help="Prompts: where they come from and how a row becomes one.")
+    worker: WorkerConfig = option(WorkerConfig, help="The processes that hold the models.")
+    algorithm: AlgorithmConfig = option(
+        AlgorithmConfig, help="How rewards become advantages, and the KL term."
+    )
+    trainer: TrainerConfig = option(TrainerConfig, help="How long, on what, and what is logged and saved.")
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes of the run: one for each device."""
+        return self.trainer.world_size
+
+    @property
+    def num_engines(self) -> int:
+        """Rollout engines of the run."""
+        return self.world_size // self.worker.rollout.tensor_parallel_size
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that train on different sequences."""
+        return self.world_size // self.worker.actor.ulysses_size
+
+    @property
+    def loader_batch_size(self) -> int:
+        """Prompts the loader hands out at once: one call of the rollout engine."""
+        return self.data.mini_rollout_batch_size or self.data.rollout_batch_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of a prompt and its response at most."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence that the rollout engine is built for."""
+        return self.worker.rollout.max_model_len or self.max_sequence_length
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether a reference policy is loaded."""
+        return not self.algorithm.disable_kl
+
+    def problems(self, path: str) -> Iterator[str]:
+        """Yield every broken rule between the sections."""
+        yield from self._missing_inputs()
+        yield from self._ranks()
+        yield from self._batches()
+        yield from self._lengths()
+        num_responses = self.worker.rollout.n
+        if self.algorithm.adv_estimator == "grpo" and num_responses < 2:
+            yield (
+                "`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator=grpo`,"
+                f" got {num_responses}: it compares the responses to one prompt"
+            )
+
+    def _missing_inputs(self) -> Iterator[str]:
+        trainer = self.trainer
+        if self.worker.actor.model.model_path is None:
+            yield "`worker.actor.model.model_path` must be set: a model folder or a hub name"
+        if not self.data.train_files and not trainer.val_only:
+            yield "`data.train_files` must be set: a file, a folder or a hub name"
+        if not self.data.val_files and trainer.val_only:
+            yield "`data.val_files` must be set with `trainer.val_only=true`"
+        elif not self.data.val_files and (trainer.val_before_train or trainer.val_freq > 0):
+            yield (
+                "`data.val_files` must be set; without validation set"
+                " `trainer.val_before_train=false` and `trainer.val_freq=-1`"
+            )
+        if self.worker.reward.reward_function is None:
+            yield "`worker.reward.reward_function` must be set: `file.py:function`"
+
+    def _ranks(self) -> Iterator[str]:
+        tensor_parallel_size = self.worker.rollout.tensor_parallel_size
+        yield from divisible(
+            WORLD, self.world_size, "`worker.rollout.tensor_parallel_size`", tensor_parallel_size
+        )
+        if self.num_engines > 0 and self.world_size % tensor_parallel_size == 0:
+            key = "mini_rollout_batch_size" if self.data.mini_rollout_batch_size else "rollout_batch_size"
+            engines = f"the number of rollout engines, {WORLD} / `worker.rollout.tensor_parallel_size`"
+            yield from divisible(f"`data.{key}`", self.loader_batch_size, engines, self.num_engines)
+        for role, fsdp in (("actor", self.worker.actor.fsdp), ("ref", self.worker.ref.fsdp)):
+            if fsdp.fsdp_size > 0:
+                yield from divisible(
+                    WORLD, self.world_size, f"`worker.{role}.fsdp.fsdp_size`", fsdp.fsdp_size
+                )
+
+    def _batches(self) -> Iterator[str]:
+        actor, num_responses = self.worker.actor, self.worker.rollout.n
+        prompts, update = self.data.rollout_batch_size, actor.global_batch_size
+        yield from divisible("`data.rollout_batch_size`", prompts, "`worker.actor.global_batch_size`", update)
+        yield from divisible(
+            "`data.rollout_batch_size` x `worker.rollout.n`",
+            prompts * num_responses,
+            "`worker.actor.micro_batch_size_per_device_for_experience`",
+            actor.micro_batch_size_per_device_for_experience,
+        )
+        batch = "`worker.actor.global_batch_size` x `worker.rollout.n`"
+        sequences = update * num_responses
+        if sequences % self.dp_size:
+            yield from divisible(batch, sequences, f"the number of ranks, {WORLD}", self.dp_size)
+            return
+        yield from divisible(
+            f"{batch} / {WORLD}",
+            sequences // self.dp_size,
+            "`worker.actor.micro_batch_size_per_device_for_update`",
+            actor.micro_batch_size_per_device_for_update,
+        )
+
+    def _lengths(self) -> Iterator[str]:
+        rollout, needed = self.worker.rollout, self.max_sequence_length
+        lengths = f"`data.max_prompt_length` + `data.max_response_length` ({needed})"
+        if rollout.max_model_len is not None and rollout.max_model_len < needed:
+            yield f"`worker.rollout.max_model_len` ({rollout.max_model_len}) must be at least {lengths}"
+        if rollout.max_num_batched_tokens < needed and not rollout.enable_chunked_prefill:
+            yield (
+                f"`worker.rollout.max_num_batched_tokens` ({rollout.max_num_batched_tokens})"
+                f" must be at least {lengths}, or `worker.rollout.enable_chunked_prefill=true`"
+            )
+
+
+def divisible(name: str, number: int, divisor_name: str, divisor: int) -> Iterator[str]:
+    """Yield a problem unless `number` is a multiple of `divisor`."""
+    if number % divisor:
+        yield f"{name} ({number}) must be divisible by {divisor_name} ({divisor})"

