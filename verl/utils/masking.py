@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named reductions over masked tensors, and the guard against shapes that would broadcast."""
+
+from torch import Tensor
+
+
+def check_same_shape(**tensors: Tensor | None) -> None:
+    """Raise unless all given tensors share one shape; `None` is skipped.
+
+    Raises:
+        ValueError: Two shapes differ; every name and shape is in the message.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"tensors must share one shape, got {listed}")
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` is one; what lies under a zero does not count, even if it is not finite.
+
+    Args:
+        values: Any shape.
+        mask: Same shape; ones and zeros, or bool.
+        dim: Dimension to reduce; all of them by default.
+    """
+    check_same_shape(values=values, mask=mask)
+    kept = values.masked_fill(mask == 0, 0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` is one; zero where the mask is empty.
+
+        sum(values * mask) / max(sum(mask), 1)
+
+    Args:
+        values: Any shape.
+        mask: Same shape; ones and zeros, or bool.
+        dim: Dimension to reduce; all of them by default.
+    """
+    total = masked_sum(values, mask, dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return total / count.clamp(min=1)
