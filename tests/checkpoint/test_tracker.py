@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from verl.utils.checkpoint.tracker import TRACKER, CheckpointTracker, checkpoint_step, find_last_checkpoint
+
+
+def save(tracker: CheckpointTracker, step: int, score: float | None = None, content: str = "weights") -> Path:
+    folder = tracker.begin(step)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "shard").write_text(content)
+    return tracker.publish(step, score)
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("global_step_")) for folder in root.glob("global_step_*"))
+
+
+def test_a_checkpoint_counts_only_after_it_is_published(tmp_path):
+    tracker = CheckpointTracker(tmp_path / "run")
+
+    folder = tracker.begin(4)
+
+    assert folder.name == "global_step_4.tmp"
+    assert find_last_checkpoint(tmp_path / "run") is None
+    assert tracker.publish(4) == tmp_path / "run" / "global_step_4" == find_last_checkpoint(tmp_path / "run")
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    tracker = CheckpointTracker(tmp_path, save_limit=2)
+
+    for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, 0.9)):
+        save(tracker, step, score)
+
+    assert steps(tmp_path) == [2, 4, 5]  # an equal score later is not better
+    record = json.loads((tmp_path / TRACKER).read_text())
+    assert (record["last_global_step"], record["best_global_step"], record["best_val_reward_score"]) == (
+        5,
+        2,
+        0.9,
+    )
+    assert record["last_actor_path"] == str(tmp_path / "global_step_5" / "actor")
+
+
+def test_old_steps_stay_until_the_new_one_is_complete(tmp_path):
+    tracker = CheckpointTracker(tmp_path, save_limit=1)
+    save(tracker, 1)
+
+    tracker.begin(2)
+
+    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_1"
+    tracker.publish(2)
+    assert steps(tmp_path) == [2]
+
+
+def test_without_a_limit_everything_is_kept(tmp_path):
+    tracker = CheckpointTracker(tmp_path, save_limit=-1)
+    for step in range(1, 6):
+        save(tracker, step)
+
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_half_written_folder_is_removed_by_the_next_save(tmp_path):
+    tracker = CheckpointTracker(tmp_path)
+    (tracker.begin(3) / "half").write_text("")
+
+    save(CheckpointTracker(tmp_path), 5)
+
+    assert steps(tmp_path) == [5]
+
+
+def test_a_resumed_run_knows_the_best_and_replaces_a_step_it_writes_again(tmp_path):
+    save(CheckpointTracker(tmp_path, 1), 1, score=0.7)
+    save(CheckpointTracker(tmp_path, 1), 2, score=0.1, content="first")
+
+    again = CheckpointTracker(tmp_path, 1)
+    save(again, 2, score=0.2, content="second")
+
+    assert (tmp_path / "global_step_2" / "actor" / "shard").read_text() == "second"
+    assert (again.record.best_global_step, again.record.best_val_reward_score) == (1, 0.7)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_tracker_that_cannot_be_read_or_names_a_lost_folder_is_an_error(tmp_path):
+    folder = save(CheckpointTracker(tmp_path), 1)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        FileNotFoundError, match=r"names global_step_1, which is gone: .*load_checkpoint_path"
+    ):
+        find_last_checkpoint(tmp_path)
+
+    (tmp_path / TRACKER).write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        find_last_checkpoint(tmp_path)
+
+
+def test_a_path_to_load_names_one_complete_step(tmp_path):
+    folder = save(CheckpointTracker(tmp_path), 12)
+
+    assert checkpoint_step(folder) == 12
+    with pytest.raises(ValueError, match="must end in global_step_N"):
+        checkpoint_step(folder / "actor")
+    with pytest.raises(ValueError, match="never completed"):
+        checkpoint_step(tmp_path / "global_step_13.tmp")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        checkpoint_step(tmp_path / "global_step_13")
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_option(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path` \(.*file\) cannot be written"):
+        CheckpointTracker(tmp_path / "file").begin(1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_named_with_the_option(tmp_path):
+    tmp_path.chmod(0o500)
+
+    with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path`"):
+        CheckpointTracker(tmp_path / "run").begin(1)

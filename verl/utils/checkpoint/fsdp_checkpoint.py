@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load one role's training state: weights, optimizer, schedule, random generators.
+
+```
+actor/manifest.json          which files there are, their sizes, the schedule; written last
+actor/.metadata  __R_N.distcp    weights and optimizer, sharded (torch.distributed.checkpoint); any world size
+loads them actor/rank_R.pt              random generators and extra state of rank R
+actor/huggingface/           config, generation config, tokenizer, processor; `scripts/model_merger.py` adds
+weights ```
+"""
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from verl.utils.checkpoint.storage import ShardReader, read_manifest, read_tensors, write_manifest
+from verl.utils.fsdp_utils import persistent_buffers, sharded_parameters
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
+
+HUGGINGFACE = "huggingface"
+
+
+class Savable(Protocol):
+    """A tokenizer, a processor or a config of transformers."""
+
+    def save_pretrained(self, save_directory: str | Path) -> Any:
+        """Write its files into a folder."""
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held beside what was loaded in place."""
+
+    extra: dict[str, Any] | None  # of this rank; None when the world size differs from the checkpoint's
+    has_optimizer: bool  # False for a checkpoint of weights only: the optimizer starts anew
+
+
+def save_shards(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write the training state; every rank calls it and waits for the others.
+
+    Args:
+        path: The role's folder, for example `global_step_8.tmp/actor`, on a file system that all ranks share.
+        model: Sharded or not, offloaded or not.
+        optimizer: None (`trainer.save_model_only`) leaves its state out.
+        scheduler: Its position is kept.
+        extra: State of this rank beside: tensors, numbers, strings, and lists and dictionaries of them.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    path = Path(path)
+    _make_folder(path)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dcp.save(
+        _model_tensors(model) | _optimizer_tensors(model, optimizer),
+        storage_writer=dcp.FileSystemWriter(path),
+    )
+    torch.save({"random": random_state(), "extra": extra or {}}, path / f"rank_{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        write_manifest(
+            path,
+            {
+                "world_size": world_size,
+                "has_optimizer": optimizer is not None,
+                "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            },
+        )
+    dist.barrier()
+
+
+def load_shards(
+    path: Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
+) -> Restored:
+    """Load what `save_shards` wrote, at any world size; every rank calls it.
+
+    Random generators and `extra` belong to a rank, so they come back only if the world size is the same. The
+    schedule keeps the shape that the config of this run gives it and moves to the saved position.
+
+    Args:
+        path: The role's folder.
+        model: Its weights are replaced in place.
+        optimizer: Its state is replaced; from a checkpoint without one it is left empty, with a warning.
+        scheduler: Moved to the saved position.
+
+    Raises:
+        FileNotFoundError: The folder is missing or incomplete.
+        ValueError: A file is damaged, or the weights are those of another model.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    reader = ShardReader(path)
+    tensors = _model_tensors(model)
+    _check_same_model(tensors, reader.tensors(), path)
+
+    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    if optimizer is not None and manifest["has_optimizer"]:
+        state = _empty_optimizer_state(model, optimizer, reader.tensors())
+    elif optimizer is not None:
+        logger.warning("checkpoint has weights only, the optimizer's moments start from zero: path=%s", path)
+    read_tensors(reader, tensors | _named_state(model, state))
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+    if scheduler is not None and manifest["scheduler"] is not None:
+        scheduler.load_state_dict(manifest["scheduler"])
+    return Restored(_load_rank_state(path, manifest["world_size"]), manifest["has_optimizer"])
+
+
+def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
+    """Write config, generation config, tokenizer, processor into `path/huggingface`; rank 0 calls it.
+
+    Args:
+        path: The role's folder.
+        *parts: Whatever of them the model has; None is left out.
+    """
+    folder = Path(path) / HUGGINGFACE
+    _make_folder(folder)
+    for part in parts:
+        if part is not None:
+            part.save_pretrained(folder)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of this process's global generators, in types that load safely."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put the global generators back to where `random_state` found them."""
+    random.setstate(state["python"])
+    name, keys, *others = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot write the checkpoint folder {path} ({error.strerror}):"
+            " set `trainer.save_checkpoint_path` to a folder that every process may write"
+        ) from error
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    tensors = sharded_parameters(model) | persistent_buffers(model)
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    return {} if optimizer is None else _named_state(model, optimizer.state)
+
+
+def _named_state(model: nn.Module, state: dict[nn.Parameter, dict[str, Tensor]]) -> dict[str, Tensor]:
+    tensors = {}
+    for name, param in sharded_parameters(model).items():
+        if param in state:
+            tensors |= {f"optimizer.{key}.{name}": value for key, value in state[param].items()}
+    return tensors
+
+
+def _empty_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: dict[str, TensorStorageMetadata]
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Room for the state of every parameter that has one in the checkpoint: its like, or a counter."""
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    names = {name: param for name, param in sharded_parameters(model).items() if param in groups}
+    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for full_key, entry in saved.items():
+        if not full_key.startswith("optimizer."):
+            continue
+        key, name = full_key.removeprefix("optimizer.").split(".", 1)
+        if name not in names:
+            continue
+        param = names[name]
+        dtype = entry.properties.dtype
+        if entry.size:
+            empty = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        else:  # a step counter; fused kernels want it beside the parameter
+            empty = torch.zeros((), dtype=dtype, device=param.device if groups[param].get("fused") else "cpu")
+        state.setdefault(param, {})[key] = empty
+    return state
+
+
+def _check_same_model(
+    tensors: dict[str, Tensor], saved: dict[str, TensorStorageMetadata], path: Path
+) -> None:
+    known = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model.")}
+    wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if known != wanted:
+        different = sorted(key for key in known | wanted if known.get(key) != wanted.get(key))
+        first = different[0]
+        raise ValueError(
+            f"{path} holds another model than `model.model_path`: {len(different)} weights differ,"
+            f" for example {first.removeprefix('model.')}: {known.get(first)} in the checkpoint,"
+            f" {wanted.get(first)} in the model"
+        )
+
+
+def _load_rank_state(path: Path, world_size: int) -> dict[str, Any] | None:
+    if world_size != dist.get_world_size():
+        logger.warning(
+            "random generators start anew, the number of processes changed: saved=%d now=%d path=%s",
+            world_size, dist.get_world_size(), path,
+        )  # fmt: skip
+        return None
+    state = torch.load(path / f"rank_{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
+    set_random_state(state["random"])
+    return state["extra"]

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the `model_world_size_W_rank_R.pt` files of EasyR1 and verl: a dictionary of DTensors for each rank.
+
+The files are read without a process group and without the classes that wrote them, whose pickled form changes
+between torch versions: stand-ins receive what the pickle says of a tensor, its mesh and its placements.
+"""
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+class _Described:
+    """Keeps whatever a pickle says of an object."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.given = args
+
+    def __setstate__(self, state: Any) -> None:
+        plain, slots = state if isinstance(state, tuple) else (state, None)
+        self.__dict__.update(plain or {})
+        self.__dict__.update(slots or {})
+
+
+class _Mesh(_Described):
+    """For DeviceMesh."""
+
+
+class _Spec(_Described):
+    """For DTensorSpec."""
+
+
+class _Meta(_Described):
+    """For TensorMeta, a named tuple."""
+
+
+class _Shard(_Described):
+    """For Shard: `dim` is cut over the mesh axis."""
+
+
+class _Replicate(_Described):
+    """For Replicate: every rank of the axis holds the same."""
+
+
+class _Layout(_Described):
+    """For the shape and strides of a mesh, as a whole or of one axis."""
+
+
+class _ShardOrder(_Described):
+    """For ShardOrderEntry, a named tuple."""
+
+
+class _ShardedTensor(Tensor):
+    """For DTensor: its own memory is elsewhere, in `_local_tensor`."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} on a tensor that only describes a shard")
+
+
+# Old and new places of each class.
+STAND_INS = [
+    (_ShardedTensor, "torch.distributed.tensor.DTensor"),
+    (_ShardedTensor, "torch.distributed._tensor.api.DTensor"),
+    (_ShardedTensor, "torch.distributed.tensor._api.DTensor"),
+    (_Spec, "torch.distributed.tensor._dtensor_spec.DTensorSpec"),
+    (_Spec, "torch.distributed._tensor.placement_types.DTensorSpec"),
+    (_Spec, "torch.distributed._tensor._dtensor_spec.DTensorSpec"),
+    (_Meta, "torch.distributed.tensor._dtensor_spec.TensorMeta"),
+    (_Meta, "torch.distributed._tensor.placement_types.TensorMeta"),
+    (_Meta, "torch.distributed._tensor._dtensor_spec.TensorMeta"),
+    (_ShardOrder, "torch.distributed.tensor._dtensor_spec.ShardOrderEntry"),
+    (_Shard, "torch.distributed.tensor.placement_types.Shard"),
+    (_Shard, "torch.distributed._tensor.placement_types.Shard"),
+    (_Replicate, "torch.distributed.tensor.placement_types.Replicate"),
+    (_Replicate, "torch.distributed._tensor.placement_types.Replicate"),
+    (_Layout, "torch.distributed._mesh_layout._MeshLayout"),
+    (_Layout, "torch.distributed._mesh_layout._FlatLayout"),
+    (_Mesh, "torch.distributed.device_mesh.DeviceMesh"),
+    (_Mesh, "torch.distributed._tensor.device_mesh.DeviceMesh"),
+]
+
+
+@contextmanager
+def _stand_ins_only() -> Iterator[None]:
+    """Let torch.load build the stand-ins, and nothing that other code declared safe."""
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(STAND_INS)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(others)
+
+
+def find_shard_files(folder: Path) -> list[Path]:
+    """The shard files of a folder by rank; empty if there are none.
+
+    Raises:
+        ValueError: Files of several world sizes lie together.
+        FileNotFoundError: A rank's file is missing.
+    """
+    files: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
+        match = SHARD_FILE.fullmatch(path.name)
+        if match:
+            files.setdefault(int(match.group(1)), {})[int(match.group(2))] = path
+    if not files:
+        return []
+    if len(files) > 1:
+        raise ValueError(
+            f"{folder} holds shards of {sorted(files)} ranks together: keep those of one save only"
+        )
+    [(world_size, by_rank)] = files.items()
+    missing = [rank for rank in range(world_size) if rank not in by_rank]
+    if missing:
+        name = f"model_world_size_{world_size}_rank_{missing[0]}.pt"
+        raise FileNotFoundError(
+            f"{folder / name} is missing, {len(missing)} of {world_size} rank files are:"
+            " copy the files of every node into this folder"
+        )
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+def load_shard_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one rank; memory is mapped, so nothing is read before it is used.
+
+    Raises:
+        ValueError: The file is damaged.
+        NotImplementedError: It holds something else than tensors and DTensors.
+    """
+    try:
+        with _stand_ins_only():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}): copy it again from where it was written") from error
+    except pickle.UnpicklingError as error:
+        raise NotImplementedError(
+            f"{path} holds something else than tensors and DTensors ({error}):"
+            " save with a torch version that writes DTensors (EasyR1 and verl on torch 2.4 or newer do)"
+        ) from error
+
+
+def join_shards(name: str, parts: list[Tensor]) -> Tensor:
+    """One whole tensor from what each rank has of it.
+
+    A mesh of one axis is a cut or a copy; a mesh of two axes (hybrid sharding) is copies of cuts: the first
+    copy is taken.
+
+    Raises:
+        NotImplementedError: The tensor is cut in another way.
+    """
+    if not isinstance(parts[0], _ShardedTensor):
+        return parts[0]
+    placements, mesh = _layout(parts[0])
+    if any(not isinstance(placement, _Shard | _Replicate) for placement in placements[-1:]) or any(
+        not isinstance(placement, _Replicate) for placement in placements[:-1]
+    ):
+        raise NotImplementedError(f"{name}: tensors cut over several mesh axes cannot be merged")
+    ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # the ranks that hold the first copy, in order
+    if isinstance(placements[-1], _Replicate):
+        return parts[ranks[0]]._local_tensor
+    size = parts[0].shape
+    dim = _dim(placements[-1])
+    pieces = [parts[rank]._local_tensor for rank in ranks]
+    whole = torch.cat([piece for piece in pieces if piece.numel()], dim=dim) if len(pieces) > 1 else pieces[0]
+    if whole.shape != size:
+        raise ValueError(
+            f"{name}: the shards make {tuple(whole.shape)} instead of {tuple(size)}:"
+            " the files are not of one save"
+        )
+    return whole
+
+
+def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
+    """Placements, and the ranks as a tensor of the mesh's shape; older versions pickle that tensor itself."""
+    spec = tensor._spec
+    mesh = vars(spec.mesh)
+    if isinstance(mesh.get("mesh"), Tensor):
+        return tuple(spec.placements), mesh["mesh"]
+    axes = [_offsets(axis) for axis in _axes(mesh["_layout"])]
+    index = torch.zeros((), dtype=torch.int64)
+    for offsets in axes:
+        index = index.unsqueeze(-1) + offsets
+    return tuple(spec.placements), mesh["_rank_map"][index]
+
+
+def _axes(layout: _Described) -> list[tuple[Any, Any]]:
+    """Shape and stride of each axis of a mesh."""
+    if hasattr(layout, "axes"):
+        return [(axis.shape, axis.stride) for axis in layout.axes]
+    if isinstance(layout.shape, int):
+        return [(layout.shape, layout.stride)]
+    return list(zip(layout.shape, layout.stride, strict=True))
+
+
+def _offsets(axis: tuple[Any, Any]) -> Tensor:
+    """How far each position on one axis lies from its start, in ranks."""
+    shape, stride = axis
+    if isinstance(shape, int):
+        return torch.arange(shape) * stride
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for size, step in zip(shape, stride, strict=True):
+        offsets = (offsets.unsqueeze(-1) + torch.arange(size) * step).flatten()
+    return offsets
+
+
+def _dim(placement: _Shard) -> int:
+    return placement.dim if hasattr(placement, "dim") else placement.given[0]

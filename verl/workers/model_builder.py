@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a folder in Hugging Face format to a sharded model, ready for packed forward passes.
+
+Every rank builds the model without memory, shards it, and makes room for its shards only. Rank 0 reads the
+files and broadcasts tensor by tensor, so host memory holds one copy of the model for the whole job.
+"""
+
+import difflib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from verl.models.registry import model_type_of, prepare_model
+from verl.utils.fsdp_utils import offload_policy, shard_model, sharded_parameters, torch_dtype
+from verl.utils.hub_names import auto_class, meta_model
+from verl.utils.rank_logger import get_logger
+from verl.workers.config import FSDPConfig, ModelConfig
+
+logger = get_logger(__name__)
+
+
+def build_model(
+    model: ModelConfig, fsdp: FSDPConfig, *, mesh: DeviceMesh, device: torch.device | str, trainable: bool
+) -> PreTrainedModel:
+    """Build, shard and load a model; every rank calls it, with the same arguments.
+
+    Args:
+        model: Where its files are, and what is changed in its config.
+        fsdp: How it is sharded, and its dtypes.
+        mesh: From `make_mesh`.
+        device: Where the forward passes run.
+        trainable: True for a policy or critic, kept in float32 unless `fsdp.torch_dtype` says otherwise, with
+            gradients; False for a reference, kept in bfloat16, without.
+
+    Returns:
+        The model, its parameters DTensors. Its `config` and `generation_config` are those of the files.
+
+    Raises:
+        FileNotFoundError: The folder has no config or no weights that can be read.
+        ValueError: `override_config` names an unknown key, or weights are missing or of another shape.
+    """
+    config = load_model_config(model)
+    dtype = torch_dtype(fsdp.torch_dtype or ("fp32" if trainable else "bf16"))
+    empty = meta_model(config, dtype, model.trust_remote_code)
+    empty.generation_config = load_generation_config(model, config)
+    prepare_model(empty)
+    _select_trainable(empty, model, trainable)
+    shard_model(empty, mesh, fsdp)
+    _fill(empty, _read_on_rank0(model, config, dtype), fsdp, mesh, torch.device(device))
+    empty.train(trainable)
+    return empty
+
+
+def load_model_config(model: ModelConfig) -> PreTrainedConfig:
+    """The transformers config of the model's files, with `override_config` applied."""
+    try:
+        config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"`model.model_path` ({model.model_path}): no model config can be read there: {error}"
+        ) from error
+    apply_overrides(config, model.override_config)
+    return config
+
+
+def apply_overrides(
+    config: PreTrainedConfig, overrides: dict[str, Any], path: str = "model.override_config"
+) -> None:
+    """Set options of a transformers config; a dictionary goes into the nested config of that name.
+
+    Raises:
+        ValueError: The config has no such option.
+    """
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
+            hint = f"did you mean `{path}.{near[0]}`?" if near else f"known are {sorted(config.to_dict())}"
+            if hasattr(config, "text_config") and hasattr(config.text_config, key):
+                hint = f"the language model has it: set `{path}.text_config.{key}`"
+            raise ValueError(f"`{path}.{key}` is no option of {type(config).__name__}: {hint}")
+        if isinstance(value, dict) and isinstance(getattr(config, key), PreTrainedConfig):
+            apply_overrides(getattr(config, key), value, f"{path}.{key}")
+        else:
+            setattr(config, key, value)
+
+
+def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:
+    """The generation config beside the weights; without that file, what the model's config implies."""
+    try:
+        return GenerationConfig.from_pretrained(model.model_path)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def _select_trainable(model: PreTrainedModel, config: ModelConfig, trainable: bool) -> None:
+    if not trainable:
+        model.requires_grad_(False)
+        return
+    if config.freeze_vision_tower:
+        tower = model_type_of(model.config).vision_tower
+        if tower is None:
+            logger.warning(
+                "`model.freeze_vision_tower` has no effect: %s has no vision tower", type(model).__name__
+            )
+        else:
+            model.get_submodule(tower).requires_grad_(False)
+    if config.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _fill(
+    model: PreTrainedModel,
+    source: PreTrainedModel | None,
+    fsdp: FSDPConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    """Give a sharded model on the meta device memory, and the values of rank 0's source."""
+    given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
+    stays_on_cpu = isinstance(offload_policy(fsdp, mesh), CPUOffloadPolicy)
+    model.to_empty(device="cpu" if stays_on_cpu else device)
+    for name, param in sharded_parameters(model).items():
+        _copy_shard(_whole_tensor(given.get(name), param, device), param)
+    for name, buffer in list(model.named_buffers()):  # also those that no file holds
+        whole = _whole_tensor(given.get(name), buffer, device)
+        if whole.is_floating_point():
+            whole = whole.to(torch_dtype(fsdp.mp_buffer_dtype))
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, whole)
+    _check_nothing_is_empty(model)
+
+
+def _read_on_rank0(
+    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel | None:
+    """The whole model in host memory on rank 0, None elsewhere; all ranks raise if it cannot be read."""
+    source, problem = _read_model(model, config, dtype) if dist.get_rank() == 0 else (None, None)
+    problems = [problem]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0] is not None:
+        raise FileNotFoundError(problems[0])
+    return source
+
+
+def _read_model(
+    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel | None, str | None]:
+    """The model, or what is wrong with its files."""
+    where = f"`model.model_path` ({model.model_path})"
+    try:
+        source, report = auto_class(config).from_pretrained(
+            model.model_path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        return None, f"{where}: the weights cannot be read ({error}): download or export the model again"
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        return (
+            None,
+            f"{where}: {len(names)} weights are missing, for example {names[:3]}: use a complete model",
+        )
+    if report["unexpected_keys"]:
+        logger.warning(
+            "weights without a place in the model are ignored: names=%s", sorted(report["unexpected_keys"])
+        )
+    return source, None
+
+
+def _whole_tensor(given: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """The tensor that rank 0 was given, on every rank's device."""
+    if given is None:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+    else:
+        whole = given.detach().to(device, like.dtype).contiguous()
+    dist.broadcast(whole, src=0)
+    return whole
+
+
+@torch.no_grad()
+def _copy_shard(whole: Tensor, param: nn.Parameter) -> None:
+    assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
+    # Without a source rank nothing is sent: each rank cuts its own part.
+    shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    param.to_local().copy_(shard.to_local())
+
+
+def _check_nothing_is_empty(model: PreTrainedModel) -> None:
+    """A tensor that is neither parameter nor buffer stays on the meta device: refuse, by name."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise NotImplementedError(
+                    f"{type(model).__name__} keeps a tensor outside its parameters and buffers,"
+                    f" `{name}.{key}`, which loading cannot fill"
+                )
