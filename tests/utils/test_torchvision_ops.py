@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA builds beside a CPU-only torch, in fresh processes with made-up packages and with the real ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = """
+import importlib.metadata, importlib.util, json, os, subprocess, sys
+def found(name):
+    return importlib.util.find_spec(name) is not None
+def imported(name):
+    try:
+        return getattr(__import__(name), "state", "no state")
+    except ImportError as error:
+        return type(error).__name__
+report = {
+    "found": {name: found(name) for name in ("torchvision", "torchaudio", "torchcodec")},
+    "imported": {name: imported(name) for name in ("torchvision", "torchaudio", "torchcodec")},
+    "version": importlib.metadata.version("torchaudio"),
+    "own": "own_sitecustomize" in sys.modules,
+}
+"""
+
+
+def make_site(folder, *, torch_cuda, linked_to_cuda):
+    """A folder of packages that behave like the real ones: CUDA builds raise unless torch has CUDA."""
+    for name in ("torch", "torchvision", "torchaudio", "torchcodec"):
+        (folder / name).mkdir(parents=True)
+        library = b"\x7fELF" + (b"libc10_cuda.so" if linked_to_cuda else b"libc10.so")
+        (folder / name / "_C.so").write_bytes(library)
+    version = f"cuda: 'str | None' = {torch_cuda!r}\nhip: 'str | None' = None\n"
+    (folder / "torch" / "version.py").write_text(version)
+    (folder / "torch" / "__init__.py").write_text(
+        "from types import SimpleNamespace\n"
+        "class Library:\n"
+        "    def __init__(self, name, kind): self.name = name\n"
+        "    def define(self, schema): setattr(getattr(ops, self.name), schema.split('(')[0], schema)\n"
+        "library = SimpleNamespace(Library=Library)\n"
+        "ops = SimpleNamespace(torchvision=SimpleNamespace())\n"
+    )
+    needs = f"{linked_to_cuda!r} and not {torch_cuda!r}"
+    (folder / "torchvision" / "__init__.py").write_text(
+        f"import torch\nif {needs}: torch.ops.torchvision.nms\nstate = sorted(vars(torch.ops.torchvision))\n"
+    )
+    for name in ("torchaudio", "torchcodec"):
+        code = f"state = 'works'\nif {needs}: raise OSError('libc10_cuda.so')\n"
+        (folder / name / "__init__.py").write_text(code)
+    info = folder / "torchaudio-1.2.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchaudio\nVersion: 1.2.3\n")
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['own_sitecustomize'] = sys\n")
+    return folder
+
+
+def run(code, *paths):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+IN_A_CHILD = "print(subprocess.check_output([sys.executable, '-c', CODE], text=True))"
+
+
+@pytest.mark.parametrize("where", ["this process", "a child that does not know verl"])
+def test_cuda_builds_beside_a_cpu_only_torch_are_repaired_or_hidden(where, tmp_path):
+    site = make_site(tmp_path, torch_cuda=None, linked_to_cuda=True)
+    ending = "print(json.dumps(report))"
+    code = "import verl\n" + REPORT + ending
+    if where != "this process":
+        code = f"import verl\nCODE = {REPORT + ending!r}\nimport subprocess, sys, torchvision\n" + IN_A_CHILD
+
+    report = json.loads(run(code, site, ROOT))
+
+    assert report["found"] == {"torchvision": True, "torchaudio": False, "torchcodec": False}
+    hidden = "ModuleNotFoundError"
+    assert report["imported"] == {"torchvision": ["nms", "qnms"], "torchaudio": hidden, "torchcodec": hidden}
+    assert report["version"] == "1.2.3"  # the metadata of installed packages stay readable
+    assert report["own"]  # the environment's own sitecustomize has run, in the child too
+
+
+@pytest.mark.parametrize(("torch_cuda", "linked_to_cuda"), [(None, False), ("13.0", True)])
+def test_builds_that_fit_torch_are_left_alone(torch_cuda, linked_to_cuda, tmp_path):
+    site = make_site(tmp_path, torch_cuda=torch_cuda, linked_to_cuda=linked_to_cuda)
+
+    report = json.loads(run("import verl\n" + REPORT + "print(json.dumps(report))", site, ROOT))
+
+    assert all(report["found"].values())
+    assert report["imported"] == {"torchvision": [], "torchaudio": "works", "torchcodec": "works"}
+
+
+def test_importing_the_package_imports_neither_torch_nor_torchvision():
+    code = "import verl, sys; print({'torch', 'torchvision', 'numpy'} & set(sys.modules))"
+
+    assert run(code, ROOT).strip() == "set()"
+
+
+def test_the_installed_torchvision_works_in_a_process_that_only_inherits_the_environment():
+    code = (
+        "import torchvision, torch\n"
+        "from torchvision.transforms.v2 import functional as F\n"
+        "print(F.resize(torch.zeros(1, 3, 8, 8), [4, 4]).shape[-1])"
+    )
+
+    # Asking for vLLM is what prepares the environment: vLLM starts such processes.
+    start = "import verl, importlib.util, subprocess, sys\nimportlib.util.find_spec('vllm')\n"
+    start += f"CODE = {code!r}\n"
+
+    assert run(start + IN_A_CHILD, ROOT).strip().splitlines()[-1] == "4"

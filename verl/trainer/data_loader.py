@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of prompts in an order that a resumed run continues exactly.
+
+The order of an epoch follows from `data.seed` and the number of the epoch, so a loader's position is two
+numbers: the epoch and how many rows of it were used. A row that turns out bad when it is read
+(`data.on_bad_row=skip`) is used up like any other but leaves no prompt: the batch is filled with the rows
+that follow, so that every batch has the same size, an epoch gets shorter, and no row ever stands in for
+another.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoConfig
+
+from verl.models.position_ids import MropeConstants, position_ids_for
+from verl.protocol import BATCH_KEYS, DataProto
+from verl.trainer.config import PPOConfig
+from verl.utils.dataset import TENSORS, BadRow, RLHFDataset, collate_fn
+from verl.utils.media_cache import MediaCache
+from verl.utils.multimodal import MediaLoader, MediaOptions
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
+
+
+class PromptLoader:
+    """Iterates over one epoch of batches, from where the last iteration stopped.
+
+    Args:
+        dataset: Prompts.
+        batch_size: Prompts of a batch.
+        shuffle: Draw the rows in random order, a new one for each epoch.
+        seed: Of the order.
+        drop_last: Leave out the rows at the end of an epoch that do not fill a batch.
+        num_workers: Processes that read rows; 0 reads in this process.
+
+    Attributes:
+        bad_rows: Rows that turned out bad when they were read; each is listed once.
+    """
+
+    def __init__(
+        self,
+        dataset: RLHFDataset,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        num_workers: int,
+    ) -> None:
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
+        self.drop_last, self.num_workers = drop_last, num_workers
+        self.epoch = 0
+        self.position = 0  # rows of this epoch that were used
+        self.bad_rows: dict[int, BadRow] = {}
+
+    def __len__(self) -> int:
+        """Batches of an epoch without bad rows."""
+        whole, rest = divmod(len(self.dataset), self.batch_size)
+        return whole if self.drop_last or rest == 0 else whole + 1
+
+    def __iter__(self) -> Iterator[DataProto]:
+        items: list[dict[str, Any]] = []
+        first = used = self.position  # `used` counts rows read, in batches that were not handed out yet too
+        for item in self._rows(self._order()[self.position :]):
+            used += 1
+            if isinstance(item, BadRow):
+                self._note(item)
+                continue
+            items.append(item)
+            if len(items) == self.batch_size:
+                self.position = used
+                yield DataProto.from_single_dict(collate_fn(items))
+                items = []
+        if items and not self.drop_last:
+            self.position = used
+            yield DataProto.from_single_dict(collate_fn(items))
+        if first == 0 and self.position == 0:
+            raise ValueError(
+                f"no batch of {self.batch_size} prompts can be filled: {len(self.bad_rows)} of"
+                f" {len(self.dataset)} rows are bad, first {next(iter(self.bad_rows.values()), None)}"
+            )
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last batch that was handed out."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "num_rows": len(self.dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position; the next iteration starts there.
+
+        Raises:
+            ValueError: The data or its order differ from those the position belongs to.
+        """
+        found = {"seed": self.seed, "num_rows": len(self.dataset)}
+        changed = {name: (state[name], value) for name, value in found.items() if state[name] != value}
+        if changed:
+            raise ValueError(
+                f"the data differ from the checkpoint's, (then, now): {changed}: resume with the same"
+                " `data.train_files`, `data.seed` and filter options"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.dataset)))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
+
+    def _rows(self, order: list[int]) -> Iterator[dict[str, Any] | BadRow]:
+        workers = min(self.num_workers, len(order))
+        rows = DataLoader(
+            self.dataset,
+            batch_size=None,  # one row at a time, so that all workers read for the same batch
+            sampler=order,
+            collate_fn=_as_arrays,
+            num_workers=workers,
+            prefetch_factor=None if workers == 0 else max(2, -(-self.batch_size // workers)),
+        )
+        return iter(rows)
+
+    def _note(self, row: BadRow) -> None:
+        if row.index not in self.bad_rows:
+            self.bad_rows[row.index] = row
+            logger.warning("bad row left out: number=%d %s", len(self.bad_rows), row)
+
+
+class Loaders(NamedTuple):
+    """Both loaders of a run; None where no files are named."""
+
+    train: PromptLoader | None
+    val: PromptLoader | None
+
+
+def make_loaders(
+    config: PPOConfig, tokenizer: Any, processor: Any | None, cache: MediaCache | None = None
+) -> Loaders:
+    """Open the data of a run.
+
+    Args:
+        config: The whole config; `data` and the model's path are read.
+        tokenizer: Of the model.
+        processor: Of the model if it reads media.
+        cache: The run's media cache; None keeps decoded media in the process that decoded them.
+
+    Raises:
+        ValueError: Data cannot be used, or the training rows do not fill one batch.
+    """
+    data = config.data
+    open_dataset = partial(
+        RLHFDataset,
+        tokenizer=tokenizer,
+        processor=processor,
+        config=data,
+        reserved=BATCH_KEYS,
+        **_media(config, processor, cache),
+    )
+    train = val = None
+    if data.train_files:
+        dataset = open_dataset(data.train_files, option="data.train_files")
+        size = config.loader_batch_size
+        _check_size(dataset, size, data)
+        train = PromptLoader(
+            dataset, size, shuffle=data.shuffle, seed=data.seed, drop_last=True, num_workers=data.num_workers
+        )
+    if data.val_files:
+        dataset = open_dataset(data.val_files, option="data.val_files")
+        size = len(dataset) if data.val_batch_size == -1 else data.val_batch_size
+        val = PromptLoader(
+            dataset, size, shuffle=False, seed=data.seed, drop_last=False, num_workers=data.num_workers
+        )
+    return Loaders(train, val)
+
+
+def _media(config: PPOConfig, processor: Any | None, cache: MediaCache | None) -> dict[str, Any]:
+    if processor is None:
+        return {}
+    data, model = config.data, config.worker.actor.model
+    assert model.model_path is not None, "the config was checked"
+    options = MediaOptions.from_data(data)
+    model_config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
+    positions = position_ids_for(model_config.model_type)
+    if positions is not None:
+        positions = partial(positions, constants=MropeConstants.from_config(model_config))
+    return {"media": MediaLoader(processor, options, cache), "position_ids": positions}
+
+
+def _check_size(dataset: RLHFDataset, batch_size: int, data: Any) -> None:
+    if len(dataset) < batch_size:
+        name = "rollout_batch_size" if data.mini_rollout_batch_size is None else "mini_rollout_batch_size"
+        raise ValueError(
+            f"`data.{name}` ({batch_size}) must be at most the number of usable training rows,"
+            f" got {len(dataset)}: `data.train_files` has {len(dataset.rows)} rows,"
+            f" {dataset.num_overlong} too long, {len(dataset.bad_rows)} bad"
+        )
+
+
+def _as_arrays(item: Any) -> Any:
+    """Tensors as arrays: each tensor that leaves a worker process would hold a file descriptor."""
+    if isinstance(item, BadRow):
+        return item
+    return item | {name: item[name].numpy() for name in TENSORS}

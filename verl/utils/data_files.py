@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of prompt data from files, directories and the hub, behind one list-like object.
+
+A source is `PATH[@split]`: a file (`.parquet`, `.arrow`, `.json`, `.jsonl`, `.csv`, `.pkl`), a directory of
+such files, a directory written by `Dataset.save_to_disk`, or the id of a data set on the hub. `split` is a
+name (`train`, `test`) and may carry a slice (`train[:10%]`). Sources of different kinds and columns can be
+joined. To add a kind of file: one entry in `READERS`.
+"""
+
+import csv
+import json
+import os
+import pickle
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+from datasets.exceptions import DatasetsError
+
+Row = dict[str, Any]
+DEFAULT_SPLIT = "train"
+SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
+
+
+class Source:
+    """The rows of one file (or hub data set), with the names that errors need.
+
+    Attributes:
+        name: The file as the user can find it.
+        rows: A sequence whose items are dictionaries.
+        columns: Names of the columns, sorted; of a file without a schema, those of any row.
+    """
+
+    def __init__(self, name: str, rows: Any, columns: list[str] | None = None) -> None:
+        self.name = name
+        self.rows = rows
+        self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
+
+
+class Rows:
+    """The rows of all sources, one after the other."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self.sources = sources
+        self.starts = [0]
+        for source in sources:
+            self.starts.append(self.starts[-1] + len(source.rows))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        source, offset = self._locate(index)
+        return dict(source.rows[offset])
+
+    def where(self, index: int) -> str:
+        """`file, row number` of a row; rows are counted from 0 within their file."""
+        source, offset = self._locate(index)
+        return f"{source.name}, row {offset}"
+
+    def _locate(self, index: int) -> tuple[Source, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        position = bisect_right(self.starts, index) - 1
+        return self.sources[position], index - self.starts[position]
+
+
+def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
+    """Open every source; tables stay on disk, memory-mapped.
+
+    Args:
+        files: One source or several, each `PATH[@split]`.
+        option: The option that named them, for errors.
+
+    Raises:
+        FileNotFoundError: A path does not exist and is not the id of a data set.
+        ValueError: No source is named, a file cannot be read, a kind or a split is unknown, or there are no
+            rows.
+    """
+    names = [files] if isinstance(files, str) else list(files)
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise ValueError(f"`{option}` names no file: give one path, or a list of paths")
+    rows = Rows([source for name in names for source in _open(name, option)])
+    if len(rows) == 0:
+        raise ValueError(f"`{option}` ({', '.join(names)}) holds no rows")
+    return rows
+
+
+def _open(name: str, option: str) -> list[Source]:
+    path, split = _split_off(name)
+    local = Path(path).expanduser()
+    if local.is_file():
+        return [_open_file(local, split, option)]
+    if local.is_dir():
+        return _open_directory(local, split, option)
+    if local.suffix in READERS or path.count("/") > 1 or path.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"`{option}`: no file or directory {path}")
+    return [_open_hub(path, split or DEFAULT_SPLIT, option)]
+
+
+def _split_off(name: str) -> tuple[str, str | None]:
+    """`PATH@split` into its parts; a path that itself holds an @ is kept whole where it exists."""
+    if Path(name).expanduser().exists() or "@" not in name:
+        return name, None
+    path, _, split = name.rpartition("@")
+    return path, split
+
+
+def _open_file(path: Path, split: str | None, option: str) -> Source:
+    if path.suffix not in READERS:
+        raise ValueError(f"`{option}`: {path} must end in one of {sorted(READERS)}")
+    if split is not None and _split_name(split) != DEFAULT_SPLIT:
+        raise ValueError(f"`{option}`: {path} is one file and has the split `train` only, got `@{split}`")
+    try:
+        source = READERS[path.suffix](path)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        EOFError,
+        pickle.UnpicklingError,
+        DatasetsError,
+    ) as error:
+        raise ValueError(f"`{option}`: {path} cannot be read: {error}") from error
+    return _sliced(source, split)
+
+
+def _open_directory(path: Path, split: str | None, option: str) -> list[Source]:
+    if (path / "dataset_dict.json").is_file():
+        splits = datasets.DatasetDict.load_from_disk(str(path))
+        name = _split_name(split or DEFAULT_SPLIT)
+        if name not in splits:
+            raise ValueError(
+                f"`{option}`: {path} has the splits {sorted(splits)}, got `@{split or DEFAULT_SPLIT}`"
+            )
+        return [_sliced(_table(f"{path}@{name}", splits[name]), split)]
+    if (path / "state.json").is_file():
+        return [_sliced(_table(str(path), datasets.Dataset.load_from_disk(str(path))), split)]
+
+    found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+    if not found:
+        raise ValueError(
+            f"`{option}`: the directory {path} holds no file that ends in one of {sorted(READERS)}"
+        )
+    files = _files_of_split(path, found, split or DEFAULT_SPLIT, option)
+    if split is not None and "[" in split and len(files) > 1:
+        raise ValueError(f"`{option}`: a slice (`@{split}`) needs a single file, {path} has {len(files)}")
+    return [_sliced(_open_file(file, None, option), split) for file in files]
+
+
+def _files_of_split(path: Path, files: list[Path], split: str, option: str) -> list[Path]:
+    """The files whose name or folder holds the split's name; all are `train` where none holds any."""
+    patterns = {
+        "train": r"train(ing)?",
+        "validation": r"valid(ation)?|val|dev",
+        "test": r"test(ing)?|eval(uation)?",
+    }
+    wanted = next(
+        (name for name, pattern in patterns.items() if re.fullmatch(pattern, _split_name(split))), None
+    )
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", str(file.relative_to(path)).lower())
+        named = [
+            name for name, pattern in patterns.items() if any(re.fullmatch(pattern, word) for word in words)
+        ]
+        by_split.setdefault(named[0] if named else DEFAULT_SPLIT, []).append(file)
+    if wanted not in by_split:
+        raise ValueError(
+            f"`{option}`: the directory {path} has the splits {sorted(by_split)}, got `@{split}`"
+        )
+    return by_split[wanted]
+
+
+def _open_hub(name: str, split: str, option: str) -> Source:
+    use_modelscope_hub_if_asked()
+    try:
+        table = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise FileNotFoundError(
+            f"`{option}`: {name} is no local file or directory, and the hub has no such data set or cannot be"
+            f" reached: {error}"
+        ) from error
+    return _table(f"{name}@{split}", table)
+
+
+def use_modelscope_hub_if_asked() -> None:
+    """Load models and data sets from ModelScope where the environment says `USE_MODELSCOPE_HUB=1`."""
+    if os.environ.get("USE_MODELSCOPE_HUB", "0").lower() not in ("1", "true", "y", "yes"):
+        return
+    try:
+        from modelscope.utils.hf_util import (  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - optional
+            patch_hub,
+        )
+    except ImportError as error:
+        raise RuntimeError("`USE_MODELSCOPE_HUB=1` needs modelscope: pip install modelscope") from error
+    patch_hub()
+
+
+def _split_name(split: str) -> str:
+    match = SPLIT_SLICE.fullmatch(split)
+    return match["name"] if match else split
+
+
+def _sliced(source: Source, split: str | None) -> Source:
+    """Apply the slice of `train[10:20]` or `train[:5%]` to a source that is the whole split."""
+    if split is None or "[" not in split:
+        return source
+    name = _split_name(split)
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(source.rows)})
+    start, stop = part.from_ or 0, len(source.rows) if part.to is None else part.to
+    if isinstance(source.rows, datasets.Dataset):
+        return Source(f"{source.name}@{split}", source.rows.select(range(start, stop)), source.columns)
+    return Source(f"{source.name}@{split}", source.rows[start:stop], source.columns)
+
+
+def _table(name: str, table: datasets.Dataset) -> Source:
+    """A table whose media columns hand out bytes or paths, not decoded pixels."""
+    for column, feature in table.features.items():
+        undecoded = _undecoded(feature)
+        if undecoded is not feature:
+            table = table.cast_column(column, undecoded)
+    return Source(name, table, table.column_names)
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image | datasets.Video):
+        return type(feature)(decode=False)
+    inner = getattr(feature, "feature", None)
+    if isinstance(feature, datasets.List) and _undecoded(inner) is not inner:
+        return datasets.List(_undecoded(inner))
+    return feature
+
+
+def _read_parquet(path: Path) -> Source:
+    return _table(str(path), datasets.Dataset.from_parquet(str(path)))
+
+
+def _read_arrow(path: Path) -> Source:
+    return _table(str(path), datasets.load_dataset("arrow", data_files=str(path), split=DEFAULT_SPLIT))
+
+
+def _read_jsonl(path: Path) -> Source:
+    """Rows keep their own types: a prompt may be a string in one row and messages in another."""
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number + 1} is not JSON: {error}") from error
+    return _listed(path, rows)
+
+
+def _read_json(path: Path) -> Source:
+    """A list of rows, `{"data": [rows]}`, columns as lists, or one row for each line."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        if text.lstrip()[:1] == "{":
+            return _read_jsonl(path)
+        raise
+    return _from_object(path, content)
+
+
+def _read_csv(path: Path) -> Source:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines)
+        rows = list(reader)
+    if any(None in row for row in rows):
+        number = next(number for number, row in enumerate(rows) if None in row)
+        raise ValueError(f"row {number} has more fields than the header")
+    return Source(str(path), rows, list(reader.fieldnames or []))
+
+
+def _read_pickle(path: Path) -> Source:
+    """A pickle can run code when it is opened: load only files you trust."""
+    with path.open("rb") as file:
+        return _from_object(path, pickle.load(file))
+
+
+def _from_object(path: Path, content: Any) -> Source:
+    if isinstance(content, pandas.DataFrame):
+        content = content.to_dict("records")
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        content = content["data"]
+    if isinstance(content, dict):
+        lengths = {len(column) if isinstance(column, list) else -1 for column in content.values()}
+        if len(lengths) != 1 or lengths == {-1}:
+            return _listed(path, [content])
+        content = [dict(zip(content, values, strict=True)) for values in zip(*content.values(), strict=True)]
+    return _listed(path, content)
+
+
+def _listed(path: Path, rows: Any) -> Source:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it must hold a list of rows, each a dictionary from column to value")
+    return Source(str(path), rows)
+
+
+READERS: dict[str, Callable[[Path], Source]] = {
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".pkl": _read_pickle,
+}

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at every row of a data set, on several processes where that pays."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+PARTS_FOR_EACH_PROCESS = 8  # rows with large videos are not spread evenly
+
+_inspect: Callable[[range], list[Any]] | None = None  # what a worker of the pool calls; set when it is forked
+
+
+def scan_rows(
+    inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
+) -> list[Any]:
+    """Call `inspect` on consecutive parts of the rows.
+
+    Args:
+        inspect: Takes a range of row numbers and returns one result for each row.
+        num_rows: Rows in all.
+        workers: Processes at most; no more than there are cores.
+        rows_for_one: With fewer rows everything happens in this process.
+
+    Returns:
+        The results in the order of the rows.
+    """
+    workers = min(workers, os.cpu_count() or 1)
+    if workers < 2 or num_rows < rows_for_one:
+        return inspect(range(num_rows))
+    size = -(-num_rows // (workers * PARTS_FOR_EACH_PROCESS))
+    parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    # fork: the children have the opened files and the tokenizer of this process and need not load them again
+    with multiprocessing.get_context("fork").Pool(workers, _enter, (inspect,)) as pool:
+        return [result for results in pool.imap(_inspect_part, parts) for result in results]
+
+
+def _enter(inspect: Callable[[range], list[Any]]) -> None:
+    global _inspect
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _inspect = inspect
+
+
+def _inspect_part(part: range) -> list[Any]:
+    assert _inspect is not None, "the worker was entered"
+    return _inspect(part)

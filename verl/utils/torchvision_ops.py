@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make CUDA builds of torchvision, torchaudio and torchcodec harmless beside a CPU-only torch.
+
+The package index has one Linux wheel of each, linked to CUDA. Beside a CPU-only torch, importing torchvision
+fails on the missing operator `torchvision::nms`, and importing torchaudio or torchcodec (and so vLLM, which
+asks for them) on `libc10_cuda.so`. Image and video processors need only torchvision's transforms, which are
+pure torch.
+
+`install` puts one finder in front of Python's own. It acts when one of the three (or vLLM) is first looked
+for, and
+only where torch is CPU-only and the package is linked to CUDA:
+
+- torchvision: its two operators are declared before it is executed, which makes the import work;
+- torchaudio, torchcodec: they are not found, as if they were not installed;
+- child processes that never import this package (vLLM starts some) get the same finder through `PYTHONPATH`.
+
+A CPU build of any of them, and every machine whose torch has CUDA, is left untouched. Nothing heavy is
+imported here.
+"""
+
+import mmap
+import os
+import re
+import sys
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HIDDEN = ("torchaudio", "torchcodec")
+CUDA_LIBRARIES = (b"libc10_cuda.so", b"libtorch_cuda.so", b"libcudart.so")
+OPERATORS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+CHILD_SITE = Path(__file__).parent / "child_site"  # holds a `sitecustomize.py` for child processes
+
+
+def install() -> None:
+    """Put the repairing finder in place of Python's path finder, once for each process."""
+    for position, finder in enumerate(sys.meta_path):
+        if isinstance(finder, type) and finder.__name__ == PathFinder.__name__:
+            sys.meta_path[position] = RepairingFinder(finder)
+            return
+
+
+def is_needed(package: str) -> bool:
+    """Whether an installed package is linked to CUDA while torch is CPU-only; imports neither."""
+    return _torch_is_cpu_only() and _is_linked_to_cuda(package)
+
+
+class RepairingFinder:
+    """Finds modules as the path finder does, except for the packages that cannot work here."""
+
+    def __init__(self, finder: Any) -> None:
+        self.finder = finder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's spec; None for a package that would only fail."""
+        if "." not in name and path is None:
+            if name == "vllm" and any(is_needed(package) for package in ("torchvision", *HIDDEN)):
+                _repair_child_processes()
+            if name in HIDDEN and is_needed(name):
+                _repair_child_processes()
+                return None
+            if name == "torchvision" and is_needed(name):
+                _repair_child_processes()
+                spec = self.finder.find_spec(name, path, target)
+                assert spec is not None, "its folder was found"
+                spec.loader = OperatorsFirstLoader(spec.loader)
+                return spec
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)  # find_distributions, invalidate_caches
+
+
+class OperatorsFirstLoader:
+    """Loads torchvision with its own loader after its operators are declared."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """What the package's own loader makes: Python's default module."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Declare the operators, then execute the package."""
+        declare_torchvision_operators()
+        assert module.__spec__ is not None, "a module that is imported has a spec"
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+@lru_cache(maxsize=1)
+def declare_torchvision_operators() -> Any:
+    """Declare the operators that torchvision's Python code registers shapes for; they have no kernel.
+
+    Returns:
+        The operator library; the cache keeps it, and so the declarations, alive.
+    """
+    import torch  # noqa: PLC0415 - seconds; whoever comes here is importing torchvision, which imports torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name, schema in OPERATORS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(schema)
+    return library
+
+
+def _repair_child_processes() -> None:
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(CHILD_SITE) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD_SITE), *filter(None, paths)])
+
+
+@lru_cache
+def _torch_is_cpu_only() -> bool:
+    """Read from torch's version file: importing torch takes seconds."""
+    folder = _folder("torch")
+    if folder is None or not (folder / "version.py").is_file():
+        return False
+    text = (folder / "version.py").read_text()
+    return not re.search(r"^(cuda|hip|rocm|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)
+
+
+@lru_cache
+def _is_linked_to_cuda(package: str) -> bool:
+    folder = _folder(package)
+    return folder is not None and any(_names_a_cuda_library(file) for file in sorted(folder.rglob("*.so")))
+
+
+def _names_a_cuda_library(file: Path) -> bool:
+    if file.stat().st_size == 0:
+        return False
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return any(content.find(library) >= 0 for library in CUDA_LIBRARIES)
+
+
+def _folder(package: str) -> Path | None:
+    spec = PathFinder.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
