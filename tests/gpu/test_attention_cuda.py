@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed attention and fused log-probabilities on CUDA kernels against the CPU in float32."""
+
+import pytest
+import torch
+
+from verl.models.attention import AttentionRule, PackedLayout, attend
+from verl.utils.torch_functional import LogitTransform, linear_log_probs
+
+pytestmark = [
+    pytest.mark.gpu(1),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = [5, 5, 1, 140, 140, 77]
+RULES = [
+    AttentionRule(0.125),
+    AttentionRule(0.125, is_causal=False),
+    AttentionRule(0.125, window=33),
+    AttentionRule(0.125, window=1000),
+    AttentionRule(0.125, softcap=2.0),
+]
+# Relative to the largest value; bf16 rounds inputs and results to 8 bits.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def attention_results(device, dtype, rule):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, sum(LENGTHS), 64, generator=generator) for heads in (4, 2, 2)]
+    tensors = [tensor.to(dtype).to(device, dtype).requires_grad_() for tensor in tensors]
+    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    out = attend(*tensors, PackedLayout.of(bounds), rule)
+    weights = torch.randn(out.shape, generator=generator).to(device, dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
+
+
+def assert_close(ours, theirs, tolerance):
+    for left, right in zip(ours, theirs, strict=True):
+        difference = (left.float().cpu() - right.float()).abs().max()
+        assert difference <= tolerance * right.float().abs().max()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_attention_on_cuda_equals_the_cpu(dtype, rule):
+    rounded = attention_results("cuda", dtype, rule)
+
+    # The CPU computes in float32 what CUDA computes from the same rounded inputs.
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, sum(LENGTHS), 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    tensors = [tensor.float().requires_grad_() for tensor in tensors]
+    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    out = attend(*tensors, PackedLayout.of(bounds), rule)
+    weights = torch.randn(out.shape, generator=generator).to(dtype).float()
+
+    assert_close(rounded, [out, *torch.autograd.grad((out * weights).sum(), tensors)], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [None, 1 << 16])
+def test_log_probs_on_cuda_equal_the_cpu(dtype, chunk_bytes):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(99, 64, generator=generator).to(dtype),
+        torch.randn(1000, 64, generator=generator).to(dtype),
+    )
+    targets = torch.randint(1000, (99,), generator=generator)
+    results = []
+    for device, working in (("cuda", dtype), ("cpu", torch.float32)):
+        inputs = [tensor.to(device, working).requires_grad_() for tensor in (hidden, weight)]
+        result = linear_log_probs(
+            *inputs,
+            targets.to(device),
+            transform=LogitTransform(temperature=0.7),
+            with_entropy=True,
+            chunk_bytes=chunk_bytes,
+        )
+        loss = result.log_probs.sum() + result.entropy.sum()
+        results.append([*result, *torch.autograd.grad(loss, inputs)])
+
+    assert_close(
+        [tensor.detach() for tensor in results[0]],
+        [tensor.detach() for tensor in results[1]],
+        TOLERANCE[dtype],
+    )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on several real gloo processes and collect what each rank returns."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _enter(
+    rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    try:
+        results.put((rank, function(rank, world_size, *args), None))
+        dist.barrier()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300
+) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on `world_size` processes; returns the results by rank.
+
+    The function is a module-level one and returns picklable values (numpy or plain numbers rather than tensors).
+    A rank that raises fails the test with its traceback, and the others are stopped.
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_enter, args=(rank, world_size, port, results, function, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        values: dict[int, Any] = {}
+        for _ in range(world_size):
+            rank, value, error = results.get(timeout=timeout_s)
+            if error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            values[rank] = value
+        return [values[rank] for rank in range(world_size)]
+    finally:
+        for process in processes:
+            process.join(timeout=20 if len(values) == world_size else 0)
+            if process.is_alive():
+                process.kill()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every change made to a transformers model, one function each; all of them touch the given model only.
+
+Used by `verl.models.registry.prepare_model` and `check_model`.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl.models.attention import ATTENTION, VISION_ATTENTION, PackedLayout
+from verl.models.causal_head import DeferredLogits, DeferringHead
+from verl.models.vision import EncodedMedia, encode_media
+from verl.utils.torch_functional import TokenLogProbs
+
+MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+def own_config(model: PreTrainedModel) -> None:
+    """Give the model copies of its configs: `from_config` keeps the object, which others may share."""
+    copies: dict[int, Any] = {}  # shared over the modules, so that what was one config stays one
+    for module in model.modules():
+        if isinstance(module.__dict__.get("config"), PretrainedConfig):
+            module.config = copy.deepcopy(module.config, copies)
+
+
+def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
+    """Choose the attention function of a model and of its vision tower.
+
+    transformers' own setter refuses names with "flash" in them unless flash-attn is installed, and would
+    give the tower and the language model the same function, so the configs are written directly.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            is_tower = getattr(model.config, "vision_config", None) is module.config
+            module.config._attn_implementation_internal = vision_name if is_tower else name
+
+
+@contextlib.contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model with transformers' own eager attention and padded rows, as the self-check's reference."""
+    set_attention(model, "eager", "eager")
+    try:
+        yield
+    finally:
+        set_attention(model, ATTENTION, VISION_ATTENTION)
+
+
+def defer_head(model: PreTrainedModel) -> None:
+    """Let the output embedding put its product off, see `causal_head`; its parameters stay."""
+    head = model.get_output_embeddings()
+    assert head is not None, "a causal language model has an output embedding"
+    head.__class__ = DeferringHead
+
+
+def add_packed_forward(model: PreTrainedModel, media_owner: str | None) -> None:
+    """Give the model a forward that returns `TokenLogProbs` when `targets` are passed.
+
+    Otherwise it is unchanged.
+
+    The class is replaced by a subclass of the same name rather than `model.forward` by a closure, because
+    FSDP2 derives its own class from the one it finds, and copies of the model must run their own forward.
+
+    Args:
+        model: With a deferring head.
+        media_owner: Attribute of the module that turns pixels into features; None for text models.
+    """
+    original = type(model)
+    packed = functools.wraps(original.forward)(_packed_forward(original.forward, media_owner))
+    model.__class__ = type(
+        original.__name__, (original,), {"forward": packed, "__module__": original.__module__}
+    )
+
+
+def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        targets: Tensor | None = None,
+        target_rows: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        image_order: list[int] | None = None,
+        video_order: list[int] | None = None,
+        **kwargs: Any,
+    ) -> TokenLogProbs | Any:
+        if targets is None or target_rows is None or cu_seqlens is None:
+            return original(self, *args, **kwargs)
+        media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
+        with contextlib.ExitStack() as stack:
+            if media:
+                if media_owner is None:
+                    raise NotImplementedError(f"{type(self).__name__} is not known to read media")
+                owner = self.get_submodule(media_owner)
+                stack.enter_context(
+                    _given_features(owner, encode_media(owner, media, image_order, video_order))
+                )
+            stack.enter_context(_deferred(self.get_output_embeddings()))
+            logits = original(
+                self, *args, packed_layout=PackedLayout.of(cu_seqlens), use_cache=False, **kwargs
+            ).logits
+        if not isinstance(logits, DeferredLogits):
+            raise NotImplementedError(
+                f"{type(self).__name__} computes its logits outside of its output embedding"
+            )
+        return logits.log_probs(targets, target_rows, temperature, with_entropy)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _deferred(head: Any) -> Iterator[None]:
+    head.is_deferred = True
+    try:
+        yield
+    finally:
+        head.is_deferred = False
+
+
+@contextlib.contextmanager
+def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iterator[None]:
+    """Let `get_image_features` and `get_video_features` return what has been computed already.
+
+    Newer transformers take the features as `mm_encoder_outputs`; 5.5 has no such argument.
+    """
+    for kind, encoded in features.items():
+        setattr(owner, f"get_{kind}_features", functools.partial(_give, encoded))
+    try:
+        yield
+    finally:
+        for kind in features:
+            delattr(owner, f"get_{kind}_features")
+
+
+def _give(encoded: EncodedMedia, *_: Any, **__: Any) -> EncodedMedia:
+    return encoded
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without autograd; its mode comes back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models there are, and what makes one ready for packed training.
+
+Any causal language model whose attention goes through transformers' attention interface works without an
+entry here. A model that reads images or videos needs one: add it to `MODEL_TYPES`, and its positions to
+`position_ids`.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl.models.attention import ATTENTION, VISION_ATTENTION
+from verl.models.causal_head import DeferringHead
+from verl.models.monkey_patch import (
+    add_packed_forward,
+    defer_head,
+    evaluating,
+    own_config,
+    plain_attention,
+    set_attention,
+)
+from verl.models.vision import dummy_row
+
+CHECKED_TOKENS = 8  # at the end of each row, all of them past the sliding window
+LONGEST_CHECKED_WINDOW = 1024  # rows longer than this would cost a noticeable time
+# Mean differences of log-probabilities that rounding explains; an unknown behaviour is off by tenths or more.
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """What cannot be read off a transformers config."""
+
+    media_owner: str | None = None  # the module with `get_image_features`; None: reads text only
+    vision_tower: str | None = None  # the module that `freeze_vision_tower` freezes
+    position_rows: int = 1  # 4 for M-RoPE: text, time, height, width
+
+
+_QWEN_VL = ModelType(media_owner="model", vision_tower="model.visual", position_rows=4)
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_vl_moe": _QWEN_VL,
+}
+
+
+def model_type_of(config: PretrainedConfig) -> ModelType:
+    """The entry for a config, or a plain text model's."""
+    return MODEL_TYPES.get(config.model_type, ModelType())
+
+
+def prepare_model(model: PreTrainedModel) -> None:
+    """Give a model packed attention and the fused head; works on the meta device, before FSDP.
+
+    Afterwards, beside its usual forward, the model answers through `model(...)`, so that FSDP's hooks run,
+    to::
+
+        model(
+            input_ids=(1, N), position_ids=(1, N) or (4, 1, N), cu_seqlens=(rows + 1,),
+            targets=(M,), target_rows=(M,), temperature=1.0, with_entropy=False,
+            pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
+        ) -> TokenLogProbs of (M,)
+
+    where target `i` is predicted by the packed token `target_rows[i]`.
+
+    Raises:
+        NotImplementedError: The model does something that would be dropped.
+    """
+    _refuse_unsupported(model)
+    own_config(model)
+    set_attention(model, ATTENTION, VISION_ATTENTION)
+    defer_head(model)
+    add_packed_forward(model, model_type_of(model.config).media_owner)
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    name, text = type(model).__name__, model.config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        raise NotImplementedError(
+            f"{name}: `output_router_logits` asks for a router loss that is not part of the policy loss:"
+            " set `worker.actor.model.override_config.output_router_logits` to false"
+        )
+    unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise NotImplementedError(
+            f"{name} has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
+        )
+    if not model._supports_attention_backend:
+        raise NotImplementedError(
+            f"{name} does not use transformers' attention interface, so rows cannot be packed"
+        )
+    parameters = inspect.signature(model.forward).parameters.values()
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        raise NotImplementedError(
+            f"{name}.forward takes no keyword arguments for attention, so rows cannot be packed"
+        )
+    head = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, DeferringHead):
+        raise NotImplementedError(
+            f"{name}: the head is a {type(head).__name__}; only a linear head is supported"
+        )
+
+
+def check_model(model: PreTrainedModel) -> float:
+    """Compare packed log-probabilities with the model's own padded forward; refuse the model if they differ.
+
+    Catches what a model does that this project does not know of. Runs on any device and under FSDP, where all
+    ranks call it: two short rows, one of them longer than the sliding window, and for vision-language models
+    an image.
+
+    Args:
+        model: Prepared and loaded.
+
+    Returns:
+        The mean difference of a log-probability.
+
+    Raises:
+        NotImplementedError: The two differ by more than rounding.
+    """
+    weight = next(model.parameters())
+    device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
+    rows, media = _check_rows(model)
+    rows = [row.to(device) for row in rows]
+    media = {key: value.to(device) for key, value in media.items()}
+    with evaluating(model):
+        packed = _packed_log_probs(model, rows, media)
+        with plain_attention(model):
+            plain, dtype = _padded_log_probs(model, rows, media)
+    difference = (packed - plain).abs().mean().item()
+    if not difference <= TOLERANCE[dtype]:
+        raise NotImplementedError(
+            f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
+            f" not know: log-probabilities differ by {difference:.2g} from its own forward, at most"
+            f" {TOLERANCE[dtype]:g} is allowed"
+        )
+    return difference
+
+
+def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Two rows of token ids, the same on every rank, and the first one's image."""
+    config, text = model.config, model.config.get_text_config()
+    window = getattr(text, "sliding_window", None) or 0
+    length = 12 if window > LONGEST_CHECKED_WINDOW else max(12, window + CHECKED_TOKENS + 1)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
+    if model_type_of(config).media_owner is None:
+        return rows, {}
+    markers = (
+        config.image_token_id,
+        config.video_token_id,
+        config.vision_start_token_id,
+        config.vision_end_token_id,
+    )
+    ordinary = min(set(range(len(markers) + 1)) - set(markers))
+    rows = [row.masked_fill(torch.isin(row, torch.tensor(markers)), ordinary) for row in rows]
+    image = dummy_row(config, 2, 3)
+    pixels = torch.rand(image.pixel_values.shape, generator=generator)
+    media = {"pixel_values": pixels, "image_grid_thw": image.image_grid_thw}
+    return [torch.cat([image.input_ids, rows[0]]), rows[1]], media
+
+
+def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
+    """Counting positions (B, T) in the form the model takes: as they are, or (4, B, T) for M-RoPE."""
+    rows = model_type_of(model.config).position_rows
+    return positions if rows == 1 else positions.expand(rows, *positions.shape)
+
+
+def _packed_log_probs(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]) -> Tensor:
+    """Log-probabilities of the last tokens of each row, (rows x CHECKED_TOKENS,)."""
+    line = torch.cat(rows)
+    ends = torch.tensor([len(row) for row in rows], device=line.device).cumsum(0)
+    target_rows = (ends[:, None] - 1 + torch.arange(-CHECKED_TOKENS, 0, device=line.device)).flatten()
+    positions = torch.cat([torch.arange(len(row), device=line.device) for row in rows])
+    return model(
+        input_ids=line[None],
+        position_ids=_positions(model, positions[None]),
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
+        targets=line[target_rows + 1],
+        target_rows=target_rows,
+        **media,
+    ).log_probs
+
+
+def _padded_log_probs(
+    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+) -> tuple[Tensor, torch.dtype]:
+    """The same by the model's own forward on left-padded rows, and the dtype it computes in."""
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    places = torch.arange(padded.shape[1], device=padded.device)
+    starts = torch.tensor([padded.shape[1] - len(row) for row in rows], device=padded.device)[:, None]
+    few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    logits = model(
+        input_ids=padded,
+        attention_mask=(places >= starts).long(),
+        position_ids=_positions(model, (places - starts).clamp(min=0)),
+        use_cache=False,
+        **media,
+        **({"logits_to_keep": CHECKED_TOKENS + 1} if few else {}),
+    ).logits[:, -CHECKED_TOKENS - 1 : -1]
+    log_p = torch.log_softmax(logits.float(), -1)
+    return log_p.gather(-1, padded[:, -CHECKED_TOKENS:, None]).flatten(), logits.dtype
