@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import ray
+
+from tests.single_controller.workers import EchoWorker
+from verl.single_controller.ray.cluster import connect
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """One Ray cluster for the test session; more CPUs than cores, so that groups need not wait in turn."""
+    connect(num_cpus=8)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def group(ray_session):
+    """Two workers that the tests of a module share: these tests must not end them."""
+    with RayWorkerGroup(ResourcePool(1, 2, "cpu"), EchoWorker, "hello", env={"COLOUR": "blue"}) as group:
+        yield group
+
+
+@pytest.fixture
+def make_group(ray_session):
+    """Build groups that a test may break; whatever is left of them ends with the test."""
+    groups = []
+
+    def make(worker_class, *args, processes=2, **kwargs):
+        groups.append(RayWorkerGroup(ResourcePool(1, processes, "cpu"), worker_class, *args, **kwargs))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.kill()

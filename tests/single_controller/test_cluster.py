@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters of their own: each of these runs in a process of its own, beside the tests' Ray session."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl.single_controller.ray.cluster import started_cluster
+from verl.single_controller.ray.environment import PORTS, find_free_port
+from verl.single_controller.ray.resource_pool import ResourcePool
+
+TWO_NODES = """
+import logging, os
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+import ray
+from ray.cluster_utils import Cluster
+from tests.single_controller.workers import GlooWorker
+from verl.single_controller.ray.cluster import connect
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+os.environ["RAY_ADDRESS"] = cluster.address
+assert not connect()  # joins, starts none
+try:
+    ResourcePool(nnodes=2, processes_per_node=1, device="cpu").acquire()
+except RuntimeError as error:
+    print("ERROR", error)
+cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+with RayWorkerGroup(ResourcePool(nnodes=2, processes_per_node=1, device="cpu"), GlooWorker) as group:
+    print("SUMS", group.sum_of_ranks())
+    print("NODES", len({slot.node_id for slot in group.pool.slots()}))
+    try:
+        RayWorkerGroup(ResourcePool(nnodes=2, processes_per_node=1, device="cpu", timeout_s=1), GlooWorker)
+    except RuntimeError as error:
+        print("BUSY", error)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+INTERRUPTED = """
+from tests.single_controller.workers import OddWorker
+from verl.single_controller.ray.cluster import connect
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+
+assert connect(num_cpus=2, num_gpus=2)
+with RayWorkerGroup(ResourcePool(1, 2, "cuda"), OddWorker) as group:
+    group.shout("from a worker")
+    print("DEVICES", sorted(group.variable("CUDA_VISIBLE_DEVICES")), group.variable("LOCAL_RANK"))
+    print("PIDS", *[info.pid for info in group.infos], flush=True)
+    group.sleep(600)
+"""
+
+
+def run_driver(code):
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """What a run on two raylets of this machine, one process each, prints."""
+    driver = run_driver(TWO_NODES)
+    output, _ = driver.communicate(timeout=240)
+    assert driver.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def interrupted():
+    """What a run of two processes prints until it is interrupted in the middle of a call, and after that."""
+    driver = run_driver(INTERRUPTED)
+    lines = []
+    while not lines or not lines[-1].startswith("PIDS"):
+        assert driver.poll() is None, "".join(lines)
+        lines.append(driver.stdout.readline())
+    time.sleep(2)  # for the workers' lines to arrive
+    driver.send_signal(signal.SIGINT)
+    rest, _ = driver.communicate(timeout=20)
+    assert driver.returncode != 0
+    return "".join(lines) + rest
+
+
+def test_two_raylets_on_one_machine_are_two_nodes_of_one_group(two_nodes):
+    assert "SUMS [3.0, 3.0]" in two_nodes
+    assert "NODES 2" in two_nodes
+
+
+def test_too_few_nodes_is_an_error_with_found_needed_and_remedy(two_nodes):
+    assert (
+        "ERROR `trainer.nnodes` (2) x `trainer.n_gpus_per_node` (1) on cpu needs 2 nodes with 1 CPUs each,"
+        " found 1 nodes" in two_nodes
+    )
+    assert "join nodes with `ray start --address=<head node>:6379`" in two_nodes
+
+
+def test_a_cluster_that_others_use_is_an_error_after_the_timeout(two_nodes):
+    assert "only 0 CPUs are free in all of it after 1 seconds: end other runs on it" in two_nodes
+
+
+def test_ctrl_c_in_the_middle_of_a_call_ends_the_workers(interrupted):
+    pids = [int(pid) for pid in re.search("^PIDS (.*)$", interrupted, re.MULTILINE)[1].split()]
+
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(map(psutil.pid_exists, pids)):
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+    assert "KeyboardInterrupt" in interrupted
+
+
+def test_lines_of_workers_reach_the_console_with_their_rank_and_without_noise(interrupted):
+    assert re.search(r"\(rank [01] pid=\d+\).*from a worker", interrupted)
+    assert not [line for line in interrupted.splitlines() if "WARNING" in line or "usage stats" in line]
+
+
+def test_each_process_of_a_cuda_pool_sees_one_gpu_as_its_device_zero(interrupted):
+    assert "DEVICES ['0', '1'] ['0', '0']" in interrupted  # Ray hands out numbers; no GPU is touched
+
+
+def test_too_few_cpus_is_an_error_with_found_needed_and_remedy(ray_session):
+    with pytest.raises(RuntimeError) as caught:
+        ResourcePool(nnodes=1, processes_per_node=64, device="cpu").acquire()
+
+    message = str(caught.value)
+    assert "`trainer.n_gpus_per_node` (64)" in message
+    assert "64 CPUs" in message
+    assert "8 CPUs" in message
+    assert "lower `trainer.n_gpus_per_node`" in message
+
+
+def test_too_few_gpus_is_an_error_with_found_and_needed(ray_session):
+    with pytest.raises(RuntimeError, match="needs 1 nodes with 99 GPUs and 99 CPUs each, found 1 nodes"):
+        ResourcePool(nnodes=1, processes_per_node=99, device="cuda").acquire()
+
+
+def test_the_meeting_port_is_free_and_outside_the_range_of_outgoing_connections():
+    port = find_free_port()
+
+    assert port in PORTS
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+
+
+def test_the_cluster_that_ray_start_made_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert started_cluster() is None
+
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379\n")
+
+    assert started_cluster() == "10.0.0.1:6379"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller.dispatch import (
+    Dispatch,
+    Place,
+    RemoteMethod,
+    check_places,
+    join,
+    register,
+    remote_methods,
+    shard,
+)
+
+
+def numbers(*values):
+    return DataProto.from_dict({"numbers": torch.tensor(values, dtype=torch.int64)})
+
+
+def values_of(parts):
+    return [part.batch["numbers"].tolist() for part in parts]
+
+
+SHARDED = RemoteMethod("f", Dispatch.SHARD, "phase", streaming=False, axis="rollout")
+TP2_DP2 = [Place(0, 2, True), Place(0, 2, False), Place(1, 2, True), Place(1, 2, False)]
+
+
+def test_a_batch_is_cut_into_equal_parts_in_order():
+    assert values_of(shard(numbers(1, 2, 3, 4), 2, even=True)) == [[1, 2], [3, 4]]
+
+
+def test_parts_that_may_be_uneven_differ_by_at_most_one_row():
+    assert values_of(shard(numbers(*range(7)), 3, even=False)) == [[0, 1], [2, 3], [4, 5, 6]]
+    assert values_of(shard(numbers(9), 3, even=False)) == [[], [], [9]]
+
+
+def test_what_is_no_batch_goes_to_every_part():
+    assert shard([1, 2], 3, even=True) == [[1, 2]] * 3
+
+
+def test_an_uneven_batch_is_refused_with_the_remedy():
+    with pytest.raises(
+        ValueError, match=r"3 rows .* 2 data-parallel ranks: pad it with `pad_dataproto_to_divisor`"
+    ):
+        shard(numbers(1, 2, 3), 2, even=True)
+
+
+def test_only_the_first_rank_of_a_model_parallel_group_counts():
+    results = [numbers(1), numbers(-1), numbers(2), numbers(-2)]
+
+    assert join(SHARDED, results, TP2_DP2).batch["numbers"].tolist() == [1, 2]
+    assert join(SHARDED, ["a", "-", "b", "-"], TP2_DP2) == ["a", "b"]
+
+
+def test_results_are_joined_in_the_order_of_the_axis_not_of_the_ranks():
+    places = [Place(1, 2, True), Place(0, 2, True)]
+
+    assert join(SHARDED, ["late", "early"], places) == ["early", "late"]
+
+
+def test_places_need_one_first_rank_for_each_index():
+    assert check_places("rollout", TP2_DP2) == TP2_DP2
+    with pytest.raises(RuntimeError, match="one first rank for each index"):
+        check_places("rollout", [Place(0, 2, True), Place(0, 2, True)])
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] have not called `set_axis\('train'"):
+        check_places("train", [Place(0, 1, True), None])
+
+
+def test_registered_methods_are_found_in_base_classes_too():
+    class Base:
+        @register(Dispatch.ALL, phase="save")
+        def save(self): ...
+
+        def private(self): ...
+
+    class Derived(Base):
+        @register(Dispatch.SHARD, phase="gen", streaming=True, axis="rollout")
+        def generate(self): ...
+
+    assert remote_methods(Derived) == {
+        "save": RemoteMethod("save", Dispatch.ALL, "save", False, "train"),
+        "generate": RemoteMethod("generate", Dispatch.SHARD, "gen", True, "rollout"),
+    }

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import time
+
+import psutil
+import pytest
+
+from tests.single_controller.workers import BrokenWorker, GlooWorker, OddWorker
+from verl.single_controller.ray.failure import WorkerError
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def joined(make_group):
+    group = make_group(GlooWorker)
+    assert group.sum_of_ranks() == [3.0, 3.0]
+    return group
+
+
+def failure_of(function, *args):
+    """Return the error of a call that must fail within the limit."""
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        function(*args)
+    assert time.monotonic() - start < LIMIT_S
+    return caught.value
+
+
+def assert_all_gone(pids):
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(map(psutil.pid_exists, pids)):
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_an_exception_on_one_rank_ends_the_run_while_the_other_waits_in_a_barrier(joined):
+    pids = [info.pid for info in joined.infos]
+
+    error = failure_of(joined.raise_while_others_wait, 1)
+
+    assert (error.rank, error.phase, error.died) == (1, "update_actor", False)
+    assert "rank 1 of 2" in str(error)
+    assert f"pid {pids[1]}" in str(error)
+    assert "ValueError: the loss is not finite" in str(error)
+    assert "in raise_while_others_wait" in str(error)  # the worker's traceback
+    assert_all_gone(pids)
+    with pytest.raises(RuntimeError, match="shut down"):
+        joined.sum_of_ranks()
+
+
+def test_a_killed_rank_ends_the_run_and_is_named_although_its_partner_fails_too(joined):
+    pids = [info.pid for info in joined.infos]
+
+    error = failure_of(joined.die_while_others_wait, 0)
+
+    assert (error.rank, error.phase, error.died) == (0, "update_actor", True)
+    assert f"rank 0 of 2 (pid {pids[0]} on {os.uname().nodename}) died in phase `update_actor`" in str(error)
+    assert "dmesg" in str(error)
+    assert_all_gone(pids)
+
+
+def test_an_exception_inside_a_stream_reaches_the_reader_after_the_items_before_it(joined):
+    items = []
+
+    error = failure_of(lambda: items.extend(joined.stream_until_failure(1, "raise")))
+
+    assert (error.rank, error.phase) == (1, "rollout")
+    assert "the engine stopped" in str(error)
+
+
+def test_a_killed_rank_inside_a_stream_ends_the_run(joined):
+    error = failure_of(lambda: list(joined.stream_until_failure(0, "kill")))
+
+    assert (error.rank, error.phase, error.died) == (0, "rollout", True)
+
+
+def test_an_exception_in_a_constructor_is_shown_while_the_other_rank_waits_for_it(make_group, tmp_path):
+    with pytest.raises(WorkerError) as caught:
+        make_group(BrokenWorker, 1, str(tmp_path / "clock"))
+    assert (
+        time.time() - float((tmp_path / "clock").read_text()) < LIMIT_S
+    )  # starting the processes not counted
+
+    error = caught.value
+    assert (error.rank, error.phase, error.died) == (1, "start", False)
+    assert "FileNotFoundError: no model at /models/none" in str(error)
+
+
+def test_a_failure_of_an_older_call_ends_a_newer_one(joined):
+    joined.start("raise_while_others_wait", 0)
+
+    error = failure_of(joined.sum_of_ranks)
+
+    assert (error.rank, error.phase) == (0, "update_actor")
+
+
+def test_a_hang_ends_after_the_timeout_with_the_stacks_of_all_ranks(joined):
+    joined.timeout_s = 1.0  # not for the start: that takes longer on a busy machine
+
+    with pytest.raises(WorkerError) as caught:
+        joined.hang_while_others_wait(0)
+
+    assert "no rank made progress for 1 seconds in phase `update_actor`" in str(caught.value)
+    assert "stacks of rank 0" in str(caught.value)
+    assert "in hang_while_others_wait" in str(caught.value)
+    assert "in barrier" in str(caught.value)
+
+
+def test_an_exception_that_cannot_be_pickled_still_arrives(make_group):
+    error = failure_of(make_group(OddWorker).raise_unpicklable)
+
+    assert "UnpicklableError: 1 and 2" in str(error)
+
+
+def test_a_worker_that_exits_is_a_failure(make_group):
+    error = failure_of(make_group(OddWorker).exit)
+
+    assert error.phase == "odd"

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+import os
+import time
+
+import psutil
+import pytest
+import ray
+import torch
+
+from tests.single_controller.workers import EchoWorker
+from verl.protocol import DataProto, objects
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+
+
+def numbers(count):
+    return DataProto.from_dict(
+        {"numbers": torch.arange(count)}, {"uid": objects(range(count))}, {"temperature": 1.0}
+    )
+
+
+def test_a_call_to_all_returns_one_result_for_each_rank_in_order(group):
+    assert group.say() == [(0, "hello", None), (1, "hello", None)]
+    assert group.say({"a": [1]}) == [(0, "hello", {"a": [1]}), (1, "hello", {"a": [1]})]
+
+
+def test_ranks_get_their_environment_before_they_start(group):
+    first, second = group.environment()
+
+    assert (first["RANK"], second["RANK"]) == ("0", "1")
+    assert (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
+    assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
+    assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "127.0.0.1"
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["GLOO_SOCKET_IFNAME"] == "lo"
+    assert first["OMP_NUM_THREADS"] == str(max(1, min(8, len(os.sched_getaffinity(0))) // 2))
+    assert first["COLOUR"] == "blue"
+
+
+def test_methods_run_on_the_main_thread_of_their_process(group):
+    assert group.runs_on_main_thread() == [True, True]
+
+
+def test_a_batch_is_split_along_the_axis_and_the_results_are_joined_in_order(group):
+    result = group.add_rank(numbers(6))
+
+    assert result.batch["sums"].tolist() == [0, 1, 2, 4, 5, 6]
+    assert group.add_rank(numbers(6), amount=10).batch["sums"].tolist() == [0, 1, 2, 13, 14, 15]
+    assert group.length(numbers(6)) == [3, 3]
+
+
+def test_a_batch_comes_back_whole(group):
+    batch = numbers(4)
+
+    back = group.echo(batch)
+
+    assert back.batch["numbers"].tolist() == [0, 1, 2, 3]
+    assert back.non_tensor_batch["uid"].tolist() == [0, 1, 2, 3]
+    assert back.meta_info == {"temperature": 1.0}
+
+
+def test_a_worker_that_changes_its_batch_in_place_changes_its_own_copy(group):
+    batch = numbers(4)
+
+    assert group.change_input(batch).batch["numbers"].tolist() == [1, 2, 3, 4]
+    assert batch.batch["numbers"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(group):
+    with pytest.raises(ValueError, match="5 rows cannot be split evenly over 2 data-parallel ranks"):
+        group.add_rank(numbers(5))
+    assert group.say()[0] == (0, "hello", None)
+
+
+def test_an_axis_that_no_worker_has_set_is_named(group):
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] have not called `set_axis\('nowhere'"):
+        group.on_unknown_axis(numbers(2))
+
+
+def test_an_unregistered_method_is_an_attribute_error(group):
+    with pytest.raises(AttributeError, match="'set_axis' is not a registered method"):
+        group.set_axis("train", 0, 1, True)
+
+
+def test_a_stream_gives_every_item_of_every_rank_also_of_a_batch_that_does_not_divide(group):
+    items = list(group.generate(numbers(5)))
+
+    assert sorted(uid for _, uid in items) == [0, 1, 2, 3, 4]
+    assert {uid: rank for rank, uid in items} == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
+
+
+def test_an_empty_part_streams_nothing(group):
+    assert list(group.generate(numbers(1))) == [(1, 0)]
+
+
+def test_items_of_a_stream_arrive_while_the_workers_are_still_producing(group):
+    start = time.monotonic()
+    times = [time.monotonic() - start for _ in group.generate(numbers(8), pause_s=0.1)]
+
+    assert times[0] < 0.3
+    assert times[-1] > 0.39
+
+
+def test_a_stream_longer_than_its_window_is_complete(group):
+    assert sorted(group.numbers(1000)) == sorted([*range(1000), *range(1000)])
+
+
+def test_a_stream_left_early_does_not_block_the_next_call(group):
+    stream = group.numbers(1000)
+    assert next(stream) == 0
+    stream.close()
+
+    assert group.say()[1] == (1, "hello", None)
+
+
+def test_a_call_may_be_made_while_a_stream_is_open(group):
+    stream = group.numbers(1000)
+    next(stream)
+
+    assert group.say()[0] == (0, "hello", None)
+    assert len(list(stream)) == 1999
+
+
+def test_calls_started_together_all_give_their_results(group):
+    first, second = group.start("say", 1), group.start("say", 2)
+
+    assert second.result() == [(0, "hello", 2), (1, "hello", 2)]
+    assert first.result() == [(0, "hello", 1), (1, "hello", 1)]
+
+
+def test_model_parallel_ranks_get_the_same_part_and_count_once(make_group):
+    group = make_group(EchoWorker, processes=4, model_parallel=2)
+
+    result = group.add_rank_by_group(numbers(4))
+    items = list(group.generate(numbers(4)))
+
+    # Ranks 0 and 1 share rows 0, 1 and rank 0 answers for both; ranks 2 and 3 share rows 2, 3.
+    assert result.batch["sums"].tolist() == [0, 1, 4, 5]
+    assert sorted(items) == [(0, 0), (0, 1), (2, 2), (2, 3)]
+
+
+def test_a_call_costs_milliseconds(group):
+    group.nothing()
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        group.nothing()
+        times.append(time.perf_counter() - start)
+
+    assert sorted(times)[25] < 0.010
+
+
+def test_no_object_references_stay_behind(group):
+    def referenced():
+        gc.collect()
+        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+    group.echo(numbers(4))
+    before = referenced()
+    for _ in range(20):
+        group.echo(numbers(4))
+        list(group.numbers(20))
+
+    assert referenced() <= before + 2
+
+
+def test_shutdown_leaves_no_process_and_no_reserved_resource(ray_session):
+    free = ray.available_resources()["CPU"]
+    group = RayWorkerGroup(ResourcePool(1, 2, "cpu"), EchoWorker)
+    pids = [info.pid for info in group.infos]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+
+    group.shutdown()
+
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(map(psutil.pid_exists, pids)):
+        time.sleep(0.05)
+    while time.monotonic() < deadline and ray.available_resources().get("CPU") != free:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+    assert ray.available_resources()["CPU"] == free
+    with pytest.raises(RuntimeError, match="shut down"):
+        group.say()

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch that travels between stages, and the table of the keys it may hold.
+
+`DataProto` keeps the public methods of EasyR1's class of the same name. `union`, `pop`, `rename`, `reorder`
+and `to` change the batch they are called on, as they do there; `merge`, `select`, indexing, `chunk`, `split`,
+`repeat` and `concat` return new batches that share tensors where they can.
+To add a key, add a row to `BATCH_KEYS`.
+
+The letters of shapes, everywhere in the project:
+
+    B  sequences in the batch      V  vocabulary            S  tokens on this rank under sequence parallelism
+    P  prompt length, padded       H  attention heads       G  prompts (groups)
+    R  response length, padded     D  head dimension        L  layers
+    T  P + R                       N  packed tokens of all sequences
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from verl.utils.plain_data import decode, encode, objects, same
+
+logger = logging.getLogger(__name__)
+
+Index = slice | list | np.ndarray | Tensor
+DISK_FORMAT = "verl.DataProto.v1"
+
+
+class BatchError(ValueError, AssertionError):
+    """A batch that breaks a rule; also an `AssertionError`, which is what EasyR1's users catch."""
+
+
+class BatchKey(NamedTuple):
+    """One row of the table of batch keys."""
+
+    name: str
+    dims: tuple[tuple[str | int, ...], ...]  # the shapes it may have, in the letters above
+    kind: str  # "int64", "float32", "mask" (int64, zeros and ones) or "object"
+    writer: str
+    readers: str
+
+
+BATCH_KEYS: dict[str, BatchKey] = {
+    row.name: row
+    for row in (
+        BatchKey("prompts", (("B", "P"),), "int64", "loader", "rollout, reward"),
+        BatchKey("prompt_mask", (("B", "P"),), "mask", "loader", "rollout, reward"),
+        BatchKey("prompt_position_ids", (("B", "P"), ("B", 4, "P")), "int64", "loader", "rollout"),
+        BatchKey("raw_prompt_ids", (("B",),), "object", "loader", "rollout"),
+        BatchKey("prompt_text", (("B",),), "object", "loader", "reward"),
+        BatchKey("ground_truth", (("B",),), "object", "loader", "reward"),
+        BatchKey("multi_modal_data", (("B",),), "object", "loader", "rollout, log-probs, values, update"),
+        BatchKey("uid", (("B",),), "object", "collector", "collector, advantage"),
+        BatchKey("responses", (("B", "R"),), "int64", "rollout", "reward, log-probs, values, update"),
+        BatchKey("response_mask", (("B", "R"),), "mask", "rollout", "everything after it"),
+        BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
+        BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
+        BatchKey(
+            "position_ids", (("B", "T"), ("B", 4, "T")), "int64", "rollout", "log-probs, values, update"
+        ),
+        BatchKey("rollout_log_probs", (("B", "R"),), "float32", "rollout", "mismatch metrics, correction"),
+        BatchKey("token_level_scores", (("B", "R"),), "float32", "reward", "KL penalty, metrics"),
+        BatchKey("old_log_probs", (("B", "R"),), "float32", "actor", "KL penalty, update"),
+        BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
+        BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),
+        BatchKey("token_level_rewards", (("B", "R"),), "float32", "KL penalty", "advantage, metrics"),
+        BatchKey("advantages", (("B", "R"),), "float32", "advantage", "update, metrics"),
+        BatchKey("returns", (("B", "R"),), "float32", "advantage", "update, metrics"),
+    )
+}
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row of a `DataProto`: tensors without the batch dimension and the objects themselves."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """A batch: tensors and object arrays with the same number of rows, and what is said once about all rows.
+
+    Example::
+
+        batch = DataProto.from_dict({"prompts": torch.tensor([[5, 6], [7, 8]])}, {"uid": objects(["a", "b"])})
+        batch[[1, 0]].non_tensor_batch["uid"]  # array(['b', 'a'], dtype=object)
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return len(next(iter(self.non_tensor_batch.values()), ()))
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, item: Index) -> "DataProto": ...
+
+    def __getitem__(self, item: int | Index) -> "DataProto | DataProtoItem":
+        """Return one row for an integer, else a batch of the chosen rows (a view for a slice)."""
+        if isinstance(item, Tensor):
+            item = item.tolist() if item.ndim == 0 else item.detach().cpu()
+        if isinstance(item, (int, np.integer)):
+            return DataProtoItem(
+                None if self.batch is None else self.batch[int(item)],
+                {key: value[item] for key, value in self.non_tensor_batch.items()},
+                self.meta_info,
+            )
+        tensor_item, array_item = (item, item) if isinstance(item, slice) else _row_index(item)
+        return DataProto(
+            None if self.batch is None else self.batch[tensor_item],
+            {key: value[array_item] for key, value in self.non_tensor_batch.items()},
+            dict(self.meta_info),
+        )
+
+    def __reduce__(self) -> tuple:
+        """Pickle tensors as NumPy arrays: Ray moves those through shared memory without another copy."""
+        tensors = None if self.batch is None else {key: _as_bytes(value) for key, value in self.batch.items()}
+        return _unpickle, (tensors, len(self), self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+    ) -> "DataProto":
+        """Build a batch from tensors and object arrays that share their first dimension.
+
+        Args:
+            tensors: By key; may be empty.
+            non_tensors: By key; lists are taken as well and become object arrays.
+            meta_info: What is said once about the whole batch.
+            num_batch_dims: Must be 1.
+
+        Returns:
+            The batch; it shares the tensors.
+
+        Raises:
+            BatchError: Lengths differ.
+        """
+        if num_batch_dims != 1:
+            raise BatchError(f"a batch has one batch dimension, got num_batch_dims={num_batch_dims}")
+        arrays = {
+            key: value if isinstance(value, np.ndarray) else objects(value)
+            for key, value in (non_tensors or {}).items()
+        }
+        sizes = {key: (len(value) if value.ndim else -1) for key, value in (tensors or {}).items()}
+        if -1 in sizes.values() or len(set(sizes.values())) > 1:
+            raise BatchError(f"all tensors of a batch must have the same first dimension, got {sizes}")
+        batch = TensorDict(dict(tensors), batch_size=(next(iter(sizes.values())),)) if tensors else None
+        return cls(batch, arrays, dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None
+    ) -> "DataProto":
+        """Build a batch from one dict whose values are tensors or object arrays."""
+        tensors, arrays = {}, {}
+        for key, value in data.items():
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            elif isinstance(value, np.ndarray):
+                arrays[key] = value
+            else:
+                raise BatchError(
+                    f"`{key}` must be a tensor or an array made by `objects`, got {type(value).__name__}"
+                )
+        return cls.from_dict(tensors, arrays, meta_info)
+
+    def keys(self) -> list[str]:
+        """Every key, tensors first."""
+        return [*_tensors(self), *self.non_tensor_batch]
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> "DataProto":
+        """Return a batch of the named keys; None keeps all of a kind. Tensors are shared."""
+        tensors = _tensors(self)
+        if batch_keys is not None:
+            tensors = {key: self._require_tensor(key) for key in batch_keys}
+        arrays, meta_info = self.non_tensor_batch, self.meta_info
+        if non_tensor_batch_keys is not None:
+            wanted = set(non_tensor_batch_keys)
+            arrays = {key: value for key, value in arrays.items() if key in wanted}
+        if meta_info_keys is not None:
+            wanted = set(meta_info_keys)
+            meta_info = {key: value for key, value in meta_info.items() if key in wanted}
+        if deepcopy:
+            arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
+        batch = TensorDict(tensors, batch_size=(len(self),)) if tensors else None
+        return DataProto(batch, dict(arrays), dict(meta_info))
+
+    def merge(self, other: "DataProto") -> "DataProto":
+        """Return a new batch with the keys of both; a key of both must be equal. Tensors are shared."""
+        return self.select().union(other)
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
+        """Return each row `repeat_times` times: a a b b if interleaved, else a b a b."""
+        rows = torch.arange(len(self))
+        return self[rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)]
+
+    def chunk(self, chunks: int) -> list["DataProto"]:
+        """Split into `chunks` batches of equal length, in order. Tensors are views."""
+        if chunks < 1 or len(self) % chunks:
+            raise BatchError(
+                f"a batch of {len(self)} rows cannot be split into {chunks} equal chunks:"
+                " pad it with `pad_dataproto_to_divisor`"
+            )
+        size = len(self) // chunks
+        return [self[start * size : (start + 1) * size] for start in range(chunks)]
+
+    def split(self, split_size: int) -> list["DataProto"]:
+        """Split into batches of `split_size` rows; the last holds the rest. Tensors are views."""
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: list["DataProto"]) -> "DataProto":
+        """Join batches of the same keys, in order; `meta_info` is the first one's."""
+        if not data:
+            raise BatchError("cannot concatenate an empty list of batches")
+        first = data[0]
+        for number, other in enumerate(data):
+            if set(other.keys()) != set(first.keys()):
+                raise BatchError(
+                    f"batch {number} has the keys {sorted(other.keys())}, batch 0 {sorted(first.keys())}"
+                )
+        tensors = {
+            key: _concat_tensors(key, [_tensors(part)[key] for part in data]) for key in _tensors(first)
+        }
+        arrays = {
+            key: np.concatenate([part.non_tensor_batch[key] for part in data])
+            for key in first.non_tensor_batch
+        }
+        length = sum(len(part) for part in data)
+        batch = TensorDict(tensors, batch_size=(length,)) if first.batch is not None else None
+        return DataProto(batch, arrays, dict(first.meta_info))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator["DataProto"]:
+        """Yield mini-batches of `mini_batch_size` rows, `epochs` times over, through a torch `DataLoader`."""
+        if len(self) % mini_batch_size:
+            raise BatchError(
+                f"a batch of {len(self)} rows cannot be cut into mini-batches of {mini_batch_size} rows"
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            range(len(self)),  # pyright: ignore[reportArgumentType] - any sequence serves as a data set
+            batch_size=mini_batch_size,
+            collate_fn=self.__getitem__,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        for _ in range(epochs):
+            yield from loader
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> "DataProto":
+        """Take the named keys out of this batch and return them as a batch."""
+        batch_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
+        tensors = {key: self._require_tensor(key) for key in batch_keys}
+        if self.batch is not None:
+            self.batch = self.batch.exclude(*batch_keys)
+        arrays = {key: self.non_tensor_batch.pop(key) for key in array_keys}
+        meta_info = {key: self.meta_info.pop(key) for key in meta_info_keys or ()}
+        return DataProto.from_dict(tensors, arrays, meta_info)
+
+    def rename(self, old_keys: str | list[str], new_keys: str | list[str]) -> "DataProto":
+        """Rename tensors of this batch and return it."""
+        old_keys = [old_keys] if isinstance(old_keys, str) else old_keys
+        new_keys = [new_keys] if isinstance(new_keys, str) else new_keys
+        if len(old_keys) != len(new_keys):
+            raise BatchError(f"each key needs one new name, got {len(new_keys)} for {len(old_keys)} keys")
+        names = dict(zip(old_keys, new_keys, strict=True))
+        for key in old_keys:
+            self._require_tensor(key)
+        tensors = {names.get(key, key): value for key, value in _tensors(self).items()}
+        self.batch = TensorDict(tensors, batch_size=(len(self),))
+        return self
+
+    def union(self, other: "DataProto") -> "DataProto":
+        """Add the keys of `other` to this batch and return it; a key of both must be equal."""
+        if self.keys() and other.keys() and len(self) != len(other):
+            raise BatchError(f"cannot unite batches of {len(self)} and {len(other)} rows")
+        tensors = _united(_tensors(self), _tensors(other))
+        arrays = _united(self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = _united(self.meta_info, other.meta_info)
+        if other.batch is not None:
+            self.batch = TensorDict(tensors, batch_size=(len(other),))
+        self.non_tensor_batch, self.meta_info = arrays, meta_info
+        return self
+
+    def reorder(self, indices: Tensor) -> None:
+        """Put the rows of this batch into the order of `indices`."""
+        ordered = self[indices]
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def to(self, device: torch.device | str) -> "DataProto":
+        """Move the tensors of this batch to `device` and return it."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the batch to one file that `load_from_disk` reads without running code from it.
+
+        The format is a dict of tensors and plain objects in torch's `weights_only` format. Objects may be
+        built of None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, lists, tuples and
+        dicts; anything else is a `TypeError` that names the key.
+        """
+        torch.save(
+            {
+                "format": DISK_FORMAT,
+                "tensors": {key: value.detach().cpu().clone() for key, value in _tensors(self).items()},
+                "objects": {
+                    key: [encode(value, f"`{key}`, row {row}") for row, value in enumerate(array)]
+                    for key, array in self.non_tensor_batch.items()
+                },
+                "meta_info": encode(self.meta_info, "`meta_info`"),
+            },
+            filepath,
+        )
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> "DataProto":
+        """Read what `save_to_disk` wrote; object columns come back as object arrays."""
+        data = torch.load(filepath, map_location="cpu", weights_only=True)
+        if not isinstance(data, dict) or data.get("format") != DISK_FORMAT:
+            raise ValueError(f"{filepath}: not a batch written by `DataProto.save_to_disk`")
+        arrays = {
+            key: objects([decode(value) for value in values]) for key, values in data["objects"].items()
+        }
+        return DataProto.from_dict(data["tensors"], arrays, decode(data["meta_info"]))
+
+    def check_consistency(self) -> None:
+        """Check that everything in the batch has the same number of rows."""
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise BatchError(f"a batch has one batch dimension, got {tuple(self.batch.batch_size)}")
+        for key, value in self.non_tensor_batch.items():
+            if not isinstance(value, np.ndarray):
+                raise BatchError(f"`{key}` must be an array made by `objects`, got {type(value).__name__}")
+            if len(value) != len(self):
+                raise BatchError(f"`{key}` has {len(value)} rows, the batch {len(self)}")
+
+    def check(self) -> None:
+        """Compare every key with `BATCH_KEYS`: shapes that agree, dtypes, masks of 0 and 1, finite numbers.
+
+        Keys that are not in the table need only have one row for each sequence.
+
+        Raises:
+            BatchError: Names the key, what was expected and what was found.
+        """
+        self.check_consistency()
+        sizes: dict[str, tuple[int, str]] = {"B": (len(self), "the batch")}
+        rows = [row for name, row in BATCH_KEYS.items() if name in self.keys()]
+        rows.sort(key=lambda row: "T" in row.dims[0])  # after those that say what P and R are
+        for row in rows:
+            value = self.non_tensor_batch.get(row.name)
+            value = self._require_tensor(row.name) if value is None else value
+            _check_dtype(row, value)
+            _check_shape(row, tuple(value.shape), sizes)
+            _check_values(row, value)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Log how much memory the batch takes."""
+        tensors = sum(value.nbytes for value in _tensors(self).values()) / 2**30
+        arrays = sum(value.nbytes for value in self.non_tensor_batch.values()) / 2**30
+        logger.info(
+            "%s batch: rows=%d tensors_gb=%.3f object_arrays_gb=%.3f", prefix, len(self), tensors, arrays
+        )
+
+    def _require_tensor(self, key: str) -> Tensor:
+        if self.batch is None or key not in self.batch:
+            raise KeyError(f"the batch has no tensor `{key}`: it has {list(_tensors(self))}")
+        return self.batch[key]
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows from the batch's start until `size_divisor` divides its length; also return how many."""
+    pad_size = -len(data) % size_divisor
+    if pad_size == 0:
+        return data, 0
+    if len(data) == 0:
+        raise BatchError("an empty batch cannot be padded: there is no row to repeat")
+    return data[torch.arange(len(data) + pad_size) % len(data)], pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Remove the rows that `pad_dataproto_to_divisor` appended."""
+    return data[: len(data) - pad_size] if pad_size else data
+
+
+def _tensors(data: DataProto) -> dict[str, Tensor]:
+    return {} if data.batch is None else dict(data.batch.items())
+
+
+def _row_index(item: list | np.ndarray | Tensor) -> tuple[Tensor, np.ndarray]:
+    index = torch.as_tensor(item)
+    if index.numel() == 0:
+        index = index.long()
+    return index, index.numpy()
+
+
+def _concat_tensors(key: str, parts: list[Tensor]) -> Tensor:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        raise BatchError(f"`{key}` must have one shape in all batches, got rows of {sorted(shapes)}")
+    return torch.cat(parts)
+
+
+def _united(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    for key in theirs:
+        if key in mine and not same(mine[key], theirs[key]):
+            raise BatchError(f"`{key}` is in both batches with different values")
+    return {**mine, **theirs}
+
+
+def _as_bytes(tensor: Tensor) -> tuple[np.ndarray, tuple[int, ...], torch.dtype]:
+    """Return a tensor's bytes, shape and dtype: bytes because NumPy has no bfloat16."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.view(-1).view(torch.uint8).numpy(), tuple(tensor.shape), tensor.dtype
+
+
+def _unpickle(
+    tensors: dict[str, tuple] | None, length: int, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
+) -> DataProto:
+    batch = None
+    if tensors is not None:
+        batch = TensorDict({key: _as_tensor(*value) for key, value in tensors.items()}, batch_size=(length,))
+    return DataProto(batch, arrays, meta_info)
+
+
+def _as_tensor(data: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if data.size == 0:
+        return torch.empty(shape, dtype=dtype)
+    # Memory shared by Ray is read-only and may be another rank's input too: torch must get its own copy.
+    data = data if data.flags.writeable else data.copy()
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _check_dtype(row: BatchKey, value: Tensor | np.ndarray) -> None:
+    expected = {"mask": "int64"}.get(row.kind, row.kind)
+    found = str(value.dtype).removeprefix("torch.")
+    if expected == "object" and isinstance(value, np.ndarray):
+        return
+    if isinstance(value, np.ndarray) or found != expected:
+        kind = "an object array" if expected == "object" else f"a tensor of {expected}"
+        holder = "an array" if isinstance(value, np.ndarray) else "a tensor"
+        raise BatchError(f"`{row.name}` must be {kind}, got {holder} of {found}")
+
+
+def _check_shape(row: BatchKey, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> None:
+    """Compare a shape with the table; `sizes` holds each letter's size and what set it, and is added to."""
+    if "P" in sizes and "R" in sizes:
+        sizes["T"] = (sizes["P"][0] + sizes["R"][0], f"{sizes['P'][1]} and {sizes['R'][1]}")
+    expected = f"`{row.name}` must have shape " + " or ".join(
+        "(" + ", ".join(map(str, dims)) + ")" for dims in row.dims
+    )
+    fitting = [dims for dims in row.dims if len(dims) == len(shape)]
+    if not fitting:
+        raise BatchError(f"{expected}, got {shape}")
+    for dim, size in zip(fitting[0], shape, strict=True):
+        if isinstance(dim, int) and size != dim:
+            raise BatchError(f"{expected}, got {shape}")
+        if isinstance(dim, str):
+            wanted, source = sizes.setdefault(dim, (size, f"`{row.name}`"))
+            if size != wanted:
+                raise BatchError(f"{expected} with {dim} = {wanted} from {source}, got {shape}")
+
+
+def _check_values(row: BatchKey, value: Tensor | np.ndarray) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if row.kind == "mask" and not ((value == 0) | (value == 1)).all():
+        wrong = value[(value != 0) & (value != 1)].unique().tolist()
+        raise BatchError(f"`{row.name}` must hold zeros and ones only, got {wrong[:5]}")
+    if row.kind == "float32" and not value.isfinite().all():
+        rows = (~value.isfinite()).any(1).nonzero().flatten().tolist()
+        raise BatchError(f"`{row.name}` must be finite, got inf or nan in rows {rows[:10]}")

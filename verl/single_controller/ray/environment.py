@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that make processes one group: ranks, the meeting point, threads."""
+
+import os
+import random
+import socket
+from collections import Counter
+
+import ray
+from ray.util import get_node_ip_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.single_controller.ray.resource_pool import ResourcePool, Slot
+
+# Below the ports that Linux gives to outgoing connections, above those that Ray gives to its workers: hardly
+# anybody takes one of these between the choice and its use.
+PORTS = range(20000, 32000)
+
+
+def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, str]]:
+    """Return the environment of each rank."""
+    on_one_machine = len({slot.node_ip for slot in slots}) == 1
+    port = _port_on(slots[0])
+    processes = Counter(slot.node_ip for slot in slots)
+    threads = {ip: max(1, cores_on(ip) // count) for ip, count in processes.items()}
+    common = {
+        "WORLD_SIZE": str(pool.world_size),
+        "MASTER_ADDR": "127.0.0.1" if on_one_machine else slots[0].node_ip,
+        "MASTER_PORT": str(port),
+    }
+    if on_one_machine:
+        common["GLOO_SOCKET_IFNAME"] = "lo"
+    if pool.device == "cpu":
+        common["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        common["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = ""  # each process must see its own GPU only
+    return [
+        common
+        | {
+            "RANK": str(rank),
+            # Ray shows each process one GPU, which is then its device 0.
+            "LOCAL_RANK": "0" if pool.device == "cuda" else str(slot.rank_on_node),
+            "OMP_NUM_THREADS": str(threads[slot.node_ip]),
+        }
+        for rank, slot in enumerate(slots)
+    ]
+
+
+def cores_on(node_ip: str) -> int:
+    """Return the CPU cores of a machine: what Ray was given there, and no more than there are on this one."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == node_ip]
+    cores = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
+    return min(cores, len(os.sched_getaffinity(0))) if node_ip == get_node_ip_address() else cores
+
+
+def find_free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    for port in random.SystemRandom().sample(PORTS, 200):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
+            if attempt.connect_ex(("127.0.0.1", port)) == 0:
+                continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
+            try:
+                attempt.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(
+        f"no free TCP port found from {PORTS.start} to {PORTS.stop - 1}: end other runs on this machine"
+    )
+
+
+def _port_on(slot: Slot) -> int:
+    if slot.node_ip == get_node_ip_address():
+        return find_free_port()
+    there = NodeAffinitySchedulingStrategy(slot.node_id, soft=False)
+    return ray.get(ray.remote(num_cpus=0)(find_free_port).options(scheduling_strategy=there).remote())

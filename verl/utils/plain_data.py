@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values built of tensors, arrays and plain Python objects: compare them, store them without pickled code."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ARRAY_TAG = "__ndarray__"  # the key that marks an encoded NumPy array
+
+
+def objects(values: Iterable[Any]) -> np.ndarray:
+    """Return an object array (B,) of `values`, whatever they are: NumPy would unpack nested lists."""
+    values = list(values)
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def same(a: Any, b: Any) -> bool:
+    """Say whether two values are equal, whatever tensors and arrays they hold."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and _same_arrays(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def encode(value: Any, where: str) -> Any:
+    """Return `value` built only of what `torch.load(weights_only=True)` accepts.
+
+    Args:
+        value: None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, or lists, tuples and
+            dicts of them.
+        where: What the value is, for the error.
+
+    Raises:
+        TypeError: The value holds something else.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()  # a view would drag its whole storage along
+    if isinstance(value, np.generic):
+        return encode(value.item(), where)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return {ARRAY_TAG: "object", "values": [encode(item, where) for item in value]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {ARRAY_TAG: "numeric", "values": torch.from_numpy(value.copy())}
+    if type(value) is list:
+        return [encode(item, where) for item in value]
+    if type(value) is tuple:
+        return tuple(encode(item, where) for item in value)
+    if type(value) is dict:
+        return {encode(key, where): encode(item, where) for key, item in value.items()}
+    raise TypeError(
+        f"{where} holds a {type(value).__name__}, which cannot be stored safely:"
+        " convert it to numbers, text, bytes, tensors, lists or dicts, or leave it out"
+    )
+
+
+def decode(value: Any) -> Any:
+    """Undo `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(decode(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if value.get(ARRAY_TAG) == "numeric":
+        return value["values"].numpy()
+    if value.get(ARRAY_TAG) == "object":
+        return objects(decode(item) for item in value["values"])
+    return {key: decode(item) for key, item in value.items()}
+
+
+def _same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.dtype != object and b.dtype != object:
+        return bool(np.array_equal(a, b))
+    return all(map(same, a.flat, b.flat))
