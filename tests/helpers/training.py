@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the trainer's command on tiny models, as a user would, and read what it logged."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from verl.utils.logger.file import read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+
+SMALL = [
+    "data.rollout_batch_size=4",
+    "data.val_batch_size=-1",
+    "data.max_prompt_length=48",
+    "data.max_response_length=6",
+    "data.num_workers=0",
+    "worker.actor.global_batch_size=2",
+    "worker.actor.micro_batch_size_per_device_for_update=4",
+    "worker.actor.micro_batch_size_per_device_for_experience=4",
+    "worker.rollout.n=4",
+    "trainer.logger=[file]",
+    "trainer.val_freq=2",
+]
+
+
+def quickstart_arguments(folder: Path, model: Path, *overrides: str) -> list[str]:
+    """Arguments of a small run on the quickstart's data in `folder`."""
+    return [
+        f"config={QUICKSTART / 'demo.yaml'}",
+        f"data.train_files={folder / 'train.jsonl'}",
+        f"data.val_files={folder / 'val.jsonl'}",
+        f"data.image_dir={folder / 'images'}",
+        f"worker.actor.model.model_path={model}",
+        f"worker.reward.reward_function={QUICKSTART / 'reward.py'}:compute_score",
+        *SMALL,
+        *overrides,
+    ]
+
+
+def start_training(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Run `python3 -m verl.trainer.main` to its end; output is kept, failures are returned."""
+    return subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main", *arguments],
+        cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+
+
+def train(output: Path, *arguments: str, env: dict[str, str] | None = None) -> dict[int, dict[str, float]]:
+    """Run the trainer into the folder `output` and return the metrics of each step."""
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={output}", env=env)
+    assert finished.returncode == 0, finished.stderr[-6000:] + finished.stdout[-2000:]
+    return read_metrics(output)
+
+
+def read_metrics(output: Path) -> dict[int, dict[str, float]]:
+    """The metrics that a run's file logger wrote, by step."""
+    return {entry.pop("step"): entry for entry in read_log(output)}
+
+
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that follow from data and weights: without times and memory."""
+    return {key: value for key, value in metrics.items() if not key.startswith(("timing_", "perf/"))}

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of the command on two CPU processes: real Ray, FSDP2 over gloo, vLLM, reward processes."""
+
+import sys
+
+import pytest
+
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
+from verl.models.tiny import save_tiny_model
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+# EasyR1's names, which users' dashboards read.
+STEP_METRICS = {
+    "actor": "entropy_loss grad_norm kl_coef kl_loss lr pg_clipfrac_higher pg_clipfrac_lower pg_loss ppo_kl",
+    "critic": "advantages/max advantages/mean advantages/min returns/mean rewards/mean score/max score/mean",
+    "global_seqlen": "balanced_max balanced_min max mean min minmax_diff",
+    "perf": "cpu_memory_used_gb max_memory_allocated_gb max_memory_reserved_gb throughput time_per_step",
+    "prompt_length": "clip_ratio max mean min",
+    "response_length": "clip_ratio max mean min",
+    "reward": "accuracy format overall",
+    "timing_s": "adv gen old ref reward step sync_weights update_actor",
+    "timing_per_token_ms": "adv gen old ref reward update_actor",
+}
+VALIDATION_METRICS = {
+    "val": "accuracy_reward format_reward overall_reward reward_score",
+    "val_prompt_length": "mean",
+    "val_response_length": "clip_ratio mean",
+}
+
+
+def names(table):
+    return {f"{area}/{name}" for area, line in table.items() for name in line.split()}
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    save_tiny_model(folder / "model", "qwen2")
+    write_questions(folder, "train", 16, seed=1, with_images=False)
+    write_questions(folder, "val", 5, seed=2, with_images=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_arguments(text_folder):
+    kl = ["algorithm.disable_kl=false", "algorithm.use_kl_loss=true", "algorithm.kl_penalty=low_var_kl"]
+    return quickstart_arguments(text_folder, text_folder / "model", *kl, "worker.ref.fsdp.torch_dtype=fp32")
+
+
+@pytest.fixture(scope="module")
+def unbroken(text_folder, text_arguments):
+    """Metrics by step of a run of 4 steps that was never stopped."""
+    return train(text_folder / "unbroken", *text_arguments, "trainer.max_steps=4")
+
+
+def test_a_step_logs_every_metric_that_users_know(unbroken):
+    assert sorted(unbroken) == [0, 1, 2, 3, 4]
+    assert names(STEP_METRICS) - set(unbroken[1]) == set()
+    assert names(VALIDATION_METRICS) - set(unbroken[0]) == set()
+    assert names(VALIDATION_METRICS) - set(unbroken[2]) == set()
+    assert not names(VALIDATION_METRICS) & set(unbroken[3])
+
+
+def test_the_engine_gives_the_trainers_log_probs_after_every_sync(unbroken):
+    differences = [unbroken[step]["rollout/log_probs_diff_max"] for step in (1, 2, 3, 4)]
+
+    assert max(differences) < 1e-4, differences
+
+
+def test_a_run_that_was_stopped_and_resumed_logs_what_the_unbroken_one_logs(
+    text_folder, text_arguments, unbroken
+):
+    output = text_folder / "stopped"
+    train(output, *text_arguments, "trainer.max_steps=2", "trainer.save_freq=2")
+    resumed = train(
+        output,
+        *text_arguments,
+        "trainer.max_steps=4",
+        "trainer.save_freq=2",
+        "trainer.val_before_train=false",
+    )
+
+    assert {step: learned(resumed[step]) for step in (1, 2, 3, 4)} == {
+        step: learned(unbroken[step]) for step in (1, 2, 3, 4)
+    }
+
+
+def test_an_image_run_trains_and_samples_with_equal_log_probs(tmp_path):
+    save_tiny_model(tmp_path / "model", "qwen2_5_vl")
+    images = write_questions(tmp_path, "train", 6, seed=1, with_images=True)
+    texts = write_questions(tmp_path, "texts", 2, seed=3, with_images=False)
+    write_questions(tmp_path, "val", 5, seed=2, with_images=True)
+    images.write_text(images.read_text() + texts.read_text())  # a step of both kinds
+
+    arguments = quickstart_arguments(
+        tmp_path, tmp_path / "model", "trainer.max_steps=2", "trainer.debug=true"
+    )
+    metrics = train(tmp_path / "run", *arguments, "worker.actor.global_batch_size=4")
+
+    assert [metrics[step]["rollout/log_probs_diff_max"] < 1e-4 for step in (1, 2)] == [True, True]
+    assert metrics[1]["actor/grad_norm"] > 0
+
+
+def test_a_raising_reward_function_ends_the_run_with_its_line(tmp_path, text_folder, text_arguments):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(reward_inputs):\n    return reward_inputs[0]['no such column']\n")
+
+    override = f"worker.reward.reward_function={reward}:compute_score"
+    finished = start_training(*text_arguments, override, f"trainer.save_checkpoint_path={tmp_path / 'run'}")
+
+    assert finished.returncode == 1
+    assert (
+        f"{reward}" in finished.stderr and "line 2" in finished.stderr and "no such column" in finished.stderr
+    )

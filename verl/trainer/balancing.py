@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank trains on which sequences.
+
+A mini batch holds the same prompts whatever the number of ranks; only its split over ranks follows the
+lengths.
+"""
+
+from verl.protocol import DataProto
+from verl.trainer.metrics import Metrics
+from verl.utils.seqlen_balancing import balance, balance_groups, length_metrics, workload
+
+
+def balance_over_ranks(
+    batch: DataProto, mini_batch_rows: int, group_size: int, dp_size: int
+) -> tuple[list[int], Metrics]:
+    """Find the order of the rows in which the ranks' equal, contiguous shards cost about the same.
+
+    Shard r holds its share of mini batch 0, then of mini batch 1, and so on.
+
+    Args:
+        batch: The sequences of a step, the responses to a prompt next to each other.
+        mini_batch_rows: Sequences in a mini batch.
+        group_size: Responses to a prompt.
+        dp_size: Ranks that train on different sequences.
+
+    Returns:
+        The new order as row numbers, rank 0's first, and `global_seqlen/*`.
+    """
+    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    shards: list[list[int]] = [[] for _ in range(dp_size)]
+    for first in range(0, len(lengths), mini_batch_rows):
+        parts = share_rows(lengths[first : first + mini_batch_rows], group_size, dp_size)
+        for shard, part in zip(shards, parts, strict=True):
+            shard.extend(first + row for row in sorted(part))
+    return [row for shard in shards for row in shard], length_metrics(lengths, shards)
+
+
+def share_rows(lengths: list[int], group_size: int, parts: int) -> list[list[int]]:
+    """Divide the sequences of a mini batch into parts of equal number and similar work.
+
+    The responses to a prompt stay together where each part gets a whole number of prompts; otherwise single
+    sequences are spread.
+    """
+    if len(lengths) % (group_size * parts) == 0:
+        return balance_groups(lengths, [row // group_size for row in range(len(lengths))], parts)
+    return balance([workload(length) for length in lengths], parts, equal_size=True)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts in, scored sequences out: samples responses on the worker group and has them scored as they finish.
+
+`Sampler` runs one batch of prompts; `RolloutCollector` calls it until a step has its prompts; validation uses
+the same `Sampler` with other sampling options.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.protocol import DataProto, objects
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.config import PPOConfig
+from verl.trainer.metrics import Metrics, compute_reward_metrics
+from verl.workers.reward.manager import RewardJob, RewardManager
+from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+
+Progress = Callable[[int, int, str], None]  # done, total, what
+
+SAMPLED_FROM = ["uid", "raw_prompt_ids", "multi_modal_data"]
+PROMPT_ONLY = ["prompt_position_ids", "raw_prompt_ids"]  # needed to sample, of no use afterwards
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The scores of sequences while they are computed: one job for each call of the engine."""
+
+    jobs: list[RewardJob]
+    order: list[int] | None = None  # where the sequences stand now, if they were reordered
+
+    def reorder(self, order: list[int]) -> "Scoring":
+        """The same scores for sequences that were put into another order."""
+        return Scoring(self.jobs, order)
+
+    def result(self) -> dict[str, list[float]]:
+        """Wait for the scores: every value of the reward function by name, in the order of the sequences."""
+        values: dict[str, list[float]] = {}
+        for job in self.jobs:
+            for key, column in job.result().items():
+                values.setdefault(key, []).extend(column)
+        if self.order is None:
+            return values
+        return {key: [column[row] for row in self.order] for key, column in values.items()}
+
+
+class Sampler:
+    """Samples responses to prompts on the workers and hands them to the reward function as they finish.
+
+    A `sequential` reward function gets each response at once, the others get a prompt's responses together.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        workers: RayWorkerGroup,
+        reward: RewardManager,
+        tokenizer: Any,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Put the parts together; `on_progress` is told how many responses are finished, of how many."""
+        self.workers = workers
+        self.reward = reward
+        self.tokenizer = tokenizer
+        self.on_progress = on_progress
+        self.response_length = config.data.max_response_length
+        self.skip_special_tokens = config.worker.reward.skip_special_tokens
+
+    def sample(self, prompts: DataProto, options: SamplingOptions) -> tuple[DataProto, Scoring]:
+        """Sample `options.n` responses to every prompt.
+
+        Args:
+            prompts: Rows of the loader with their `uid`.
+            options: How to sample.
+
+        Returns:
+            The sequences, the n responses to a prompt next to each other, and their scores, still under way.
+        """
+        n, job, columns = options.n, self.reward.start(), reward_columns(prompts)
+        row_of = {uid: row for row, uid in enumerate(prompts.non_tensor_batch["uid"])}
+        responses: list[FinishedResponse | None] = [None] * (len(prompts) * n)
+        unfinished = dict.fromkeys(row_of, n)
+        for finished in self.workers.generate(prompts.select([], SAMPLED_FROM), options):
+            for response in finished:
+                row = row_of[response.uid]
+                responses[row * n + response.sample] = response
+                unfinished[response.uid] -= 1
+                if self.reward.reward_type == "sequential":
+                    self._score(job, [row * n + response.sample], [response], columns[row])
+                elif unfinished[response.uid] == 0:
+                    self._score(
+                        job, range(row * n, (row + 1) * n), responses[row * n : (row + 1) * n], columns[row]
+                    )
+            if self.on_progress is not None:
+                self.on_progress(len(responses) - sum(unfinished.values()), len(responses), "responses")
+        assert not any(unfinished.values()), (
+            f"the engine must finish every response; unfinished are {unfinished}"
+        )
+        sequences = join_responses(prompts, responses, n, self.response_length, self.tokenizer.pad_token_id)
+        return sequences, Scoring([job])
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a response."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
+
+    def _score(
+        self, job: RewardJob, index: Sequence[int], responses: list[FinishedResponse], columns: dict[str, Any]
+    ) -> None:
+        texts = [self.decode(response.token_ids) for response in responses]
+        lengths = [len(response.token_ids) for response in responses]
+        inputs = [
+            columns | {"response": text, "response_length": length}
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+        job.submit(index, inputs)
+
+
+class RolloutCollector:
+    """Collects the sequences of one training step."""
+
+    def __init__(self, config: PPOConfig, sampler: Sampler, prompts: Iterator[DataProto]) -> None:
+        self.sampler = sampler
+        self.prompts = prompts
+        self.prompts_per_step = config.data.rollout_batch_size
+        self.options = sampling_options(config)
+
+    def collect(self, step: int) -> tuple[DataProto, Scoring]:
+        """Sample until the step has its prompts; consumes from the loader, waits for the workers."""
+        parts: list[DataProto] = []
+        scorings: list[Scoring] = []
+        collected = 0
+        while collected < self.prompts_per_step:
+            prompts = with_uids(next(self.prompts), f"step{step}-{len(parts)}")
+            sequences, scoring = self.sampler.sample(prompts, self.options)
+            parts.append(sequences)
+            scorings.append(scoring)
+            collected += len(prompts)
+        return DataProto.concat(parts), Scoring([job for scoring in scorings for job in scoring.jobs])
+
+
+def with_uids(prompts: DataProto, prefix: str) -> DataProto:
+    """Give every prompt an id of its own: its responses are a group."""
+    return prompts.merge(
+        DataProto.from_dict(non_tensors={"uid": objects([f"{prefix}-{i}" for i in range(len(prompts))])})
+    )
+
+
+def score(batch: DataProto, values: dict[str, list[float]]) -> tuple[DataProto, Metrics]:
+    """Put each response's score on its last token.
+
+    Args:
+        batch: Reads `response_mask` (B, R).
+        values: What `Scoring.result` returned for these rows.
+
+    Returns:
+        `token_level_scores` (B, R), and the mean of each value as `reward/<key>`.
+    """
+    mask = batch.batch["response_mask"]
+    last = mask.sum(-1, keepdim=True) - 1  # (B, 1)
+    overall = torch.tensor(values["overall"]).unsqueeze(-1)  # (B, 1)
+    scores = torch.zeros(mask.shape).scatter(1, last, overall)  # (B, R)
+    return DataProto.from_dict({"token_level_scores": scores}), compute_reward_metrics(values)
+
+
+def sampling_options(config: PPOConfig) -> SamplingOptions:
+    """How training samples responses."""
+    rollout = config.worker.rollout
+    return SamplingOptions(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def reward_columns(prompts: DataProto) -> list[dict[str, Any]]:
+    """What the reward function sees of each prompt: its text as `prompt`, and every column of its row."""
+    hidden = {"raw_prompt_ids", "prompt_text"}
+    columns = {key: values for key, values in prompts.non_tensor_batch.items() if key not in hidden}
+    texts = prompts.non_tensor_batch["prompt_text"]
+    return [
+        {key: values[row] for key, values in columns.items()} | {"prompt": texts[row]}
+        for row in range(len(prompts))
+    ]
+
+
+def join_responses(
+    prompts: DataProto, responses: list[FinishedResponse], n: int, response_length: int, pad_token_id: int
+) -> DataProto:
+    """Put prompts and their responses together as sequences.
+
+    Args:
+        prompts: B prompts, left-padded: `prompts`, `prompt_mask` (B, P), `prompt_position_ids` (B, P) or (B,
+            4, P).
+        responses: B * n responses, those of a prompt next to each other.
+        n: Responses to a prompt.
+        response_length: R; responses are padded on the right.
+        pad_token_id: What fills the padding.
+
+    Returns:
+        B * n sequences with the keys that `rollout` writes in `protocol.BATCH_KEYS`. Positions go on from the
+        prompt's last one, on every axis of M-RoPE.
+    """
+    shape = (len(responses), response_length)
+    tokens = torch.full(shape, pad_token_id, dtype=torch.int64)  # (B, R)
+    mask = torch.zeros(shape, dtype=torch.int64)  # (B, R)
+    log_probs = torch.zeros(shape, dtype=torch.float32)  # (B, R)
+    for row, response in enumerate(responses):
+        length = len(response.token_ids)
+        tokens[row, :length] = torch.tensor(response.token_ids, dtype=torch.int64)
+        log_probs[row, :length] = torch.tensor(response.log_probs, dtype=torch.float32)
+        mask[row, :length] = 1
+
+    sequences = prompts.repeat(n, interleave=True)
+    position_ids = sequences.batch["prompt_position_ids"]  # (B, P) or (B, 4, P)
+    steps = torch.arange(1, response_length + 1)
+    response_positions = position_ids[..., -1:] + steps  # (B, R) or (B, 4, R)
+    kept = sorted(set(sequences.batch.keys()) - set(PROMPT_ONLY))
+    kept_objects = sorted(set(sequences.non_tensor_batch) - set(PROMPT_ONLY))
+    written = {
+        "responses": tokens,
+        "response_mask": mask,
+        "input_ids": torch.cat([sequences.batch["prompts"], tokens], dim=-1),  # (B, P + R)
+        "attention_mask": torch.cat([sequences.batch["prompt_mask"], mask], dim=-1),  # (B, P + R)
+        "position_ids": torch.cat([position_ids, response_positions], dim=-1),
+        "rollout_log_probs": log_probs,
+    }
+    finish_reasons = {"finish_reason": objects([response.finish_reason for response in responses])}
+    joined = sequences.select(batch_keys=kept, non_tensor_batch_keys=kept_objects)
+    return joined.merge(DataProto.from_dict(written, non_tensors=finish_reasons))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run stands, and how it is saved and resumed.
+
+A checkpoint is `global_step_N/` with the workers' `actor/`, the loader's `dataloader.pt` and the controller's
+`trainer_state.json`. It appears whole or not at all.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from verl.algorithms.kl import KLController
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.config import TrainerConfig
+from verl.trainer.data_loader import PromptLoader
+from verl.utils.checkpoint.storage import write_json
+from verl.utils.checkpoint.tracker import CheckpointTracker, checkpoint_step, find_last_checkpoint
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
+
+LOADER_FILE = "dataloader.pt"
+STATE_FILE = "trainer_state.json"
+
+
+class RunState:
+    """The step, the score, and everything else that a resumed run needs.
+
+    Attributes:
+        step: Training steps done; the one under way counts.
+        training_steps: Steps of the whole run.
+        kl_controller: Owns the weight of the KL penalty in the rewards.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        training_steps: int,
+        kl_controller: KLController,
+        workers: RayWorkerGroup,
+        loader: PromptLoader | None,
+    ) -> None:
+        self.config = config
+        self.training_steps = training_steps
+        self.kl_controller = kl_controller
+        self.workers = workers
+        self.loader = loader
+        self.step = 0
+        self.checkpoints = CheckpointTracker(config.save_checkpoint_path, config.save_limit)
+        self._score: tuple[int, float] | None = None  # step and value of the last validation
+
+    def record_score(self, score: float) -> None:
+        """Remember the validation score of the current step; the best step's checkpoint is kept."""
+        self._score = (self.step, score)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step; waits for all workers. Returns its folder."""
+        folder = self.checkpoints.begin(self.step)
+        self.workers.save_checkpoint(str(folder), self.config.save_model_only)
+        torch.save(self.loader.state_dict(), folder / LOADER_FILE)
+        write_json(folder / STATE_FILE, {"step": self.step, "kl_controller": self.kl_controller.state_dict()})
+        is_current = self._score is not None and self._score[0] == self.step
+        return self.checkpoints.publish(self.step, self._score[1] if is_current else None)
+
+    def load(self) -> None:
+        """Go on from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
+        folder = self._find()
+        if folder is None:
+            return
+        self.step = checkpoint_step(folder)
+        self.workers.load_checkpoint(str(folder))
+        if (folder / LOADER_FILE).is_file():
+            self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
+        else:
+            logger.warning("checkpoint has no loader position, the data starts anew: path=%s", folder)
+        if (folder / STATE_FILE).is_file():
+            self.kl_controller.load_state_dict(json.loads((folder / STATE_FILE).read_text())["kl_controller"])
+        logger.info("resumed: step=%d path=%s", self.step, folder)
+
+    def _find(self) -> Path | None:
+        if self.config.load_checkpoint_path is not None:
+            return Path(self.config.load_checkpoint_path)
+        if self.config.find_last_checkpoint:
+            return find_last_checkpoint(self.config.save_checkpoint_path)
+        return None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a run together from its config, and takes it apart again.
+
+The order is that of failing early: data, reward function and cluster are checked before a model is loaded.
+"""
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import ray
+
+from verl.protocol import DataProto
+from verl.single_controller.ray.cluster import connect
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.config import PPOConfig
+from verl.trainer.core_algos import get_kl_controller
+from verl.trainer.data_loader import PromptLoader, make_loaders
+from verl.trainer.plan import count_training_steps
+from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.rollout_collector import RolloutCollector, Sampler
+from verl.trainer.run_state import RunState
+from verl.trainer.validation import Validator
+from verl.utils.device import resolve_device
+from verl.utils.logger.base import Run
+from verl.utils.logger.tracker import Tracker
+from verl.utils.media_cache import MediaCache
+from verl.utils.multimodal import MediaOptions
+from verl.utils.tokenizer import load_processor, load_tokenizer
+from verl.workers.actor.dp_actor import KLLoss
+from verl.workers.fsdp_workers import FSDPWorker, RunOptions
+from verl.workers.reward.manager import RewardManager
+
+# Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
+WORKER_ENV = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@contextmanager
+def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
+    """Start everything a run needs and hand out its trainer; on leaving, end all of it.
+
+    Example::
+
+        with running_trainer(load_config(PPOConfig, sys.argv[1:])) as trainer:
+            trainer.fit()
+
+    Raises:
+        ValueError: Data, template or reward function cannot be used.
+        RuntimeError: The cluster is too small, or cannot be reached.
+    """
+    with ExitStack() as stack:
+        device = resolve_device(config.trainer.device)
+        pool = _join_cluster(config, device, stack)
+        cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
+        stack.callback(cache.close)
+        reward = stack.enter_context(RewardManager(config.worker.reward))
+
+        model, template = config.worker.actor.model, config.data.override_chat_template
+        tokenizer = load_tokenizer(model.tokenizer_path, template, model.trust_remote_code)
+        processor = load_processor(model.tokenizer_path, template, model.trust_remote_code)
+        loaders = make_loaders(config, tokenizer, processor, cache)
+        training_steps = count_training_steps(config, len(loaders.train.dataset) if loaders.train else 0) or 0
+
+        options = run_options(config, device, training_steps, cache)
+        env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
+        workers = stack.enter_context(RayWorkerGroup(pool, FSDPWorker, config.worker, options, env=env))
+        workers.init_model()
+
+        tracker = stack.enter_context(_open_tracker(config, training_steps))
+        on_progress = None if config.worker.rollout.disable_tqdm else tracker.progress
+        sampler = Sampler(config, workers, reward, tokenizer, on_progress)
+        kl_controller = get_kl_controller(config.algorithm)
+        yield RayPPOTrainer(
+            config,
+            workers,
+            RolloutCollector(config, sampler, endless(loaders.train)),
+            Validator(config, sampler, loaders.val),
+            RunState(config.trainer, training_steps, kl_controller, workers, loaders.train),
+            tracker,
+        )
+        if config.trainer.ray_timeline is not None:
+            ray.timeline(config.trainer.ray_timeline)
+
+
+def run_options(config: PPOConfig, device: str, training_steps: int, cache: MediaCache) -> RunOptions:
+    """What the workers need to know of the options outside `worker`."""
+    data, algorithm = config.data, config.algorithm
+    has_kl_loss = config.use_reference and algorithm.use_kl_loss
+    return RunOptions(
+        device=device,
+        training_steps=training_steps,
+        max_sequence_length=config.max_sequence_length,
+        media=MediaOptions(data.min_pixels, data.max_pixels, data.video_fps),
+        media_cache=cache,
+        override_chat_template=data.override_chat_template,
+        use_reference=config.use_reference,
+        kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
+    )
+
+
+def endless(loader: PromptLoader) -> Iterator[DataProto]:
+    """Batches of one epoch after another."""
+    while True:
+        yield from loader
+
+
+def _join_cluster(config: PPOConfig, device: str, stack: ExitStack) -> ResourcePool:
+    if not ray.is_initialized():
+        connect()
+        stack.callback(ray.shutdown)
+    pool = ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
+    pool.check()
+    return pool
+
+
+def _open_tracker(config: PPOConfig, training_steps: int) -> Tracker:
+    trainer = config.trainer
+    run = Run(
+        project_name=trainer.project_name,
+        experiment_name=trainer.experiment_name,
+        directory=Path(trainer.save_checkpoint_path),
+        config=dataclasses.asdict(config),
+        total_steps=training_steps,
+    )
+    return Tracker(trainer.logger, run)
