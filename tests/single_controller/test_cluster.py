@@ -85,7 +85,7 @@ def interrupted():
         lines.append(driver.stdout.readline())
     time.sleep(2)  # for the workers' lines to arrive
     driver.send_signal(signal.SIGINT)
-    rest, _ = driver.communicate(timeout=20)
+    rest, _ = driver.communicate(timeout=120)
     assert driver.returncode != 0
     return "".join(lines) + rest
 

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of the command on two CPU processes: real Ray, FSDP2 over gloo, vLLM, reward processes."""
 
+import os
+import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+from ray.cluster_utils import Cluster
+from transformers import AutoModelForCausalLM
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
+from tests.helpers.distributed import run_distributed
+from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
 from verl.models.tiny import save_tiny_model
+from verl.utils.checkpoint.fsdp_checkpoint import load_shards
 
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
@@ -87,7 +95,64 @@ def test_a_run_that_was_stopped_and_resumed_logs_what_the_unbroken_one_logs(
     }
 
 
-def test_an_image_run_trains_and_samples_with_equal_log_probs(tmp_path):
+def test_two_nodes_with_one_process_each_log_what_one_node_with_two_logs(
+    text_folder, text_arguments, unbroken
+):
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        two_nodes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.max_steps=2"]
+        address = {"RAY_ADDRESS": cluster.address}
+        metrics = train(text_folder / "two_nodes", *text_arguments, *two_nodes, env=address)
+    finally:
+        cluster.shutdown()
+
+    assert {step: learned(metrics[step]) for step in (0, 1, 2)} == {
+        step: learned(unbroken[step]) for step in (0, 1, 2)
+    }
+
+
+def test_an_exported_checkpoint_has_the_same_log_probs_in_transformers_and_vllm(text_folder, unbroken):
+    actor = text_folder / "unbroken" / "global_step_4" / "actor"
+    merge = [sys.executable, str(ROOT / "scripts" / "model_merger.py"), "--local_dir", str(actor)]
+    subprocess.run(merge, check=True, capture_output=True)
+    tokens = list(range(20, 60))
+
+    trained = run_distributed(log_probs_of_checkpoint, 1, str(text_folder / "model"), str(actor), tokens)[0]
+    exported = AutoModelForCausalLM.from_pretrained(actor / "huggingface", dtype=torch.float32)
+    from_transformers = token_log_probs(exported, tokens)
+    from_vllm = run_distributed(log_probs_of_vllm, 1, str(actor / "huggingface"), tokens)[0]
+
+    assert np.abs(from_transformers - trained).max() < 1e-6
+    assert np.abs(from_vllm - trained).max() < 1e-4
+
+
+@torch.no_grad()
+def token_log_probs(model, tokens):
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1).numpy()
+
+
+def log_probs_of_checkpoint(rank, world_size, start, actor, tokens):
+    """From the shards as the trainer loads them."""
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    load_shards(actor, model)
+    return token_log_probs(model, tokens)
+
+
+def log_probs_of_vllm(rank, world_size, folder, tokens):
+    """From the folder as vLLM's own loader reads it."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=64 << 20)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+    [output] = llm.generate([{"prompt_token_ids": tokens}], sampling)
+    entries = output.prompt_logprobs[1:]
+    return np.array([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
+
+
+def test_an_image_run_on_a_tensor_parallel_engine_samples_with_equal_log_probs(tmp_path):
     save_tiny_model(tmp_path / "model", "qwen2_5_vl")
     images = write_questions(tmp_path, "train", 6, seed=1, with_images=True)
     texts = write_questions(tmp_path, "texts", 2, seed=3, with_images=False)

@@ -205,13 +205,13 @@ class TrainerConfig:
     )
     critic_warmup: int = option(0, help="Steps that train the critic alone.", minimum=0, unavailable="critic")
     val_freq: int = option(
-        -1, help="Steps between validations; -1 is never.", minimum=1, also=NEVER, example=5
+        -1, help="Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
     val_before_train: bool = option(True, help="Validate before the first step.")
     val_only: bool = option(False, help="Validate once and do not train.")
     val_generations_to_log: int = option(0, help="Validation responses to log.", minimum=0, example=3)
     save_freq: int = option(
-        -1, help="Steps between checkpoints; -1 is never.", minimum=1, also=NEVER, example=5
+        -1, help="Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
     save_limit: int = option(
         -1, help="Newest checkpoints to keep, beside the best; -1 is all.", minimum=1, also=NEVER, example=3
@@ -238,15 +238,20 @@ class TrainerConfig:
         object.__setattr__(self, "save_checkpoint_path", os.path.abspath(os.path.expanduser(folder)))
 
     @property
+    def checkpoint_folder(self) -> str:
+        """The folder of checkpoints and log files: `save_checkpoint_path`, which is named by now."""
+        assert self.save_checkpoint_path is not None, "__post_init__ names the folder"
+        return self.save_checkpoint_path
+
+    @property
     def world_size(self) -> int:
         """Worker processes of the run: one for each device."""
         return self.nnodes * self.n_gpus_per_node
 
     def problems(self, path: str) -> Iterator[str]:
         """Yield what is wrong with the checkpoint folder."""
-        assert self.save_checkpoint_path is not None, "__post_init__ names the folder"
         try:
-            writable_folder(self.save_checkpoint_path)
+            writable_folder(self.checkpoint_folder)
         except ValueError as error:
             yield f"`{path}.save_checkpoint_path` {error}"
 

@@ -17,10 +17,7 @@ from verl.protocol import DataProto
 
 Metrics = dict[str, float]
 
-PER_RESPONSE_TOKEN = (
-    "gen",
-    "reward",
-)  # stages whose work grows with the responses; the others' with all tokens
+PER_RESPONSE_TOKEN = ("gen", "reward")  # stages whose work grows with the responses; others' with all tokens
 
 
 class StageTimer:

@@ -78,9 +78,7 @@ class RayPPOTrainer:
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """One rollout and one update. Returns the finished batch and the metrics of its stages."""
         with timer("gen"), self.awake_rollout_engine(timer):
-            batch, scoring = self.collector.collect(
-                self.run_state.step
-            )  # scored on CPU while the passes below run
+            batch, scoring = self.collector.collect(self.run_state.step)  # scored on CPU meanwhile
         order, metrics = self.balance(batch)
         batch, scoring = batch[order], scoring.reorder(order)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl.models.position_ids import continue_positions
 from verl.protocol import DataProto, objects
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.config import PPOConfig
@@ -80,7 +81,8 @@ class Sampler:
         """
         n, job, columns = options.n, self.reward.start(), reward_columns(prompts)
         row_of = {uid: row for row, uid in enumerate(prompts.non_tensor_batch["uid"])}
-        responses: list[FinishedResponse | None] = [None] * (len(prompts) * n)
+        total = len(prompts) * n
+        responses: dict[int, FinishedResponse] = {}  # by the row of the sequence
         unfinished = dict.fromkeys(row_of, n)
         for finished in self.workers.generate(prompts.select([], SAMPLED_FROM), options):
             for response in finished:
@@ -90,15 +92,15 @@ class Sampler:
                 if self.reward.reward_type == "sequential":
                     self._score(job, [row * n + response.sample], [response], columns[row])
                 elif unfinished[response.uid] == 0:
-                    self._score(
-                        job, range(row * n, (row + 1) * n), responses[row * n : (row + 1) * n], columns[row]
-                    )
+                    group = range(row * n, (row + 1) * n)
+                    self._score(job, group, [responses[place] for place in group], columns[row])
             if self.on_progress is not None:
-                self.on_progress(len(responses) - sum(unfinished.values()), len(responses), "responses")
+                self.on_progress(total - sum(unfinished.values()), total, "responses")
         assert not any(unfinished.values()), (
             f"the engine must finish every response; unfinished are {unfinished}"
         )
-        sequences = join_responses(prompts, responses, n, self.response_length, self.tokenizer.pad_token_id)
+        in_order = [responses[row] for row in range(total)]
+        sequences = join_responses(prompts, in_order, n, self.response_length, self.tokenizer.pad_token_id)
         return sequences, Scoring([job])
 
     def decode(self, token_ids: list[int]) -> str:
@@ -217,8 +219,7 @@ def join_responses(
 
     sequences = prompts.repeat(n, interleave=True)
     position_ids = sequences.batch["prompt_position_ids"]  # (B, P) or (B, 4, P)
-    steps = torch.arange(1, response_length + 1)
-    response_positions = position_ids[..., -1:] + steps  # (B, R) or (B, 4, R)
+    response_positions = continue_positions(position_ids[..., -1], response_length)  # (B, R) or (B, 4, R)
     kept = sorted(set(sequences.batch.keys()) - set(PROMPT_ONLY))
     kept_objects = sorted(set(sequences.non_tensor_batch) - set(PROMPT_ONLY))
     written = {

@@ -47,7 +47,7 @@ class RunState:
         self.workers = workers
         self.loader = loader
         self.step = 0
-        self.checkpoints = CheckpointTracker(config.save_checkpoint_path, config.save_limit)
+        self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
         self._score: tuple[int, float] | None = None  # step and value of the last validation
 
     def record_score(self, score: float) -> None:
@@ -58,10 +58,11 @@ class RunState:
         """Write a checkpoint of the current step; waits for all workers. Returns its folder."""
         folder = self.checkpoints.begin(self.step)
         self.workers.save_checkpoint(str(folder), self.config.save_model_only)
+        assert self.loader is not None, "a run that trains has a loader"
         torch.save(self.loader.state_dict(), folder / LOADER_FILE)
         write_json(folder / STATE_FILE, {"step": self.step, "kl_controller": self.kl_controller.state_dict()})
-        is_current = self._score is not None and self._score[0] == self.step
-        return self.checkpoints.publish(self.step, self._score[1] if is_current else None)
+        step, score = self._score or (None, None)
+        return self.checkpoints.publish(self.step, score if step == self.step else None)
 
     def load(self) -> None:
         """Go on from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
@@ -70,10 +71,8 @@ class RunState:
             return
         self.step = checkpoint_step(folder)
         self.workers.load_checkpoint(str(folder))
-        if (folder / LOADER_FILE).is_file():
-            self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
-        else:
-            logger.warning("checkpoint has no loader position, the data starts anew: path=%s", folder)
+        if self.loader is not None:  # only validation goes without training rows
+            _load_position(self.loader, folder)
         if (folder / STATE_FILE).is_file():
             self.kl_controller.load_state_dict(json.loads((folder / STATE_FILE).read_text())["kl_controller"])
         logger.info("resumed: step=%d path=%s", self.step, folder)
@@ -82,5 +81,12 @@ class RunState:
         if self.config.load_checkpoint_path is not None:
             return Path(self.config.load_checkpoint_path)
         if self.config.find_last_checkpoint:
-            return find_last_checkpoint(self.config.save_checkpoint_path)
+            return find_last_checkpoint(self.config.checkpoint_folder)
         return None
+
+
+def _load_position(loader: PromptLoader, folder: Path) -> None:
+    if (folder / LOADER_FILE).is_file():
+        loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
+    else:
+        logger.warning("checkpoint has no loader position, the data starts anew: path=%s", folder)

@@ -67,6 +67,7 @@ def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
         reward = stack.enter_context(RewardManager(config.worker.reward))
 
         model, template = config.worker.actor.model, config.data.override_chat_template
+        assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
         tokenizer = load_tokenizer(model.tokenizer_path, template, model.trust_remote_code)
         processor = load_processor(model.tokenizer_path, template, model.trust_remote_code)
         loaders = make_loaders(config, tokenizer, processor, cache)
@@ -106,11 +107,13 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
         override_chat_template=data.override_chat_template,
         use_reference=config.use_reference,
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
+        seed=data.seed,
     )
 
 
-def endless(loader: PromptLoader) -> Iterator[DataProto]:
+def endless(loader: PromptLoader | None) -> Iterator[DataProto]:
     """Batches of one epoch after another."""
+    assert loader is not None, "only a run that validates and trains nothing goes without training rows"
     while True:
         yield from loader
 
@@ -129,7 +132,7 @@ def _open_tracker(config: PPOConfig, training_steps: int) -> Tracker:
     run = Run(
         project_name=trainer.project_name,
         experiment_name=trainer.experiment_name,
-        directory=Path(trainer.save_checkpoint_path),
+        directory=Path(trainer.checkpoint_folder),
         config=dataclasses.asdict(config),
         total_steps=training_steps,
     )

@@ -42,9 +42,14 @@ def function_in_file(text: str) -> str:
     if not file.endswith(".py"):
         raise ValueError(f"must be `file.py` or `file.py:function`, got {text!r}")
     path = existing_file(file)
-    names = _names_in(Path(path))
+    body = _parse(Path(path))
+    names = _names_in(body)
     if names is not None and (function or DEFAULT_FUNCTION) not in names:
-        raise ValueError(f"{path} has no function {function or DEFAULT_FUNCTION!r}; it has {sorted(names)}")
+        functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        raise ValueError(
+            f"{path} has no function {function or DEFAULT_FUNCTION!r}: write `{text.partition(':')[0]}:NAME`"
+            f" with one of {functions}"
+        )
     return path + colon + function
 
 
@@ -125,12 +130,15 @@ def looks_local(text: str) -> bool:
     return text.startswith(("/", ".", "~")) or text.endswith("/") or text.count("/") > 1
 
 
-def _names_in(path: Path) -> set[str] | None:
-    """Return the names that a Python file defines or imports; None if only running it would tell."""
+def _parse(path: Path) -> list[ast.stmt]:
     try:
-        body = ast.parse(path.read_text(), filename=str(path)).body
+        return ast.parse(path.read_text(), filename=str(path)).body
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
+
+
+def _names_in(body: list[ast.stmt]) -> set[str] | None:
+    """Return the names that a Python file defines or imports; None if only running it would tell."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

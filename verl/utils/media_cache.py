@@ -2,8 +2,7 @@
 """Decoded media and processor outputs, made once for all processes of a node.
 
 Entries are safetensors files in one directory for each run, in shared memory where there is room. A process
-that needs
-an entry maps the file; the pages are shared. Nobody serves the directory:
+that needs an entry maps the file; the pages are shared. Nobody serves the directory:
 
 - an entry appears by rename, complete or not at all; two processes that want the same one wait for a file
   lock, so that one of them makes it;

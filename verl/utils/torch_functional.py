@@ -16,7 +16,7 @@ CHUNK_BYTES = 256 << 20  # logits held at once; with the weight's gradient the l
 CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
 BLOCK_ELEMENTS_CUDA = 1 << 26
-PRODUCT_ROWS = 1 << 14  # of the weight's gradient made at once in half precision, before they are summed in float32
+PRODUCT_ROWS = 1 << 14  # of the weight's gradient made at once in half precision, then summed in float32
 
 
 class TokenLogProbs(NamedTuple):

@@ -7,8 +7,7 @@ asks for them) on `libc10_cuda.so`. Image and video processors need only torchvi
 pure torch.
 
 `install` puts one finder in front of Python's own. It acts when one of the three (or vLLM) is first looked
-for, and
-only where torch is CPU-only and the package is linked to CUDA:
+for, and only where torch is CPU-only and the package is linked to CUDA:
 
 - torchvision: its two operators are declared before it is executed, which makes the import work;
 - torchaudio, torchcodec: they are not found, as if they were not installed;

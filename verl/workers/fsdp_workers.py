@@ -19,11 +19,12 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.checkpoint.fsdp_checkpoint import load_shards, save_huggingface_files, save_shards
-from verl.utils.device import backend_of, memory_metrics, set_device
+from verl.utils.device import backend_of, memory_metrics, reset_peak_memory, set_device, set_seed
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fsdp_utils import full_named_tensors, loaded_on_device, make_mesh, torch_dtype
+from verl.utils.hub_names import HubNames
 from verl.utils.media_cache import MediaCache
-from verl.utils.multimodal import MediaLoader, MediaOptions
+from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader, MediaOptions
 from verl.utils.optim import build_optimizer, build_scheduler
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import DataParallelPPOActor, KLLoss
@@ -51,6 +52,7 @@ class RunOptions:
     override_chat_template: str | None
     use_reference: bool
     kl_loss: KLLoss | None
+    seed: int
 
 
 class FSDPWorker(Worker):
@@ -61,6 +63,7 @@ class FSDPWorker(Worker):
         self.config = config
         self.options = options
         self.device = set_device(options.device, self.local_rank)
+        set_seed(options.seed + self.rank)
         dist.init_process_group(backend_of(options.device))
 
     @register(Dispatch.ALL, phase="init_model")
@@ -70,16 +73,19 @@ class FSDPWorker(Worker):
         self._place_on_axes()
         self._load_tokenizer()
         self.policy = policy = self._build(config.actor.fsdp, trainable=True)
+        self.hub_names = HubNames(policy.config, config.actor.model.trust_remote_code)
         self.flops = FlopsCounter(policy.config, device=self.device)
         self.optimizer = build_optimizer(policy, config.actor.optim)
         self.scheduler = build_scheduler(self.optimizer, config.actor.optim, self.options.training_steps)
         self.actor = self._actor(
             policy, optimizer=self.optimizer, scheduler=self.scheduler, kl_loss=self.options.kl_loss
         )
-        if self.options.use_reference:
-            self.reference = self._actor(self._build(config.ref.fsdp, trainable=False))
         with self._policy_loaded():
             check_model(policy)
+        if self.options.use_reference:
+            self.reference = self._actor(self._build(config.ref.fsdp, trainable=False))
+            with self._reference_loaded():
+                check_model(self.reference.forward.model)
         self.engine = build_rollout_engine(config.rollout, self._engine_setup())
         self.engine.sleep()
 
@@ -87,7 +93,8 @@ class FSDPWorker(Worker):
     def sync_weights(self) -> None:
         """Put the trained weights into the engine, tensor by tensor, and wake it."""
         with self._policy_loaded():
-            self.engine.sync_weights(full_named_tensors(self.policy, torch_dtype(self.config.rollout.dtype)))
+            tensors = full_named_tensors(self.policy, torch_dtype(self.config.rollout.dtype))
+            self.engine.sync_weights(self.hub_names.convert(tensors))
         self.engine.wake()
 
     @register(Dispatch.ALL, phase="sleep")
@@ -105,8 +112,7 @@ class FSDPWorker(Worker):
         """
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         requests = [
-            RolloutRequest(uid, ids, self.media.decode(media) if media else None)
-            for uid, ids, media in zip(*columns, strict=True)
+            RolloutRequest(uid, ids, self._decode(media)) for uid, ids, media in zip(*columns, strict=True)
         ]
         yield from self.engine.generate(requests, sampling)
 
@@ -120,13 +126,14 @@ class FSDPWorker(Worker):
     @register(Dispatch.SHARD, phase="ref")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute the log-probs of the responses under the reference: `ref_log_probs` (B, R)."""
-        with self._loaded(self.reference.forward.model, self.config.ref.fsdp, self.config.ref.offload):
+        with self._reference_loaded():
             log_probs = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": log_probs})
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """Update the policy on this rank's share of every mini batch; the metrics are equal on all ranks."""
+        reset_peak_memory(self.options.device)
         start = time.perf_counter()
         with self._policy_loaded(with_optimizer=True):
             metrics = self.actor.update(batch, self.config.rollout.temperature)
@@ -162,11 +169,18 @@ class FSDPWorker(Worker):
 
     def _load_tokenizer(self) -> None:
         model, options = self.config.actor.model, self.options
+        assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
         arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
         self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
         self.media = None
         if self.processor is not None:
             self.media = MediaLoader(self.processor, options.media, options.media_cache)
+
+    def _decode(self, media: MediaData) -> DecodedMedia | None:
+        if not media:
+            return None
+        assert self.media is not None, "the loader refuses media where the model has no processor"
+        return self.media.decode(media)
 
     def _build(self, fsdp: FSDPConfig, *, trainable: bool) -> Any:
         mesh = make_mesh(self.world_size, fsdp.fsdp_size, self.options.device)
@@ -187,6 +201,7 @@ class FSDPWorker(Worker):
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model
+        assert model.model_path is not None, "the config was checked"
         return EngineSetup(
             model_path=model.model_path,
             max_length=self.options.max_sequence_length,
@@ -201,6 +216,9 @@ class FSDPWorker(Worker):
         config = self.config.actor
         optimizer = self.optimizer if with_optimizer else None
         return self._loaded(self.policy, config.fsdp, config.offload, optimizer)
+
+    def _reference_loaded(self) -> AbstractContextManager[None]:
+        return self._loaded(self.reference.forward.model, self.config.ref.fsdp, self.config.ref.offload)
 
     def _loaded(
         self, model: Any, fsdp: FSDPConfig, offload: OffloadConfig, optimizer: Any = None
