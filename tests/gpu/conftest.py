@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests marked `gpu(n)` are skipped where there are fewer CUDA devices."""
+
+import pytest
+import torch
+
+import verl  # noqa: F401 - repairs torchvision before a test module imports it through transformers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    needed, found = marker.args[0], torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < needed:
+        pytest.skip(f"needs {needed} CUDA devices, found {found}")

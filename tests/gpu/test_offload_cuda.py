@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and optimizer state leave the GPU and come back unchanged."""
+
+import pytest
+import torch
+
+from tests.gpu.alone import run_alone
+from verl.models.tiny import save_tiny_model
+
+pytestmark = pytest.mark.gpu(1)
+
+
+def three_updates(folder, device, *, offload, cpu_offload=False):
+    """Weights after three steps, and the bytes on the device between them."""
+    from verl.utils.fsdp_utils import loaded_on_device, make_mesh
+    from verl.utils.optim import build_optimizer
+    from verl.workers.config import FSDPConfig, ModelConfig, OptimConfig
+    from verl.workers.model_builder import build_model
+
+    model = build_model(
+        ModelConfig(model_path=str(folder)),
+        FSDPConfig(mp_param_dtype="fp32", enable_cpu_offload=cpu_offload),
+        mesh=make_mesh(1, -1, device), device=device, trainable=True,
+    )  # fmt: skip
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
+    inputs = {
+        "input_ids": torch.arange(10, 50)[None],
+        "position_ids": torch.arange(40)[None],
+        "cu_seqlens": torch.tensor([0, 40], dtype=torch.int32),
+        "targets": torch.arange(11, 50),
+        "target_rows": torch.arange(39),
+    }
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    resting = []
+    for _ in range(3):
+        with loaded_on_device(
+            model, device, offload_params=offload, optimizer=optimizer, offload_optimizer_state=offload
+        ):
+            model(**inputs).log_probs.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        resting.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
+        moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        assert {moment.device.type for moment in moments} == {"cpu" if offload or cpu_offload else device}
+    weights = {name: weight.full_tensor().detach() for name, weight in model.named_parameters()}
+    return {name: weight.cpu().numpy() for name, weight in weights.items()}, max(resting)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def stay(folder, device):
+    return three_updates(folder, device, offload=False)
+
+
+def leave(folder, device):
+    return three_updates(folder, device, offload=True)
+
+
+def sharded_on_cpu(folder, device):
+    return three_updates(folder, device, offload=False, cpu_offload=True)
+
+
+@pytest.fixture(scope="module")
+def staying(folder):
+    return run_alone(stay, folder, "cuda")
+
+
+def test_offloading_weights_and_optimizer_changes_no_update_and_frees_the_device(folder, staying):
+    weights, resting = run_alone(leave, folder, "cuda")
+
+    for name, expected in staying[0].items():
+        assert (weights[name] == expected).all(), name
+    num_bytes = 12 * sum(weight.size for weight in weights.values())  # a weight and two moments, float32
+    assert staying[1] - resting > 0.9 * num_bytes
+
+
+def test_shards_kept_on_the_cpu_train_alike(folder, staying):
+    weights, _ = run_alone(sharded_on_cpu, folder, "cuda")
+
+    for name, expected in staying[0].items():
+        assert abs(weights[name] - expected).max() < 1e-5, name

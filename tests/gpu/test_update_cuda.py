@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of one GPU, packed and sharded, against the padded float32 reference on the CPU."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoProcessor
+
+from tests.equivalence.test_update import (
+    CLIP,
+    ENTROPY_COEF,
+    FAMILIES,
+    KL_COEF,
+    TEMPERATURE,
+    N,
+    RecordingOptimizer,
+    add_update_keys,
+    make_batch,
+    padded_log_probs,
+    reference_update,
+)
+from tests.gpu.alone import run_alone
+from verl.models.tiny import save_tiny_model
+from verl.protocol import DataProto
+from verl.utils.hub_names import auto_class
+
+pytestmark = pytest.mark.gpu(1)
+
+# Of log-probs, in nats, and of the whole gradient, beside its norm. bfloat16 keeps 8 bits.
+TOLERANCE = {"fp32": (1e-4, 1e-4), "bf16": (0.1, 0.2)}
+
+
+def update_once(root, kind, dtype, device):
+    """Log-probs of the old policy, gradients of each mini batch, metrics."""
+    import torch.distributed as dist
+
+    from verl.utils.fsdp_utils import make_mesh
+    from verl.utils.multimodal import MediaLoader, MediaOptions
+    from verl.workers.actor.dp_actor import DataParallelPPOActor, KLLoss
+    from verl.workers.config import ActorConfig, FSDPConfig, ModelConfig
+    from verl.workers.forward import PackedForward
+    from verl.workers.model_builder import build_model
+
+    folder = root / "model"
+    model = build_model(
+        ModelConfig(model_path=str(folder)), FSDPConfig(mp_param_dtype=dtype), mesh=make_mesh(1, -1, device),
+        device=device, trainable=True,
+    )  # fmt: skip
+    media = None
+    if kind == "image":
+        options = MediaOptions(min_pixels=1, max_pixels=10**6)
+        media = MediaLoader(AutoProcessor.from_pretrained(folder), options)
+    optimizer = RecordingOptimizer(model)
+    actor = DataParallelPPOActor(
+        ActorConfig(
+            global_batch_size=2, micro_batch_size_per_device_for_update=2, max_grad_norm=1e9,
+            entropy_coef=ENTROPY_COEF, **CLIP,
+        ),
+        PackedForward(model, model.config, media, device), dist.group.WORLD, rollout_n=N, optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        kl_loss=KLLoss("low_var_kl", KL_COEF),
+    )  # fmt: skip
+    batch = DataProto.load_from_disk(root / "batch")
+    log_probs = actor.compute_log_probs(batch, TEMPERATURE)
+    metrics = actor.update(batch, TEMPERATURE)
+    gradients = [{name: grad.cpu() for name, grad in mini.items()} for mini in optimizer.gradients]
+    torch.save((log_probs, gradients, metrics), root / f"{dtype}.pt")
+
+
+def distance(found, expected):
+    """Norm of the difference of two gradients over all parameters, beside the norm of the second."""
+    difference = sum((found[name] - grad).double().square().sum().item() for name, grad in expected.items())
+    size = sum(grad.double().square().sum().item() for grad in expected.values())
+    return math.sqrt(difference / size)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def case(request, tmp_path_factory):
+    """A folder with model and batch; what the reference says about them."""
+    kind = request.param
+    root = tmp_path_factory.mktemp(kind)
+    folder = save_tiny_model(root / "model", FAMILIES[kind])
+    auto = auto_class(AutoConfig.from_pretrained(folder))
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    batch = make_batch(kind, folder)
+    with torch.no_grad():
+        log_probs = padded_log_probs(model, batch, folder)[0]
+    batch = add_update_keys(batch, log_probs)
+    batch.save_to_disk(root / "batch")
+    return (
+        kind,
+        root,
+        log_probs * batch.batch["response_mask"],
+        reference_update(model, batch, folder, "token"),
+    )
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+def test_log_probs_loss_and_gradients_equal_the_padded_reference(case, dtype):
+    kind, root, expected_log_probs, (expected, expected_metrics) = case
+    of_log_probs, of_gradients = TOLERANCE[dtype]
+
+    run_alone(update_once, root, kind, dtype, "cuda")
+
+    log_probs, gradients, metrics = torch.load(root / f"{dtype}.pt")
+    assert (log_probs - expected_log_probs).abs().max() < of_log_probs
+    for found, wanted in zip(gradients, expected, strict=True):
+        assert distance(found, wanted) < of_gradients
+    losses = [metrics[f"actor/{name}"] for name in ("pg_loss", "kl_loss", "entropy")]
+    wanted = [expected_metrics[name] for name in ("pg_loss", "kl_loss", "entropy")]
+    assert losses == pytest.approx(wanted, rel=of_gradients, abs=of_log_probs)
