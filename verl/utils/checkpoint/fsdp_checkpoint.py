@@ -2,11 +2,12 @@
 """Save and load one role's training state: weights, optimizer, schedule, random generators.
 
 ```
-actor/manifest.json          which files there are, their sizes, the schedule; written last
-actor/.metadata  __R_N.distcp    weights and optimizer, sharded (torch.distributed.checkpoint); any world size
-loads them actor/rank_R.pt              random generators and extra state of rank R
-actor/huggingface/           config, generation config, tokenizer, processor; `scripts/model_merger.py` adds
-weights ```
+actor/manifest.json       which files there are, their sizes, the schedule; written last
+actor/.metadata           of the shards (torch.distributed.checkpoint)
+actor/__R_N.distcp        weights and optimizer, sharded; any world size loads them
+actor/rank_R.pt           random generators and extra state of rank R
+actor/huggingface/        config, tokenizer, processor; `scripts/model_merger.py` adds weights
+```
 """
 
 import random
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -67,9 +69,8 @@ def save_shards(
     path = Path(path)
     _make_folder(path)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dcp.save(
-        _model_tensors(model) | _optimizer_tensors(model, optimizer),
-        storage_writer=dcp.FileSystemWriter(path),
+    state_dict_saver.save(
+        _model_tensors(model) | _optimizer_tensors(model, optimizer), storage_writer=FileSystemWriter(path)
     )
     torch.save({"random": random_state(), "extra": extra or {}}, path / f"rank_{rank}.pt")
     dist.barrier()
@@ -109,7 +110,7 @@ def load_shards(
     tensors = _model_tensors(model)
     _check_same_model(tensors, reader.tensors(), path)
 
-    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    state: dict[Tensor, dict[str, Tensor]] = {}
     if optimizer is not None and manifest["has_optimizer"]:
         state = _empty_optimizer_state(model, optimizer, reader.tensors())
     elif optimizer is not None:
@@ -139,7 +140,9 @@ def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
 
 def random_state() -> dict[str, Any]:
     """The state of this process's global generators, in types that load safely."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    legacy = np.random.get_state()
+    assert isinstance(legacy, tuple), "numpy gives a dictionary only when asked"
+    name, keys, position, has_gauss, gauss = legacy
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
@@ -177,7 +180,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[st
     return {} if optimizer is None else _named_state(model, optimizer.state)
 
 
-def _named_state(model: nn.Module, state: dict[nn.Parameter, dict[str, Tensor]]) -> dict[str, Tensor]:
+def _named_state(model: nn.Module, state: dict[Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
     tensors = {}
     for name, param in sharded_parameters(model).items():
         if param in state:
@@ -187,11 +190,11 @@ def _named_state(model: nn.Module, state: dict[nn.Parameter, dict[str, Tensor]])
 
 def _empty_optimizer_state(
     model: nn.Module, optimizer: Optimizer, saved: dict[str, TensorStorageMetadata]
-) -> dict[nn.Parameter, dict[str, Tensor]]:
+) -> dict[Tensor, dict[str, Tensor]]:
     """Room for the state of every parameter that has one in the checkpoint: its like, or a counter."""
     groups = {param: group for group in optimizer.param_groups for param in group["params"]}
     names = {name: param for name, param in sharded_parameters(model).items() if param in groups}
-    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    state: dict[Tensor, dict[str, Tensor]] = {}
     for full_key, entry in saved.items():
         if not full_key.startswith("optimizer."):
             continue
@@ -217,9 +220,9 @@ def _check_same_model(
         different = sorted(key for key in known | wanted if known.get(key) != wanted.get(key))
         first = different[0]
         raise ValueError(
-            f"{path} holds another model than `model.model_path`: {len(different)} weights differ,"
-            f" for example {first.removeprefix('model.')}: {known.get(first)} in the checkpoint,"
-            f" {wanted.get(first)} in the model"
+            f"{path} holds another model than `worker.actor.model.model_path`:"
+            f" {len(different)} weights differ, for example {first.removeprefix('model.')}:"
+            f" {known.get(first)} in the checkpoint, {wanted.get(first)} in the model"
         )
 
 

@@ -32,12 +32,15 @@ class Shards(Protocol):
 
     def names(self) -> list[str]:
         """The name of every weight."""
+        ...
 
     def shape(self, name: str) -> torch.Size:
         """Size of the whole tensor."""
+        ...
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
+        ...
 
 
 def merge_checkpoint(

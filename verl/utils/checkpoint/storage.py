@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MANIFEST = "manifest.json"
@@ -47,7 +48,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class ShardReader(dcp.FileSystemReader):
+class ShardReader(FileSystemReader):
     """Reads shards; the metadata once, and only the classes that belong there."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +65,11 @@ class ShardReader(dcp.FileSystemReader):
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Size and dtype of every tensor, by key."""
-        return self.read_metadata().state_dict_metadata
+        tensors = {}
+        for key, entry in self.read_metadata().state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), f"`save_shards` writes tensors only, not {key}"
+            tensors[key] = entry
+        return tensors
 
 
 def load_metadata(file: IO[bytes], path: Path) -> Metadata:
@@ -84,9 +89,9 @@ def read_tensors(reader: ShardReader, into: dict[str, Tensor], *, is_alone: bool
         is_alone: True without a process group; otherwise every rank calls.
     """
     with warnings.catch_warnings():
-        if is_alone:  # dcp wonders whether a process group was forgotten
+        if is_alone:  # torch wonders whether a process group was forgotten
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(into, storage_reader=reader, no_dist=is_alone)
+        state_dict_loader.load(into, storage_reader=reader, no_dist=is_alone)
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -114,7 +119,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f" `worker.actor.model.model_path={folder / 'huggingface'}`"
             )
         raise FileNotFoundError(f"{path} is missing, so the checkpoint is not complete: {REMEDY}")
-    manifest = json.loads(path.read_text())
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not text
+        raise ValueError(f"{path} cannot be read ({error}), it is damaged: {REMEDY}") from error
     for name, size in manifest["files"].items():
         file = folder / name
         if not file.is_file():

@@ -37,6 +37,9 @@ class _Mesh(_Described):
 class _Spec(_Described):
     """For DTensorSpec."""
 
+    mesh: _Mesh
+    placements: tuple[Any, ...]
+
 
 class _Meta(_Described):
     """For TensorMeta, a named tuple."""
@@ -45,13 +48,19 @@ class _Meta(_Described):
 class _Shard(_Described):
     """For Shard: `dim` is cut over the mesh axis."""
 
+    dim: int
+
 
 class _Replicate(_Described):
     """For Replicate: every rank of the axis holds the same."""
 
 
 class _Layout(_Described):
-    """For the shape and strides of a mesh, as a whole or of one axis."""
+    """For the shape and strides of a mesh, as a whole or of one axis; newer versions keep `axes` instead."""
+
+    axes: tuple[Any, ...]
+    shape: Any
+    stride: Any
 
 
 class _ShardOrder(_Described):
@@ -60,6 +69,9 @@ class _ShardOrder(_Described):
 
 class _ShardedTensor(Tensor):
     """For DTensor: its own memory is elsewhere, in `_local_tensor`."""
+
+    _local_tensor: Tensor
+    _spec: _Spec
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,7 +208,7 @@ def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
     return tuple(spec.placements), mesh["_rank_map"][index]
 
 
-def _axes(layout: _Described) -> list[tuple[Any, Any]]:
+def _axes(layout: _Layout) -> list[tuple[Any, Any]]:
     """Shape and stride of each axis of a mesh."""
     if hasattr(layout, "axes"):
         return [(axis.shape, axis.stride) for axis in layout.axes]

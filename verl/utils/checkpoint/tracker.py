@@ -21,7 +21,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from verl.utils.checkpoint.storage import REMEDY, write_json
+from verl.utils.checkpoint.storage import REMEDY, read_manifest, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,32 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
             f"{Path(root) / TRACKER} names {folder.name}, which is gone: {REMEDY},"
             " or start anew with `trainer.find_last_checkpoint=false`"
         )
+    return folder
+
+
+def checkpoint_to_resume(
+    root: Path | str, load_checkpoint_path: Path | str | None, find_last: bool
+) -> Path | None:
+    """The checkpoint that a run goes on from, found to be whole; None for a run that starts anew.
+
+    Args:
+        root: `trainer.save_checkpoint_path`.
+        load_checkpoint_path: Wins over the newest below `root`.
+        find_last: Whether to look below `root`.
+
+    Raises:
+        FileNotFoundError: A folder or a file of the checkpoint is missing.
+        ValueError: A file is damaged, or the name is not `global_step_N`.
+    """
+    if load_checkpoint_path is not None:
+        folder = Path(load_checkpoint_path)
+    elif find_last:
+        folder = find_last_checkpoint(root)
+    else:
+        return None
+    if folder is not None:
+        checkpoint_step(folder)
+        read_manifest(folder / "actor")
     return folder
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from verl.utils.registry import Registry
 
@@ -40,7 +40,13 @@ class Generation(NamedTuple):
 
 
 class Logger:
-    """Where the metrics of a run go; by default nowhere."""
+    """Where the metrics of a run go; by default nowhere.
+
+    Attributes:
+        module: What it imports when it is asked for, which not every installation has; "" for nothing.
+    """
+
+    module: ClassVar[str] = ""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -21,12 +21,14 @@ MLFLOW_MAX_PARAM_LENGTH = 500  # characters, the lowest limit of its versions an
 class TensorBoardLogger(Logger):
     """Event files under `<run folder>/tensorboard`, or `$TENSORBOARD_DIR/<project>/<experiment>`."""
 
+    module = "torch.utils.tensorboard"
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         directory = run.directory / "tensorboard"
         if "TENSORBOARD_DIR" in os.environ:
             directory = Path(os.environ["TENSORBOARD_DIR"]) / run.project_name / run.experiment_name
-        self._writer = import_optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(directory))
+        self._writer = import_optional(self.module, "tensorboard").SummaryWriter(str(directory))
         self._writer.add_text("config", _as_code(json.dumps(run.config, indent=2, default=str)))
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -50,9 +52,11 @@ class TensorBoardLogger(Logger):
 class WandbLogger(Logger):
     """A run of Weights & Biases; validation responses of all steps are one table."""
 
+    module = "wandb"
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._wandb = import_optional("wandb", "wandb")
+        self._wandb = import_optional(self.module, "wandb")
         self._rows: list[list[object]] = []
         self._wandb.init(project=run.project_name, name=run.experiment_name, config=run.config)
 
@@ -75,9 +79,11 @@ class WandbLogger(Logger):
 class SwanlabLogger(Logger):
     """An experiment of SwanLab; validation responses are texts."""
 
+    module = "swanlab"
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._swanlab = import_optional("swanlab", "swanlab")
+        self._swanlab = import_optional(self.module, "swanlab")
         if "SWANLAB_API_KEY" in os.environ:
             self._swanlab.login(api_key=os.environ["SWANLAB_API_KEY"])
         self._swanlab.init(
@@ -107,9 +113,11 @@ class SwanlabLogger(Logger):
 class MlflowLogger(Logger):
     """A run of MLflow; validation responses of a step are a JSON artifact."""
 
+    module = "mlflow"
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._mlflow = import_optional("mlflow", "mlflow")
+        self._mlflow = import_optional(self.module, "mlflow")
         self._mlflow.set_experiment(run.project_name)
         self._mlflow.start_run(run_name=run.experiment_name)
         params = {

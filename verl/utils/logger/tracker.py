@@ -4,7 +4,19 @@
 from collections.abc import Sequence
 
 from verl.utils.logger import console, file, services  # noqa: F401 (importing them registers their loggers)
-from verl.utils.logger.base import LOGGERS, Generation, Logger, Metrics, Run
+from verl.utils.logger.base import LOGGERS, Generation, Logger, Metrics, Run, import_optional
+
+
+def check_loggers(loggers: str | Sequence[str]) -> None:
+    """Check, before anything is started, that the packages of these loggers are installed.
+
+    Raises:
+        ValueError: A name is unknown.
+        ModuleNotFoundError: Names the package and the command that installs it.
+    """
+    for name in [loggers] if isinstance(loggers, str) else loggers:
+        if LOGGERS[name].module:
+            import_optional(LOGGERS[name].module, name)
 
 
 class Tracker:
