@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines in the test process: one process group for all engines of a module."""
+
+import os
+
+import pytest
+
+import verl  # noqa: F401 - repairs torchvision before a test module imports it through transformers
+from tests.helpers.distributed import free_port
+
+
+@pytest.fixture(scope="module")
+def single_process():
+    """The environment of a process group of one, which vLLM makes and this takes down."""
+    import torch
+
+    variables = dict(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+        GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    yield
+    if torch.distributed.is_initialized():
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    for name, value in before.items():
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value

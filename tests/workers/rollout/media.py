@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with images and videos made of nothing but arithmetic."""
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.workers.rollout.reference import reference_log_probs
+from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
+from verl.utils.multimodal import DecodedMedia, expand_prompt
+from verl.workers.rollout.base import RolloutRequest
+from verl.workers.rollout.hf_rollout import GRIDS, media_features
+
+
+def picture(seed, height=60, width=90):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def film(seed, frames=6, height=56, width=84):
+    pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+    meta = dict(
+        total_num_frames=4 * frames, fps=8.0, duration=frames / 2, frames_indices=list(range(0, 4 * frames,
+        4)), video_backend="pyav", do_sample_frames=False,
+    )  # fmt: skip
+    return pixels, meta
+
+
+def media_requests(tokenizer):
+    """Text alone, one image, two images of different sizes, a video, and an image with a video."""
+    image, video = (
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|vision_start|><|video_pad|><|vision_end|>",
+    )
+    rows = {
+        "text": ("What colour?", DecodedMedia()),
+        "image": (f"{image}What colour?", DecodedMedia([picture(1)])),
+        "images": (f"{image} or {image}?", DecodedMedia([picture(1), picture(2, 120, 60)])),
+        "video": (f"How many? {video}", DecodedMedia([], [film(3)])),
+        "both": (f"{video} red {image} one", DecodedMedia([picture(4)], [film(5, frames=4)])),
+    }
+    return [RolloutRequest(uid, tokenizer.encode(text), media) for uid, (text, media) in rows.items()]
+
+
+def media_log_probs(model, processor, request, response_ids, temperature=1.0):
+    """The reference's log-probs of a response to a prompt with media."""
+    features, shape = media_features(processor, request.media)
+    prompt_ids = expand_prompt(request.prompt_token_ids, processor, shape)
+    grids = {name: features[name] for name in GRIDS if name in features}
+    positions = position_ids_for(model.config.model_type)(
+        torch.tensor(prompt_ids), MropeConstants.from_config(model.config), **grids
+    )  # (4, L)
+    positions = torch.cat([positions, continue_positions(positions[:, -1], len(response_ids))], 1)
+    return reference_log_probs(
+        model, prompt_ids, response_ids, temperature, position_ids=positions[:, None], **features
+    )
+
+
+def largest_media_difference(model, processor, requests, responses, temperature=1.0):
+    by_uid = {request.uid: request for request in requests}
+    differences = {
+        key: (
+            torch.tensor(response.log_probs)
+            - media_log_probs(model, processor, by_uid[response.uid], response.token_ids, temperature)
+        )
+        .abs()
+        .max()
+        .item()
+        for key, response in responses.items()
+    }
+    return max(differences.values()), differences

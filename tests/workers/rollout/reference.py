@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of a response by plain transformers, with which the engines are compared."""
+
+from dataclasses import replace
+
+import torch
+
+from verl.utils.hub_names import HubNames, auto_class
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
+
+PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55], [60, 61]]
+OPTIONS = SamplingOptions(n=2, max_tokens=24)
+
+
+def rollout_config(**changes):
+    return replace(RolloutConfig(dtype="fp32", tensor_parallel_size=1), **changes)
+
+
+def setup_of(path, **changes):
+    return EngineSetup(str(path), max_length=256, device="cpu", **changes)
+
+
+def text_requests():
+    return [RolloutRequest(f"prompt {index}", ids) for index, ids in enumerate(PROMPTS)]
+
+
+def load_model(path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    return auto_class(config).from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def change_weights(model, seed):
+    """Every weight moves, those of embeddings, norms and vision towers too."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def hub_tensors(model):
+    return HubNames(model.config).convert(model.state_dict().items())
+
+
+def collect(engine, requests, options=OPTIONS):
+    """All responses, by (uid, sample)."""
+    finished = [response for batch in engine.generate(requests, options) for response in batch]
+    responses = {(response.uid, response.sample): response for response in finished}
+    assert len(responses) == len(finished) == len(requests) * options.n
+    return responses
+
+
+@torch.no_grad()
+def reference_log_probs(model, prompt_ids, response_ids, temperature=1.0, **inputs):
+    """log softmax(logits / temperature) of the response's tokens, as the trainer defines log-probs."""
+    ids = torch.tensor([[*prompt_ids, *response_ids]])
+    logits = model(input_ids=ids, **inputs).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response_ids)[:, None]).squeeze(-1)
+
+
+def largest_difference(model, requests, responses, temperature=1.0):
+    """Between the engine's log-probs and the reference's, over all tokens of text responses."""
+    prompts = {request.uid: request.prompt_token_ids for request in requests}
+    differences = []
+    for response in responses.values():
+        expected = reference_log_probs(model, prompts[response.uid], response.token_ids, temperature)
+        differences.append((torch.tensor(response.log_probs) - expected).abs().max())
+    return max(differences).item()

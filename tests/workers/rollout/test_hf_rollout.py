@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformers engine: the same tokens and log-probs as vLLM, from another implementation."""
+
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from tests.workers.rollout.media import largest_media_difference, media_requests
+from tests.workers.rollout.reference import (
+    OPTIONS,
+    change_weights,
+    collect,
+    hub_tensors,
+    largest_difference,
+    load_model,
+    rollout_config,
+    setup_of,
+    text_requests,
+)
+from verl.models.tiny import save_tiny_model
+from verl.workers.rollout.base import SamplingOptions, build_rollout_engine, media_token_ids
+from verl.workers.rollout.hf_rollout import sample_tokens
+
+GREEDY = SamplingOptions(n=2, temperature=0.0, max_tokens=24)
+
+
+def hf_engine(path, **changes):
+    return build_rollout_engine(rollout_config(name="hf", **changes), setup_of(path))
+
+
+def assert_same_responses(one, other):
+    assert one.keys() == other.keys()
+    for key, response in one.items():
+        assert (response.token_ids, response.finish_reason) == (
+            other[key].token_ids,
+            other[key].finish_reason,
+        ), key
+        difference = torch.tensor(response.log_probs) - torch.tensor(other[key].log_probs)
+        assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "qwen3_moe", "qwen2_5_vl"])
+def test_greedy_responses_are_vllms(family, tmp_path, single_process):
+    path = save_tiny_model(tmp_path, family)
+    model = load_model(path)
+    change_weights(model, seed=1)
+    requests = text_requests()
+    if media_token_ids(model.config):
+        requests = media_requests(AutoProcessor.from_pretrained(path).tokenizer)
+    hf, vllm = hf_engine(path), build_rollout_engine(rollout_config(), setup_of(path))
+    for engine in (hf, vllm):
+        engine.sync_weights(hub_tensors(model))
+
+    expected = collect(vllm, requests, GREEDY)
+    vllm.close()
+
+    assert_same_responses(collect(hf, requests, GREEDY), expected)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    path = save_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
+    engine, model = hf_engine(path), load_model(path)
+    change_weights(model, seed=1)
+    engine.sync_weights(hub_tensors(model))
+    return engine, model
+
+
+def test_log_probs_are_those_of_the_scaled_logits_before_top_p_and_top_k(qwen2):
+    engine, model = qwen2
+
+    responses = collect(engine, text_requests(), SamplingOptions(4, 0.7, 0.8, 20, max_tokens=24))
+
+    assert largest_difference(model, text_requests(), responses, temperature=0.7) < 1e-4
+
+
+def test_log_probs_of_media_prompts_equal_the_models(tmp_path):
+    path = save_tiny_model(tmp_path, "qwen3_vl")
+    engine, model, processor = hf_engine(path), load_model(path), AutoProcessor.from_pretrained(path)
+    requests = media_requests(processor.tokenizer)
+
+    responses = collect(engine, requests, OPTIONS)
+
+    assert largest_media_difference(model, processor, requests, responses)[0] < 1e-4
+
+
+def test_how_prompts_are_put_together_changes_nothing(qwen2, monkeypatch):
+    engine, _ = qwen2
+    together = collect(engine, text_requests(), GREEDY)
+
+    monkeypatch.setattr(engine, "max_prompt_tokens", 1)
+
+    assert_same_responses(collect(engine, text_requests(), GREEDY), together)
+
+
+def test_a_restored_random_stream_continues_with_the_same_tokens(qwen2):
+    engine, _ = qwen2
+    training = torch.get_rng_state()
+    state = engine.rng_state()
+    first, second = collect(engine, text_requests()), collect(engine, text_requests())
+
+    engine.set_rng_state(state)
+
+    assert [collect(engine, text_requests()), collect(engine, text_requests())] == [first, second]
+    assert first != second
+    assert torch.equal(torch.get_rng_state(), training)
+
+
+def test_a_response_ends_with_an_end_token_or_at_the_limit(qwen2):
+    engine, model = qwen2
+
+    responses = collect(engine, text_requests(), SamplingOptions(n=32, max_tokens=40)).values()
+    ignoring = collect(engine, text_requests(), SamplingOptions(n=2, max_tokens=40, ignore_eos=True)).values()
+
+    ends = set(model.generation_config.eos_token_id)
+    for response in responses:
+        assert not set(response.token_ids[:-1]) & ends
+        assert response.finish_reason == ("stop" if response.token_ids[-1] in ends else "length")
+    assert {response.token_ids[-1] for response in responses if response.finish_reason == "stop"} == ends
+    assert {(len(response.token_ids), response.finish_reason) for response in ignoring} == {(40, "length")}
+
+
+def test_top_p_top_k_and_banned_tokens_limit_the_choice_and_not_the_log_probs():
+    # probabilities 0.4, 0.3, 0.2, 0.1
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(512, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    chosen = {
+        "all": sample_tokens(logits, SamplingOptions(), [], generator),
+        "top two": sample_tokens(logits, SamplingOptions(top_k=2), [], generator),
+        "top 0.6": sample_tokens(logits, SamplingOptions(top_p=0.6), [], generator),
+        "not 0": sample_tokens(logits, SamplingOptions(temperature=0.0), [0], generator),
+    }
+
+    assert {name: set(tokens.tolist()) for name, (tokens, _) in chosen.items()} == {
+        "all": {0, 1, 2, 3}, "top two": {0, 1}, "top 0.6": {0, 1}, "not 0": {1}
+    }  # fmt: skip
+    for tokens, log_probs in chosen.values():
+        torch.testing.assert_close(log_probs, logits[0, tokens])
+
+
+def test_what_it_cannot_do_is_refused_by_name(qwen2, tmp_path):
+    engine, _ = qwen2
+
+    with pytest.raises(ValueError, match="cannot sample with \\['min_p'\\]"):
+        collect(engine, text_requests(), OPTIONS.override({"min_p": 0.1}))
+    with pytest.raises(NotImplementedError, match="tensor_parallel_size` must be 1, got 2"):
+        hf_engine(tmp_path, tensor_parallel_size=2)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM engine on images and videos."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoProcessor
+
+from tests.workers.rollout.media import largest_media_difference, media_requests
+from tests.workers.rollout.reference import (
+    change_weights,
+    collect,
+    hub_tensors,
+    load_model,
+    rollout_config,
+    setup_of,
+)
+from verl.models.tiny import save_tiny_model
+from verl.utils.multimodal import DecodedMedia
+from verl.workers.rollout.base import SamplingOptions, build_rollout_engine, media_token_ids
+
+MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory, single_process):
+    path = save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+    engine = build_rollout_engine(rollout_config(limit_images=2), setup_of(path))
+    yield engine, load_model(path), AutoProcessor.from_pretrained(path)
+    engine.close()
+
+
+def test_log_probs_equal_the_models_after_each_sync_with_the_same_media(family):
+    engine, model, processor = family
+    requests = media_requests(processor.tokenizer)
+
+    for seed, temperature in ((1, 1.0), (2, 0.7)):
+        change_weights(model, seed)
+        engine.sync_weights(hub_tensors(model))
+        responses = collect(engine, requests, SamplingOptions(n=2, temperature=temperature, max_tokens=12))
+
+        largest, differences = largest_media_difference(model, processor, requests, responses, temperature)
+        assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}
+
+
+def test_media_tokens_are_never_sampled(family):
+    engine, model, processor = family
+    biased = load_biased_towards_media_tokens(model)
+    engine.sync_weights(biased)
+
+    responses = collect(engine, media_requests(processor.tokenizer), SamplingOptions(n=8, max_tokens=20))
+    greedy = collect(
+        engine, media_requests(processor.tokenizer), SamplingOptions(temperature=0.0, max_tokens=20)
+    )
+
+    banned = {processor.tokenizer.convert_tokens_to_ids(token) for token in MEDIA}
+    assert set(media_token_ids(model.config)) == banned
+    sampled = {token for response in [*responses.values(), *greedy.values()] for token in response.token_ids}
+    assert not sampled & banned
+
+
+def test_a_prompt_with_too_many_images_is_named(family):
+    engine, _, processor = family
+    request = next(request for request in media_requests(processor.tokenizer) if request.uid == "images")
+    more = replace(request, media=DecodedMedia(request.media.images * 2))
+
+    with pytest.raises(ValueError, match=r"`worker.rollout.limit_images` \(2\) .* images has 4"):
+        next(engine.generate([more], SamplingOptions()))
+
+
+def load_biased_towards_media_tokens(model):
+    """The model's weights with a head that likes media tokens four times as much as others."""
+    ids = media_token_ids(model.config)
+    for name, tensor in hub_tensors(model):
+        if "embed_tokens" in name or "lm_head" in name:
+            tensor = tensor.clone()
+            tensor[ids] = tensor[100:104] * 4
+        yield name, tensor

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams of a process that trains and samples: sampling has its own, and leaves training's as it was.
+
+Engines draw from the global generators of torch, CUDA, numpy and Python, which training uses as well.
+`GenerationRng` keeps a second set of states and exchanges the two around generation. Ranks of one
+tensor-parallel group must hold equal streams, or they sample different tokens without any error.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class GlobalRngState(NamedTuple):
+    """States of all global generators."""
+
+    torch_cpu: Tensor
+    torch_cuda: Tensor | None
+    numpy: Any  # a tuple in numpy's legacy form
+    python: tuple[Any, ...]
+
+
+def capture(device: str) -> GlobalRngState:
+    """The states of the global generators; of CUDA's only the current device's."""
+    cuda = torch.cuda.get_rng_state() if device == "cuda" else None
+    return GlobalRngState(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+
+def restore(state: GlobalRngState) -> None:
+    """Put the global generators into the states."""
+    torch.set_rng_state(state.torch_cpu)
+    if state.torch_cuda is not None:
+        torch.cuda.set_rng_state(state.torch_cuda)
+    np.random.set_state(state.numpy)
+    random.setstate(state.python)
+
+
+@contextmanager
+def preserved_rng(device: str) -> Iterator[None]:
+    """Leave the global generators as they were."""
+    before = capture(device)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+class GenerationRng:
+    """The random stream of sampling."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.device = device
+        with preserved_rng(device):
+            torch.manual_seed(seed)  # all CUDA devices as well
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            self._state = capture(device)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from this stream inside, and from training's again outside."""
+        training = capture(self.device)
+        restore(self._state)
+        try:
+            yield
+        finally:
+            self._state = capture(self.device)
+            restore(training)
+
+    def state(self) -> dict[str, Any]:
+        """The stream's state as tensors, numbers and lists, which `torch.load(weights_only=True)` reads."""
+        name, keys, *position = self._state.numpy
+        version, words, gauss = self._state.python
+        return {
+            "torch_cpu": self._state.torch_cpu.clone(),
+            "torch_cuda": None if self._state.torch_cuda is None else self._state.torch_cuda.clone(),
+            "numpy": [name, keys.tolist(), *position],
+            "python": [version, list(words), gauss],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `state`."""
+        name, keys, *position = state["numpy"]
+        version, words, gauss = state["python"]
+        cuda = state["torch_cuda"] if self.device == "cuda" else None
+        self._state = GlobalRngState(
+            torch_cpu=state["torch_cpu"],
+            torch_cuda=self._state.torch_cuda if cuda is None else cuda,
+            numpy=(name, np.array(keys, dtype=np.uint32), *position),
+            python=(version, tuple(words), gauss),
+        )

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that depends on how vLLM works inside: its environment and the changes made to it.
+
+One function for each change, with what breaks without it. Each checks that what it replaces is there, so that
+a new version of vLLM fails here by name and not later in the numbers. Read with vLLM 0.26.0 and 0.32.0.
+
+vLLM is imported inside the functions: it reads its environment when it is imported (`set_environment`).
+"""
+
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SUPPORTED = ((0, 26), (0, 33))  # from, and below
+SHARED_MEMORY = Path("/dev/shm")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the trained weights are
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # processes share the cores as OMP_NUM_THREADS says
+    "TORCH_COMPILE_DISABLE": "1",  # compiles small helpers for seconds at the first step otherwise
+}
+
+
+def set_environment(device: str) -> None:
+    """Set what vLLM reads from the environment, before it is imported; what the user set stays.
+
+    Only `VLLM_ENABLE_V1_MULTIPROCESSING` is not the user's choice: with it the engine would leave this
+    process.
+    """
+    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]}
+    defaults = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    os.environ.update({name: os.environ.get(name, value) for name, value in defaults.items()} | required)
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in single.items():
+        os.environ.setdefault(name, value)
+    if device == "cuda":
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # vLLM takes its device from here
+
+
+def check_version(found: str) -> None:
+    """Refuse a vLLM whose insides were not read.
+
+    Raises:
+        RuntimeError: The version is outside of `SUPPORTED`.
+    """
+    lowest, above = SUPPORTED
+    version = tuple(int(part) for part in found.split(".")[:2])
+    if not lowest <= version < above:
+        bounds = ">={}.{},<{}.{}".format(*lowest, *above)
+        raise RuntimeError(f"vLLM {found} is not supported, {bounds} is: pip install 'vllm{bounds}'")
+
+
+def apply_patches(device: str) -> None:
+    """Change vLLM before an engine is built; safe to call again."""
+    inspect_models_here()
+    keep_buffers_of_empty_models()
+    keep_process_group()
+    if device != "cpu":
+        return
+    keep_linear_weights_on_cpu()
+    keep_expert_weights_on_cpu()
+    name_shared_memory_per_run()
+    skip_token_ranks()
+
+
+def inspect_models_here() -> None:
+    """For a model class it has not seen on this machine, vLLM starts a process that imports it again: 10 s.
+
+    It does so to keep CUDA out of the calling process, which here uses it already and imports the class soon
+    after.
+    """
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    assert hasattr(registry, "_run_in_subprocess"), "vLLM must look at classes through a function we replace"
+    registry._run_in_subprocess = _call
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def keep_buffers_of_empty_models() -> None:
+    """With `load_format="dummy"` vLLM overwrites buffers too, and no weight sync brings them back.
+
+    Without this the mean and deviation of the pixels are lost, which vLLM 0.32 keeps as buffers of the vision
+    tower: log-probs of prompts with images are off by 3.
+    """
+    loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader").DummyModelLoader
+    fill: Any = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
+    assert hasattr(loader, "load_weights"), "vLLM must fill empty models in a method we replace"
+    assert hasattr(fill, "initialize_single_dummy_weight"), "vLLM must fill tensors by a function we call"
+
+    def fill_parameters(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        for parameter in model.parameters():
+            fill.initialize_single_dummy_weight(parameter)
+
+    loader.load_weights = fill_parameters
+
+
+def keep_process_group() -> None:
+    """When an engine ends, at exit too, vLLM destroys torch.distributed's default group, which training owns.
+
+    Without this training cannot go on after `close`, and a process that ended its group itself exits with a
+    traceback.
+    """
+    core: Any = importlib.import_module("vllm.v1.engine.core")
+    assert hasattr(core, "cleanup_dist_env_and_memory"), "vLLM must end its groups in a function we replace"
+    core.cleanup_dist_env_and_memory = _end_model_parallel_groups
+
+
+def _end_model_parallel_groups() -> None:
+    if torch.distributed.is_initialized():
+        importlib.import_module("vllm.distributed.parallel_state").destroy_model_parallel()
+
+
+def media_arguments() -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that make it see the pixels that training sees.
+
+    vLLM 0.32 normalises pixels inside the model, videos with the mean and deviation of images: log-probs of
+    prompts with videos are off by 0.4 where the two differ. vLLM 0.26 leaves it to the processor, and has no
+    such argument.
+    """
+    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+    names = {entry.name for entry in dataclasses.fields(arguments)}
+    return {"mm_device_do_normalize": False} if "mm_device_do_normalize" in names else {}
+
+
+def keep_linear_weights_on_cpu() -> None:
+    """On CPU vLLM repacks linear weights into oneDNN's own form and empties `layer.weight`.
+
+    Without this `load_weights` fails on the emptied parameters, and vLLM's own `reload_weights` is silently
+    wrong with tied embeddings. Throughput is the same. Can go when vLLM loads into repacked weights.
+    """
+    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
+    assert hasattr(utils, "dispatch_cpu_unquantized_gemm"), (
+        "vLLM must repack CPU weights in a function we replace"
+    )
+    utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
+
+
+def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = F.linear
+
+
+def keep_expert_weights_on_cpu() -> None:
+    """On CPU vLLM repacks the weights of experts, and `load_weights` would write into that form.
+
+    Their products are computed plainly instead, expert by expert: right, and slower than vLLM's kernel.
+    """
+    module = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    experts: Any = module.CPUUnquantizedExperts
+    for name in ("process_weights_after_loading", "apply"):
+        assert hasattr(experts, name), f"vLLM's CPU experts must have `{name}`"
+    experts.process_weights_after_loading = _keep_expert_weights
+    experts.apply = _apply_experts
+
+
+def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
+    self._use_zentorch = False
+
+
+def _apply_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Write the weighted sum of the chosen experts' outputs.
+
+    Args:
+        self: vLLM's experts.
+        output: (N, hidden), overwritten.
+        hidden_states: (N, hidden).
+        w1: Gate and up projections, (experts, 2 * intermediate, hidden).
+        w2: Down projections, (experts, hidden, intermediate).
+        topk_weights: (N, k).
+        topk_ids: (N, k).
+        activation: vLLM's name for the gate's function; SiLU is supported.
+        *args: Not needed for plain products.
+        **kwargs: The same.
+    """
+    if activation.value != "silu" or self.w1_bias is not None:
+        raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
+        part = F.linear(F.silu(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
+        output.index_add_(0, rows, part)
+
+
+def name_shared_memory_per_run() -> None:
+    """With tensor parallelism on CPU vLLM leaves files in /dev/shm whose names every run shares.
+
+    Without this the next run fails with "create shm in SHMManager failed. errno: 17". The names get the run's
+    master port, and go as soon as every rank of the group holds the memory.
+    """
+    module = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    communicator: Any = module._CPUSHMDistributed
+    for name in ("make_group_name", "_init_cpu_shm"):
+        assert hasattr(communicator, name), f"vLLM's shared-memory communicator must have `{name}`"
+    if not hasattr(communicator, "verl_originals"):
+        communicator.verl_originals = (communicator.make_group_name, communicator._init_cpu_shm)
+    make_group_name, init_cpu_shm = communicator.verl_originals
+
+    def run_group_name(group: Any) -> str:
+        return f"verl-{os.environ['MASTER_PORT']}-{make_group_name(group)}".replace("/", "")
+
+    @functools.wraps(init_cpu_shm)
+    def init_and_unlink(self: Any) -> int:
+        if self.communicator.rank == 0:
+            unlink_shared_memory(self.group_name)
+        torch.distributed.barrier(self.communicator.device_group)
+        handle = init_cpu_shm(self)  # ends with a barrier
+        if self.communicator.rank == 0:
+            unlink_shared_memory(self.group_name)
+        return handle
+
+    communicator.make_group_name = staticmethod(run_group_name)
+    communicator._init_cpu_shm = init_and_unlink
+
+
+def unlink_shared_memory(group_name: str) -> None:
+    """Remove the files of a group; memory that is mapped stays."""
+    for path in SHARED_MEMORY.iterdir():
+        if path.name.startswith(f"{group_name}_"):
+            path.unlink(missing_ok=True)
+
+
+def skip_token_ranks() -> None:
+    """With log-probs vLLM also counts how many tokens are likelier than each sampled one; nobody asks.
+
+    On CPU that takes 4 % of the time with a vocabulary of 32,000.
+    """
+    sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
+    assert hasattr(sampler, "batched_count_greater_than"), (
+        "vLLM's sampler must count ranks in a function we replace"
+    )
+    sampler.batched_count_greater_than = _no_ranks
+
+
+def _no_ranks(values: Tensor, sampled: Tensor) -> Tensor:
+    return torch.zeros(len(values), dtype=torch.int64)
+
+
+@contextmanager
+def preserved_threads() -> Iterator[None]:
+    """On CPU vLLM replaces `torch.set_num_threads` by a function that does nothing, for the whole process."""
+    function, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = function
+        torch.set_num_threads(threads)
+
+
+@dataclasses.dataclass
+class LogitScale:
+    """The temperature of the requests under way; all have the same."""
+
+    temperature: float = 1.0
+
+
+def scale_logits(model: Any, scale: LogitScale) -> None:
+    """Divide the model's logits by the temperature, so that the engine samples at temperature 1.
+
+    vLLM reports log-probs either of the unscaled logits or of what remains after top-p, top-k and banned
+    tokens. Training needs softmax(logits / temperature) over the whole vocabulary: that is the first kind
+    when the division has been done before. Top-p, top-k and min-p come after the temperature in vLLM as well,
+    so sampling is the same.
+
+    Args:
+        model: The engine's module.
+        scale: Read at every step.
+    """
+    compute_logits: Callable[..., Tensor | None] = model.compute_logits
+
+    @functools.wraps(compute_logits)
+    def compute_scaled_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute_logits(*args, **kwargs)
+        if logits is None:  # a rank that does not sample
+            return None
+        logits = logits.float()  # the sampler does it otherwise, after a slower softmax in bfloat16
+        return logits if scale.temperature == 1.0 else logits.div_(scale.temperature)
+
+    model.compute_logits = compute_scaled_logits
+
+
+def drain(engine: Any) -> None:
+    """Run the steps that vLLM has under way although all responses are there.
+
+    On CUDA it schedules a step ahead of the results; until that one is done, caches can not be cleared.
+
+    Args:
+        engine: vLLM's `LLMEngine`, whose requests are finished or aborted.
+    """
+    core = engine.engine_core.engine_core
+    while core.batch_queue or core.scheduler.has_requests():
+        engine.step()
