@@ -58,6 +58,7 @@ def test_a_batch_is_built_of_tensors_and_objects_with_the_same_rows():
     assert len(DataProto.from_dict(non_tensors={"labels": objects("abc")})) == 3
     assert len(DataProto.from_single_dict({"obs": torch.zeros(2), "labels": objects("ab")})) == 2
     assert len(DataProto()) == 0
+    assert DataProto.from_dict(non_tensors={"labels": objects("abc")}).batch.batch_size == (3,)
     with pytest.raises(BatchError, match="`labels` has 2 rows, the batch 3"):
         DataProto.from_dict({"obs": torch.zeros(3)}, {"labels": objects("ab")})
     with pytest.raises(BatchError, match=r"'obs': 3, 'act': 2"):

@@ -83,7 +83,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
 class DataProtoItem:
     """One row of a `DataProto`: tensors without the batch dimension and the objects themselves."""
 
-    batch: TensorDict | None = None
+    batch: TensorDict = field(default_factory=lambda: TensorDict({}, batch_size=()))
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -98,17 +98,28 @@ class DataProto:
         batch[[1, 0]].non_tensor_batch["uid"]  # array(['b', 'a'], dtype=object)
     """
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    batch: TensorDict
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        """Hold the parts; None for `batch` is a `TensorDict` without tensors and with the objects' rows."""
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info = {} if meta_info is None else meta_info
+        rows = len(next(iter(self.non_tensor_batch.values()), ()))
+        self.batch = TensorDict({}, batch_size=(rows,)) if batch is None else batch
         self.check_consistency()
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
-        return len(next(iter(self.non_tensor_batch.values()), ()))
+        rows = self.batch.batch_size[0]
+        if rows == 0 and self.batch.is_empty():  # objects may have been put in since
+            return len(next(iter(self.non_tensor_batch.values()), ()))
+        return rows
 
     @overload
     def __getitem__(self, item: int) -> DataProtoItem: ...
@@ -120,22 +131,23 @@ class DataProto:
         """Return one row for an integer, else a batch of the chosen rows (a view for a slice)."""
         if isinstance(item, Tensor):
             item = item.tolist() if item.ndim == 0 else item.detach().cpu()
+        tensors = TensorDict({}, batch_size=(len(self),)) if self.batch.is_empty() else self.batch
         if isinstance(item, (int, np.integer)):
             return DataProtoItem(
-                None if self.batch is None else self.batch[int(item)],
+                tensors[int(item)],
                 {key: value[item] for key, value in self.non_tensor_batch.items()},
                 self.meta_info,
             )
         tensor_item, array_item = (item, item) if isinstance(item, slice) else _row_index(item)
         return DataProto(
-            None if self.batch is None else self.batch[tensor_item],
+            tensors[tensor_item],
             {key: value[array_item] for key, value in self.non_tensor_batch.items()},
             dict(self.meta_info),
         )
 
     def __reduce__(self) -> tuple:
         """Pickle tensors as NumPy arrays: Ray moves those through shared memory without another copy."""
-        tensors = None if self.batch is None else {key: _as_bytes(value) for key, value in self.batch.items()}
+        tensors = {key: _as_bytes(value) for key, value in self.batch.items()}
         return _unpickle, (tensors, len(self), self.non_tensor_batch, self.meta_info)
 
     @classmethod
@@ -258,8 +270,7 @@ class DataProto:
             for key in first.non_tensor_batch
         }
         length = sum(len(part) for part in data)
-        batch = TensorDict(tensors, batch_size=(length,)) if first.batch is not None else None
-        return DataProto(batch, arrays, dict(first.meta_info))
+        return DataProto(TensorDict(tensors, batch_size=(length,)), arrays, dict(first.meta_info))
 
     def make_iterator(
         self,
@@ -293,8 +304,7 @@ class DataProto:
         """Take the named keys out of this batch and return them as a batch."""
         batch_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
         tensors = {key: self._require_tensor(key) for key in batch_keys}
-        if self.batch is not None:
-            self.batch = self.batch.exclude(*batch_keys)
+        self.batch = self.batch.exclude(*batch_keys)
         arrays = {key: self.non_tensor_batch.pop(key) for key in array_keys}
         meta_info = {key: self.meta_info.pop(key) for key in meta_info_keys or ()}
         return DataProto.from_dict(tensors, arrays, meta_info)
@@ -319,8 +329,8 @@ class DataProto:
         tensors = _united(_tensors(self), _tensors(other))
         arrays = _united(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = _united(self.meta_info, other.meta_info)
-        if other.batch is not None:
-            self.batch = TensorDict(tensors, batch_size=(len(other),))
+        rows = len(other) if other.keys() else len(self)
+        self.batch = TensorDict(tensors, batch_size=(rows,))
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         return self
 
@@ -331,8 +341,7 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> "DataProto":
         """Move the tensors of this batch to `device` and return it."""
-        if self.batch is not None:
-            self.batch = self.batch.to(device)
+        self.batch = self.batch.to(device)
         return self
 
     def save_to_disk(self, filepath: str | Path) -> None:
@@ -368,7 +377,7 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Check that everything in the batch has the same number of rows."""
-        if self.batch is not None and len(self.batch.batch_size) != 1:
+        if len(self.batch.batch_size) != 1:
             raise BatchError(f"a batch has one batch dimension, got {tuple(self.batch.batch_size)}")
         for key, value in self.non_tensor_batch.items():
             if not isinstance(value, np.ndarray):
@@ -404,7 +413,7 @@ class DataProto:
         )
 
     def _require_tensor(self, key: str) -> Tensor:
-        if self.batch is None or key not in self.batch:
+        if key not in self.batch:
             raise KeyError(f"the batch has no tensor `{key}`: it has {list(_tensors(self))}")
         return self.batch[key]
 
@@ -425,7 +434,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def _tensors(data: DataProto) -> dict[str, Tensor]:
-    return {} if data.batch is None else dict(data.batch.items())
+    return dict(data.batch.items())
 
 
 def _row_index(item: list | np.ndarray | Tensor) -> tuple[Tensor, np.ndarray]:
@@ -456,11 +465,9 @@ def _as_bytes(tensor: Tensor) -> tuple[np.ndarray, tuple[int, ...], torch.dtype]
 
 
 def _unpickle(
-    tensors: dict[str, tuple] | None, length: int, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
+    tensors: dict[str, tuple], length: int, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
 ) -> DataProto:
-    batch = None
-    if tensors is not None:
-        batch = TensorDict({key: _as_tensor(*value) for key, value in tensors.items()}, batch_size=(length,))
+    batch = TensorDict({key: _as_tensor(*value) for key, value in tensors.items()}, batch_size=(length,))
     return DataProto(batch, arrays, meta_info)
 
 

@@ -49,8 +49,8 @@ def run_distributed(
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` processes; returns the results by rank.
 
-    The function is a module-level one and returns picklable values (numpy or plain numbers rather than tensors).
-    A rank that raises fails the test with its traceback, and the others are stopped.
+    The function is a module-level one and returns picklable values: numpy or plain numbers rather than
+    tensors. A rank that raises fails the test with its traceback, and the others are stopped.
     """
     context = mp.get_context("spawn")
     results = context.Queue()

@@ -2,6 +2,7 @@
 """From rows to prompts: markers, templates, chats, lengths, bad rows."""
 
 import json
+import re
 import time
 from functools import partial
 
@@ -254,13 +255,14 @@ def test_prompts_that_are_too_long_are_filtered_by_their_expanded_length(media_m
         assert (len(dataset), dataset.num_overlong) == (kept, 2 - kept)
 
 
-def test_a_long_prompt_that_is_not_filtered_is_an_error_never_cut(text_model, tmp_path):
+def test_a_long_prompt_that_is_not_filtered_is_a_bad_row_never_cut(text_model, tmp_path):
     rows = [{"problem": "1 2 3 " * 50, "answer": "1"}]
     options = dict(filter_overlong_prompts=False, max_prompt_length=32)
 
-    with pytest.raises(ValueError, match=r"row 0: the prompt has \d+ tokens, `data.max_prompt_length` is 32"):
-        open_text(text_model, tmp_path, rows, **options)[0]
-    assert isinstance(open_text(text_model, tmp_path, rows, on_bad_row="skip", **options)[0], BadRow)
+    bad = open_text(text_model, tmp_path, rows, **options)[0]
+
+    assert isinstance(bad, BadRow)
+    assert re.search(r"row 0: the prompt has \d+ tokens, `data.max_prompt_length` is 32", str(bad))
 
 
 def test_filtering_every_row_is_an_error(text_model, tmp_path):
@@ -268,15 +270,14 @@ def test_filtering_every_row_is_an_error(text_model, tmp_path):
         open_text(text_model, tmp_path, [{"problem": "1 2 3 " * 50, "answer": "1"}], max_prompt_length=32)
 
 
-def test_a_picture_that_turns_out_corrupt_when_decoded_is_refused_or_left_out(media_model, tmp_path):
+def test_a_picture_that_turns_out_corrupt_when_decoded_is_a_bad_row(media_model, tmp_path):
     (tmp_path / "cut.png").write_bytes(image_bytes(90, 90)[:3000])  # its header is whole
     files = write(tmp_path, [{"problem": "<image>", "answer": "a", "images": ["cut.png"]}])
-    options = dict(image_dir=str(tmp_path))
 
-    with pytest.raises(ValueError, match=r"rows.jsonl, row 0: the image .*cut.png cannot be read"):
-        open_media(media_model, files, **options)[0]
-    bad = open_media(media_model, files, on_bad_row="skip", **options)[0]
-    assert isinstance(bad, BadRow) and bad.index == 0 and "cut.png" in bad.reason
+    bad = open_media(media_model, files, image_dir=str(tmp_path))[0]
+
+    assert isinstance(bad, BadRow) and bad.index == 0
+    assert re.search(r"rows.jsonl, row 0: the image .*cut.png cannot be read", str(bad))
 
 
 def squares(part):

@@ -77,7 +77,9 @@ _VISION_3 = dict(
     depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, patch_size=16,
     deepstack_visual_indexes=[0], num_position_embeddings=64,
 )  # fmt: skip
-_QWEN3_VL = dict(patch_size=16, video_processor="Qwen3VLVideoProcessor", processor="Qwen3VLProcessor")
+_QWEN3_VL: dict[str, Any] = dict(
+    patch_size=16, video_processor="Qwen3VLVideoProcessor", processor="Qwen3VLProcessor"
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", TEXT),
@@ -129,8 +131,9 @@ def build_processor(family: Family, tokenizer: PreTrainedTokenizerFast) -> Any:
     """The family's processor for images and videos of 4 to 64 tokens."""
     import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
 
+    assert family.processor is not None, "only families that read media have a processor"
     factor = 2 * family.patch_size
-    options = dict(
+    options: dict[str, Any] = dict(
         patch_size=family.patch_size,
         size=dict(shortest_edge=4 * factor * factor, longest_edge=64 * factor * factor),
     )
@@ -168,9 +171,8 @@ def build_config(family: Family, tokenizer: PreTrainedTokenizerFast, **overrides
 
 def media_token_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The tokens that stand for images and videos in a prompt, and those around them."""
-    return tokenizer.convert_tokens_to_ids(
-        [token for token in SPECIAL_TOKENS if token[2:].startswith(("vision", "image", "video"))]
-    )
+    tokens = [token for token in SPECIAL_TOKENS if token[2:].startswith(("vision", "image", "video"))]
+    return [tokenizer.vocab[token] for token in tokens]
 
 
 def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> Path:

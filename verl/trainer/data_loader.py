@@ -19,9 +19,10 @@ from transformers import AutoConfig
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.protocol import BATCH_KEYS, DataProto
 from verl.trainer.config import PPOConfig
-from verl.utils.dataset import TENSORS, BadRow, RLHFDataset, collate_fn
+from verl.utils.dataset import BAD_ROW_REMEDY, TENSORS, BadRow, RLHFDataset, collate_fn
 from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import MediaLoader, MediaOptions
+from verl.utils.prompts import BadRowError
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -69,7 +70,7 @@ class PromptLoader:
         for item in self._rows(self._order()[self.position :]):
             used += 1
             if isinstance(item, BadRow):
-                self._note(item)
+                self._leave_out(item)
                 continue
             items.append(item)
             if len(items) == self.batch_size:
@@ -128,7 +129,9 @@ class PromptLoader:
         )
         return iter(rows)
 
-    def _note(self, row: BadRow) -> None:
+    def _leave_out(self, row: BadRow) -> None:
+        if self.dataset.config.on_bad_row == "error":
+            raise BadRowError(f"{row}{BAD_ROW_REMEDY}")
         if row.index not in self.bad_rows:
             self.bad_rows[row.index] = row
             logger.warning("bad row left out: number=%d %s", len(self.bad_rows), row)

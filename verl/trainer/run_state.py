@@ -15,7 +15,7 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.config import TrainerConfig
 from verl.trainer.data_loader import PromptLoader
 from verl.utils.checkpoint.storage import write_json
-from verl.utils.checkpoint.tracker import CheckpointTracker, checkpoint_step, find_last_checkpoint
+from verl.utils.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -78,11 +78,10 @@ class RunState:
         logger.info("resumed: step=%d path=%s", self.step, folder)
 
     def _find(self) -> Path | None:
-        if self.config.load_checkpoint_path is not None:
-            return Path(self.config.load_checkpoint_path)
-        if self.config.find_last_checkpoint:
-            return find_last_checkpoint(self.config.checkpoint_folder)
-        return None
+        config = self.config
+        return checkpoint_to_resume(
+            config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
+        )
 
 
 def _load_position(loader: PromptLoader, folder: Path) -> None:

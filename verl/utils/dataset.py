@@ -31,6 +31,8 @@ MAX_LISTED = 10
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
 
+BAD_ROW_REMEDY = "\nrepair the data, or set `data.on_bad_row=skip` to leave such rows out"
+
 logger = get_logger(__name__)
 
 
@@ -113,23 +115,19 @@ class RLHFDataset(Dataset):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Item | BadRow:
-        """One prompt; with `data.on_bad_row=skip` a `BadRow` in place of one that cannot be used.
+        """One prompt, or a `BadRow` in place of one that cannot be used.
+
+        It is returned rather than raised: an exception in a loader process reaches the user as a traceback.
 
         Returns:
             `prompts`, `prompt_mask` (P,) int64 and `prompt_position_ids` (P,) or (4, P), left-padded;
             `raw_prompt_ids`, `prompt_text`, `ground_truth`, `multi_modal_data`, and every other column.
-
-        Raises:
-            BadRowError: The row cannot be used, with `data.on_bad_row=error`.
         """
         row_index = self.indices[index]
         try:
             return self._item(self.rows[row_index])
         except ValueError as error:
-            bad = BadRow(row_index, self.rows.where(row_index), str(error))
-            if self.config.on_bad_row == "skip":
-                return bad
-            raise BadRowError(f"{bad}{_REMEDY}") from error
+            return BadRow(row_index, self.rows.where(row_index), str(error))
 
     def render(self, row: Row) -> Rendered:
         """The text of a row's prompt and its tokens, one for each image and video, as the engine takes them.
@@ -261,11 +259,8 @@ class RLHFDataset(Dataset):
             listed.append(f"... and {len(self.bad_rows) - MAX_LISTED} more")
         text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *listed])
         if self.config.on_bad_row == "error":
-            raise ValueError(text + _REMEDY)
+            raise ValueError(text + BAD_ROW_REMEDY)
         logger.warning(text)
-
-
-_REMEDY = "\nrepair the data, or set `data.on_bad_row=skip` to leave such rows out"
 
 
 def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:

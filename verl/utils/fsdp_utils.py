@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from verl.utils.device import empty_cache
 
@@ -38,10 +39,25 @@ DTYPES = {
 class ShardOptions(Protocol):
     """What is read here of `worker.*.fsdp`."""
 
-    enable_full_shard: bool
-    enable_cpu_offload: bool
-    mp_param_dtype: str
-    mp_reduce_dtype: str
+    @property
+    def enable_full_shard(self) -> bool:
+        """Shard again after forward."""
+        ...
+
+    @property
+    def enable_cpu_offload(self) -> bool:
+        """Keep shards in host memory between uses."""
+        ...
+
+    @property
+    def mp_param_dtype(self) -> str:
+        """Name of the dtype of forward and backward."""
+        ...
+
+    @property
+    def mp_reduce_dtype(self) -> str:
+        """Name of the dtype in which gradients are summed."""
+        ...
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -75,7 +91,7 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
     return init_device_mesh(device, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: ShardOptions) -> None:
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions) -> None:
     """Shard a transformers model in place: each block, vision blocks included, then the rest.
 
     Args:
@@ -137,9 +153,13 @@ def full_named_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> It
 def _gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return _whole(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """Gather a tensor over its ranks, on their device."""
+    moved = tensor.to(tensor.device_mesh.device_type)
+    return moved.full_tensor()  # pyright: ignore[reportAttributeAccessIssue] - `to` of a DTensor gives one
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -160,13 +180,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     Returns:
         The norm before scaling, the same on all ranks.
     """
-    params = [param for param in sharded_parameters(model).values() if param.grad is not None]
-    total = get_total_norm([param.grad for param in params])
-    if isinstance(total, DTensor):
-        total = total.to(total.device_mesh.device_type).full_tensor()
-    norm = total.item()
+    grads = [param.grad for param in sharded_parameters(model).values() if param.grad is not None]
+    total = get_total_norm(grads)
+    norm = (_whole(total) if isinstance(total, DTensor) else total).item()
     if max_norm < norm < float("inf"):
-        torch._foreach_mul_([local_part(param.grad) for param in params], max_norm / (norm + 1e-6))
+        shards, scale = [local_part(grad) for grad in grads], max_norm / (norm + 1e-6)
+        torch._foreach_mul_(shards, scale)  # pyright: ignore[reportPrivateImportUsage] - torch's own code calls it
     return norm
 
 

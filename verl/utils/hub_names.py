@@ -36,9 +36,9 @@ def meta_model(
     config = copy.deepcopy(config)
     # A config of a model prepared for packing names an attention that no model can start with.
     config._attn_implementation = "sdpa"
-    dtype = {} if dtype is None else {"dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **dtype)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 class _Group(NamedTuple):

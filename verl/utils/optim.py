@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -22,30 +22,61 @@ OPTIMIZERS: Registry[Callable[[list[nn.Parameter], Any], Optimizer]] = Registry(
 class OptimOptions(Protocol):
     """What is read here of `worker.actor.optim` and `worker.critic.optim`."""
 
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    strategy: str
-    lr_warmup_ratio: float
-    lr_warmup_steps: int | None
-    min_lr_ratio: float | None
-    lr_scheduler_type: str
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        ...
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the two moments."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled weight decay."""
+        ...
+
+    @property
+    def strategy(self) -> str:
+        """A name in `OPTIMIZERS`."""
+        ...
+
+    @property
+    def lr_warmup_ratio(self) -> float:
+        """Share of the steps in which the rate rises."""
+        ...
+
+    @property
+    def lr_warmup_steps(self) -> int | None:
+        """Steps in which the rate rises; None for the ratio."""
+        ...
+
+    @property
+    def min_lr_ratio(self) -> float | None:
+        """Where a cosine ends, as a share of the peak; None is 0."""
+        ...
+
+    @property
+    def lr_scheduler_type(self) -> str:
+        """The shape after warm-up: "constant" or "cosine"."""
+        ...
 
 
 @OPTIMIZERS.register("adamw")
 def adamw(params: list[nn.Parameter], config: OptimOptions) -> Optimizer:
     """AdamW with one fused kernel for each device."""
+    beta1, beta2 = config.betas
     return torch.optim.AdamW(
-        params, lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay, fused=True
+        params, lr=config.lr, betas=(beta1, beta2), weight_decay=config.weight_decay, fused=True
     )
 
 
 @OPTIMIZERS.register("adamw_bf16")
 def adamw_bf16(params: list[nn.Parameter], config: OptimOptions) -> Optimizer:
     """AdamW for weights that are kept in bfloat16."""
-    return AnyPrecisionAdamW(
-        params, lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
-    )
+    beta1, beta2 = config.betas
+    return AnyPrecisionAdamW(params, lr=config.lr, betas=(beta1, beta2), weight_decay=config.weight_decay)
 
 
 def build_optimizer(model: nn.Module, config: OptimOptions) -> Optimizer:
@@ -114,10 +145,10 @@ class AnyPrecisionAdamW(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self._update(param, param.grad, group)
         return loss
 
-    def _update(self, param: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, param: nn.Parameter, full_grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -127,7 +158,7 @@ class AnyPrecisionAdamW(Optimizer):
         state["step"] += 1
         step, (beta1, beta2) = state["step"].item(), group["betas"]
 
-        weight, grad = local_part(param), local_part(param.grad).float()
+        weight, grad = local_part(param), local_part(full_grad).float()
         first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         compensation = local_part(state["compensation"])
 

@@ -4,6 +4,8 @@
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from verl.utils.data_files import use_modelscope_hub_if_asked
@@ -27,7 +29,8 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"`worker.actor.model.tokenizer_path`: {model_path} has no tokenizer that loads: {error}"
+            f"`worker.actor.model.model_path` (or `tokenizer_path`): {model_path} is neither a folder with a"
+            f" tokenizer nor a hub model that can be reached: {error}"
         ) from error
     if override_chat_template is not None:
         tokenizer.chat_template = _read_chat_template(override_chat_template)
@@ -75,6 +78,12 @@ def _has_processor_files(model_path: str | Path) -> bool:
 
 def _read_chat_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        template = Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"`data.override_chat_template`: no file {path}") from error
+    try:
+        ImmutableSandboxedEnvironment().parse(template)
+    except TemplateSyntaxError as error:
+        text = f"`data.override_chat_template` ({path}), line {error.lineno}: {error.message}"
+        raise ValueError(text) from error
+    return template

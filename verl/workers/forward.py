@@ -23,7 +23,7 @@ FEATURE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_
 class MediaFeatures(Protocol):
     """What makes model inputs of a row's media: `verl.utils.multimodal.MediaLoader`."""
 
-    def features(self, multi_modal_data: dict[str, Any]) -> dict[str, Tensor]:
+    def features(self, multi_modal_data: dict[str, Any], /) -> dict[str, Tensor]:
         """Pixels and grids of a row's images and videos, under the names of `FEATURE_KEYS`."""
         ...
 
@@ -56,7 +56,11 @@ class PackedForward:
     """
 
     def __init__(
-        self, model: nn.Module, config: Any, media: MediaFeatures | None = None, device: str = "cpu"
+        self,
+        model: nn.Module,
+        config: Any,
+        media: MediaFeatures | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Hold the model.
 

@@ -83,9 +83,10 @@ class FSDPWorker(Worker):
         with self._policy_loaded():
             check_model(policy)
         if self.options.use_reference:
-            self.reference = self._actor(self._build(config.ref.fsdp, trainable=False))
+            reference = self._build(config.ref.fsdp, trainable=False)
+            self.reference = self._actor(reference)
             with self._reference_loaded():
-                check_model(self.reference.forward.model)
+                check_model(reference)
         self.engine = build_rollout_engine(config.rollout, self._engine_setup())
         self.engine.sleep()
 

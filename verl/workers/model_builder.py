@@ -60,18 +60,20 @@ def build_model(
 
 def load_model_config(model: ModelConfig) -> PreTrainedConfig:
     """The transformers config of the model's files, with `override_config` applied."""
+    assert model.model_path is not None, "the config was checked"
     try:
         config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"`model.model_path` ({model.model_path}): no model config can be read there: {error}"
+            f"`worker.actor.model.model_path` ({model.model_path}): no model config can be read there:"
+            f" {error}"
         ) from error
     apply_overrides(config, model.override_config)
     return config
 
 
 def apply_overrides(
-    config: PreTrainedConfig, overrides: dict[str, Any], path: str = "model.override_config"
+    config: PreTrainedConfig, overrides: dict[str, Any], path: str = "worker.actor.model.override_config"
 ) -> None:
     """Set options of a transformers config; a dictionary goes into the nested config of that name.
 
@@ -93,6 +95,7 @@ def apply_overrides(
 
 def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:
     """The generation config beside the weights; without that file, what the model's config implies."""
+    assert model.model_path is not None, "the config was checked"
     try:
         return GenerationConfig.from_pretrained(model.model_path)
     except OSError:
@@ -107,7 +110,8 @@ def _select_trainable(model: PreTrainedModel, config: ModelConfig, trainable: bo
         tower = model_type_of(model.config).vision_tower
         if tower is None:
             logger.warning(
-                "`model.freeze_vision_tower` has no effect: %s has no vision tower", type(model).__name__
+                "`worker.actor.model.freeze_vision_tower` has no effect: %s has no vision tower",
+                type(model).__name__,
             )
         else:
             model.get_submodule(tower).requires_grad_(False)
@@ -153,7 +157,7 @@ def _read_model(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel | None, str | None]:
     """The model, or what is wrong with its files."""
-    where = f"`model.model_path` ({model.model_path})"
+    where = f"`worker.actor.model.model_path` ({model.model_path})"
     try:
         source, report = auto_class(config).from_pretrained(
             model.model_path,

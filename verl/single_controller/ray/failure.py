@@ -52,7 +52,8 @@ def worker_error(failures: list[Failure], infos: list[WorkerInfo], world_size: i
     message = (
         f"{where} {verb} in phase `{cause.method.phase}` (method `{cause.method.name}`): {summary(cause)}"
     )
-    message += "".join(f"\nalso failed: rank {other.rank}: {summary(other)}" for other in failures[1:])
+    others = [other for other in failures[1:] if summary(other) != summary(cause)]
+    message += "".join(f"\nalso failed: rank {other.rank}: {summary(other)}" for other in others)
     if not died:
         message += f"\n\ntraceback of rank {cause.rank}:\n{_text(cause.error)}"
     return WorkerError(message, rank=cause.rank, phase=cause.method.phase, died=died)

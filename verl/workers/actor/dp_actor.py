@@ -55,7 +55,7 @@ class DataParallelPPOActor:
         self,
         config: ActorConfig,
         forward: PackedForward,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *,
         rollout_n: int = 1,
         optimizer: Optimizer | None = None,
@@ -67,7 +67,7 @@ class DataParallelPPOActor:
         Args:
             config: `worker.actor`, also for the reference.
             forward: The sharded model behind the packed forward pass.
-            group: The data-parallel ranks; FSDP averages gradients over exactly these.
+            group: The data-parallel ranks, None for all; FSDP averages gradients over exactly these.
             rollout_n: Responses to each prompt: `global_batch_size` counts prompts.
             optimizer: None for a policy that is never updated.
             scheduler: Of the optimizer's learning rate; stepped once for each training step.
@@ -249,7 +249,7 @@ class MetricSums:
         self._tokens[name] = self._tokens.get(name, self._zero) + masked_sum(values.detach().double(), mask)
         self._num_tokens[name] = self._num_tokens.get(name, self._zero) + mask.sum()
 
-    def reduce(self, group: dist.ProcessGroup, num_updates: int) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup | None, num_updates: int) -> dict[str, float]:
         """Sum over the ranks and return means: losses over updates, the rest over response tokens.
 
         `actor/entropy` also stands under EasyR1's name for it, `actor/entropy_loss`.
