@@ -20,6 +20,7 @@ SMALL = [
     "worker.actor.global_batch_size=2",
     "worker.actor.micro_batch_size_per_device_for_update=4",
     "worker.actor.micro_batch_size_per_device_for_experience=4",
+    "worker.actor.optim.lr_scheduler_type=constant",  # runs of different length are compared
     "worker.rollout.n=4",
     "trainer.logger=[file]",
     "trainer.val_freq=2",

@@ -3,6 +3,7 @@
 
 import json
 import re
+import signal
 import time
 from functools import partial
 
@@ -284,8 +285,22 @@ def squares(part):
     return [index * index for index in part]
 
 
+def inverses(part):
+    return [1 / index for index in part]
+
+
 def test_rows_are_scanned_in_order_by_several_processes():
     assert scan_rows(squares, 1003, 4, rows_for_one=10) == [index * index for index in range(1003)]
+
+
+def test_a_scan_ends_also_where_this_process_does_not_die_of_sigterm():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forked processes inherit it
+    try:
+        assert scan_rows(squares, 1003, 2, rows_for_one=10)[-1] == 1002**2
+        with pytest.raises(ZeroDivisionError):
+            scan_rows(inverses, 1003, 2, rows_for_one=10)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_scan_by_several_processes_finds_what_one_finds(media_model, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,15 @@ def scan_rows(
     parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
     # fork: the children have the opened files and the tokenizer of this process and need not load them again
     with multiprocessing.get_context("fork").Pool(workers, _enter, (inspect,)) as pool:
-        return [result for results in pool.imap(_inspect_part, parts) for result in results]
+        found = [result for results in pool.imap(_inspect_part, parts) for result in results]
+        pool.close()
+        pool.join()  # they end by themselves; otherwise leaving the block sends them SIGTERM
+    return found
 
 
 def _enter(inspect: Callable[[range], list[Any]]) -> None:
     global _inspect
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler, inherited by a fork, does not end it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _inspect = inspect
 
