@@ -16,10 +16,6 @@ from verl.utils.registry import Registry
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-DTYPES = {
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
-    "fp32": torch.float32, "float32": torch.float32,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

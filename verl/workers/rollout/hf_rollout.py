@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from verl.models.position_ids import MropeConstants, position_ids_for
+from verl.utils.fsdp_utils import torch_dtype
 from verl.utils.hub_names import auto_class
 from verl.utils.multimodal import MediaShape, expand_prompt, sampled_fps, timestamps
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.base import (
-    DTYPES,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -77,7 +77,7 @@ class HFRollout:
                 f" `worker.rollout.tensor_parallel_size` must be 1, got {config.tensor_parallel_size}"
             )
         self.device = setup.device
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = torch_dtype(config.dtype)
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
         self.hf_config = AutoConfig.from_pretrained(

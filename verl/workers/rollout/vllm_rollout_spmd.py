@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig
 
+from verl.utils.fsdp_utils import torch_dtype
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout import vllm_patches, weight_sync
 from verl.workers.rollout.base import (
-    DTYPES,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -48,7 +48,7 @@ class VLLMRollout:
         vllm_patches.check_version(vllm.__version__)
         vllm_patches.apply_patches(setup.device)
         self.device = setup.device
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = torch_dtype(config.dtype)
         self.rng = GenerationRng(config.seed + setup.dp_rank, setup.device)
         self.hf_config = AutoConfig.from_pretrained(
             setup.model_path, trust_remote_code=setup.trust_remote_code
@@ -180,7 +180,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         tokenizer=setup.tokenizer_path,
         trust_remote_code=setup.trust_remote_code,
         load_format="dummy",  # the weights come by sync
-        dtype=str(DTYPES[config.dtype]).removeprefix("torch."),
+        dtype=str(torch_dtype(config.dtype)).removeprefix("torch."),
         seed=config.seed,
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
@@ -224,7 +224,7 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * DTYPES[config.dtype].itemsize
+    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * torch_dtype(config.dtype).itemsize
     blocks_of_sequence = -(-max_model_len // 128) + 1  # vLLM's CPU cache has blocks of 128 tokens
     sequence_bytes = blocks_of_sequence * 128 * token_bytes
     return max(4 * sequence_bytes, min(CPU_SEQUENCES * sequence_bytes, MAX_CPU_CACHE_BYTES))
