@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into an advantage estimator, what comes out, and the registry of all of them.
+
+Import the registry from `advantages.py`, which fills it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from verl.utils.masking import check_same_shape
+from verl.utils.registry import Registry
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What estimators read. Rows are sequences; padding has `response_mask` 0 and may hold anything, NaN too.
+
+    A zero inside a response is a token that the policy did not write, as the output of a tool.
+
+    Example::
+
+        AdvantageInputs(rewards, response_mask, group_ids=torch.tensor([0, 0, 1, 1]))
+    """
+
+    token_level_rewards: Tensor  # (B, R) float32
+    response_mask: Tensor  # (B, R) int64 or bool, one on response tokens
+    group_ids: Tensor  # (B,) int64, dense from 0; the responses to one prompt share one
+    norm_adv_by_std: bool = True  # divide by the group's standard deviation
+    gamma: float = 1.0  # discount factor for each token
+    lam: float = 1.0  # gae: weight of far rewards against the critic's values
+    values: Tensor | None = None  # (B, R) float32, the critic's; gae
+    reward_baselines: Tensor | None = None  # (B,) float32, score of the prompt's greedy response; remax
+    reward_components: Tensor | None = None  # (B, K) float32, parts of the score; gdpo
+    reward_weights: Tensor | None = None  # (K,) float32, of the parts, one each by default; gdpo
+    log_probs: Tensor | None = None  # (B, R) float32, of the policy that sampled; the token baselines
+    sum_squared_probs: Tensor | None = None  # (B, R) float32, over the vocabulary; the token baselines
+    importance_weights: Tensor | None = None  # (B, R) float32, trainer over engine; the token baselines
+    process_rewards: Tensor | None = None  # (B, R) float32, of the process reward model; prime
+    accuracies: Tensor | None = None  # (B,) float32, one for a right answer; prime
+    process_coef: float = 5.0  # weight of the process rewards; prime
+    accuracy_coef: float = 5.0  # weight of the accuracies; prime
+    normalize_process_rewards: bool = True  # so that their returns are within -1 and 1; prime
+    softmean_beta: float = 1.0  # sharpness of the soft mean of the scores, above 0; sppo
+
+
+class Advantages(NamedTuple):
+    """What estimators return; both are zero outside of the response mask."""
+
+    advantages: Tensor  # (B, R) float32
+    returns: Tensor  # (B, R) float32, what a value function would learn
+
+
+AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
+ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("algorithm.adv_estimator")
+
+REMEDIES = {
+    "values": "give the critic a model with `worker.critic.model.model_path`",
+    "reward_baselines": "score one greedy response to each prompt",
+    "reward_components": "name the parts of the reward in `algorithm.gdpo_reward_keys`",
+    "log_probs": "compute the log-probs of the response tokens under the policy that sampled them",
+    "sum_squared_probs": "the actor computes it with the old log-probs, which"
+    " `algorithm.rollout_correction.bypass_mode` must not skip",
+    "process_rewards": "give the process reward model a path with `worker.prime.model.model_path`",
+    "accuracies": "let the reward function return the key that `algorithm.prime_accuracy_key` names",
+}
+
+
+def required(inputs: AdvantageInputs, estimator: str, field: str, like: Tensor | None = None) -> Tensor:
+    """Return a field that this estimator cannot do without; if `like` is given, of its shape.
+
+    Raises:
+        ValueError: It is missing; the message says where it would come from. Or its shape is another.
+    """
+    value = getattr(inputs, field)
+    if value is None:
+        raise ValueError(f"`algorithm.adv_estimator` {estimator} needs `{field}`: {REMEDIES[field]}")
+    check_same_shape(**{field: value, "expected": like})
+    return value
