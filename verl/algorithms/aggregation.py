@@ -5,8 +5,12 @@ Every function returns the *share* of the given rows in the loss of their whole 
 tokens or sequences of the mini batch over all ranks, so shares of micro batches and ranks add up to the same
 loss however the rows are split. To add an aggregation: one function here, registered under the name
 `worker.actor.loss_avg_mode` selects.
+
+Sequences without a response token (nothing but padding, or rejected as a whole) have no loss: they add
+nothing, and N_sequences does not count them.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +26,7 @@ class LossDenominators(NamedTuple):
 
     num_tokens: Tensor  # () float32, response tokens
     num_sequences: Tensor  # () float32, sequences with at least one response token
+    max_length: float = math.nan  # tokens, `data.max_response_length`; only `seq_sum_norm` reads it
 
 
 Aggregation = Callable[[Tensor, Tensor, LossDenominators], Tensor]
@@ -45,11 +50,44 @@ def seq(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tens
 
         sum_i (sum_t m[i,t] L[i,t] / sum_t m[i,t]) / N_sequences
 
-    A sequence without a response token has no mean; it adds nothing and does not count in N_sequences.
-
     Source: DeepSeekMath, equation 3 (https://arxiv.org/abs/2402.03300).
     """
     return masked_mean(per_token, mask, dim=-1).sum() / denominators.num_sequences.clamp(min=1)
+
+
+@AGGREGATIONS.register("seq_sum")
+def seq_sum(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """Mean over the sequences of their sums over tokens: the plain policy gradient of whole responses.
+
+        sum_{i,t} m[i,t] L[i,t] / N_sequences
+
+    Every token weighs the same, and the loss grows with the mean length of the mini batch.
+
+    Source: "Understanding R1-Zero-Like Training", section 3.1 (https://arxiv.org/abs/2503.20783).
+    """
+    return masked_sum(per_token, mask) / denominators.num_sequences.clamp(min=1)
+
+
+@AGGREGATIONS.register("seq_sum_norm")
+def seq_sum_norm(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """`seq_sum` on the scale of one token: divided by the longest response that is allowed (Dr. GRPO).
+
+        sum_{i,t} m[i,t] L[i,t] / (N_sequences max_length)
+
+    The length of a response does not change the weight of its tokens, nor do the lengths of the other
+    responses of the mini batch, as they do in `token`.
+
+    Source: "Understanding R1-Zero-Like Training", section 3.2 and listing 1 (https://arxiv.org/abs/2503.20783).
+
+    Raises:
+        ValueError: `max_length` is not known, or not positive.
+    """
+    if not denominators.max_length > 0:
+        raise ValueError(
+            "`worker.actor.loss_avg_mode` seq_sum_norm divides by `data.max_response_length`, which must be"
+            f" positive, got {denominators.max_length}: give `LossDenominators` a `max_length`"
+        )
+    return seq_sum(per_token, mask, denominators) / denominators.max_length
 
 
 def aggregate_loss(per_token: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
@@ -66,7 +104,7 @@ def aggregate_loss(per_token: Tensor, mask: Tensor, mode: str, denominators: Los
         A scalar; an empty mini batch gives zero.
 
     Raises:
-        ValueError: Shapes differ, or the mode is unknown.
+        ValueError: Shapes differ, the mode is unknown, or the mode needs a `max_length` that is not given.
     """
     check_same_shape(per_token=per_token, mask=mask)
     return AGGREGATIONS[mode](per_token, mask, denominators)

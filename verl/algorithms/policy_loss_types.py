@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What policy losses read and return, their registry, and what several of them compute in the same way.
+
+Import the registry from `policy_losses.py`, which fills it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.utils.masking import check_same_shape, masked_mean
+from verl.utils.registry import Registry
+
+MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """What losses read. Rows are sequences; padding has `response_mask` 0 and may hold anything, NaN too.
+
+    Example::
+
+        PolicyLossInputs(log_probs, old_log_probs, advantages, response_mask, clip_ratio_high=0.28)
+    """
+
+    log_probs: Tensor  # (B, R) float32, under the weights being trained; carries the gradient
+    old_log_probs: Tensor  # (B, R) float32
+    advantages: Tensor  # (B, R) float32
+    response_mask: Tensor  # (B, R), one on response tokens
+    clip_ratio_low: float = 0.2  # the ratio is clipped at 1 - low ...
+    clip_ratio_high: float = 0.2  # ... and at 1 + high
+    clip_ratio_dual: float = 3.0  # bound on the ratio of tokens with negative advantage
+    tau_positive: float = 1.0  # sharpness of the soft bound for positive advantages (sapo) ...
+    tau_negative: float = 1.05  # ... and for negative ones
+    ppo_kl_coef: float = 0.1  # weight of |log ratio| on the selected tokens (kl_cov)
+    dro_beta: float | None = None  # weight of the squared log-ratio (dro)
+    sppo_eta: float = 1.0  # weight of the advantage (sppo)
+    selected: Tensor | None = None  # (B, R) bool, from `TOKEN_SELECTIONS` over the whole mini batch
+
+
+class PolicyLoss(NamedTuple):
+    """What losses return."""
+
+    per_token: Tensor  # (B, R); padding holds finite values without gradient
+    statistics: dict[str, Tensor]  # name -> (B, R) without gradient; means over response tokens are logged
+    is_sequence_level: bool = False  # one loss for each sequence, written at every token of its response
+
+
+PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
+POLICY_LOSSES: Registry[PolicyLossFunction] = Registry("worker.actor.loss_type")
+
+
+class PolicyTerms(NamedTuple):
+    """What losses are made of, (B, R) each; zero, the ratio one, and without gradient in the padding."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    log_ratio: Tensor  # log_probs - old_log_probs, not clamped
+    ratio: Tensor  # exp(clamp(log_ratio, -20, 20))
+    advantages: Tensor
+    mask: Tensor
+
+
+class Surrogate(NamedTuple):
+    """The clipped surrogate loss, (B, R) or any other shape."""
+
+    per_token: Tensor
+    is_clipped: Tensor  # bool; a bound makes the loss larger, so that the token has no gradient
+
+
+def policy_terms(inputs: PolicyLossInputs) -> PolicyTerms:
+    """Return log-probs, ratios and advantages with the padding blanked out.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(
+        log_probs=inputs.log_probs,
+        old_log_probs=inputs.old_log_probs,
+        advantages=inputs.advantages,
+        response_mask=inputs.response_mask,
+        selected=inputs.selected,
+    )
+    padding = inputs.response_mask == 0  # (B, R)
+    log_probs = inputs.log_probs.masked_fill(padding, 0)
+    old_log_probs = inputs.old_log_probs.masked_fill(padding, 0)
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    advantages = inputs.advantages.masked_fill(padding, 0)
+    return PolicyTerms(log_probs, old_log_probs, log_ratio, ratio, advantages, inputs.response_mask)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`: PPO, equation 7 (https://arxiv.org/abs/1707.06347).
+
+    Args:
+        ratio: Any shape.
+        advantages: The same shape.
+        low: The ratio is clipped at 1 minus this.
+        high: The ratio is clipped at 1 plus this.
+    """
+    unclipped = -advantages * ratio
+    at_bounds = -advantages * ratio.clamp(1 - low, 1 + high)
+    return Surrogate(torch.maximum(unclipped, at_bounds), at_bounds > unclipped)
+
+
+def policy_loss(terms: PolicyTerms, per_token: Tensor, **statistics: Tensor) -> PolicyLoss:
+    """Put a token-level loss together.
+
+    Args:
+        terms: Of the same inputs; `ppo_kl` is -log(ratio), whose mean estimates KL(old || new).
+        per_token: (B, R).
+        statistics: (B, R) each; bool becomes a share.
+    """
+    clamped = terms.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return PolicyLoss(
+        per_token,
+        {name: values.detach().float() for name, values in statistics.items()} | {"ppo_kl": -clamped},
+    )
+
+
+def sequence_loss(terms: PolicyTerms, per_sequence: Tensor, **statistics: Tensor) -> PolicyLoss:
+    """Put a sequence-level loss (B,) together: its value stands at every response token.
+
+    Every sequence weighs the same under the aggregation `seq`, the others weigh sequences by their length.
+    """
+    per_token = (
+        per_sequence.unsqueeze(-1).expand_as(terms.log_ratio).masked_fill(terms.mask == 0, 0)
+    )  # (B, R)
+    return policy_loss(terms, per_token, **statistics)._replace(is_sequence_level=True)
+
+
+def sequence_mean(values: Tensor, terms: PolicyTerms) -> Tensor:
+    """Mean over the response tokens of each sequence, (B,) from (B, R); zero where there is none."""
+    return masked_mean(values, terms.mask, dim=-1)

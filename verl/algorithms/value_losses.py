@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a value function: how far its values are from the returns, with a bound on their moves."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.utils.masking import check_same_shape
+
+
+@dataclass(frozen=True)
+class ValueLossInputs:
+    """What the value loss reads. Padding has `response_mask` 0 and may hold anything, NaN too."""
+
+    values: Tensor  # (B, R) float32, of the critic being trained; carries the gradient
+    old_values: Tensor  # (B, R) float32, of the critic that the advantages were computed with
+    returns: Tensor  # (B, R) float32
+    response_mask: Tensor  # (B, R), one on response tokens
+    cliprange_value: float = 0.5  # values count as moved by at most this
+
+
+class ValueLoss(NamedTuple):
+    """What the value loss returns."""
+
+    per_token: Tensor  # (B, R); padding holds zeros without gradient
+    statistics: dict[str, Tensor]  # name -> (B, R) without gradient; means over response tokens are logged
+
+
+def clipped_value_loss(inputs: ValueLossInputs) -> ValueLoss:
+    """Half the squared error of the values, or of the values clipped around the old ones if that is larger.
+
+        clipped = clip(values, old_values - c, old_values + c)
+        L = 1/2 max((values - returns)^2, (clipped - returns)^2)
+
+    The gradient is zero where a value has moved by more than c and has come nearer to its return by it; a
+    value that moved away from its return is always pulled back.
+    `vf_clipfrac` counts the tokens where the clipped error is the larger one, `vpred_mean` is the value.
+
+    Source: "Implementation Matters in Deep RL", section 2 (https://arxiv.org/abs/2005.12729).
+
+    Args:
+        inputs: Reads all fields.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(
+        values=inputs.values,
+        old_values=inputs.old_values,
+        returns=inputs.returns,
+        response_mask=inputs.response_mask,
+    )
+    padding = inputs.response_mask == 0  # (B, R)
+    values = inputs.values.masked_fill(padding, 0)
+    old_values = inputs.old_values.masked_fill(padding, 0)
+    returns = inputs.returns.masked_fill(padding, 0)
+
+    clipped = values.clamp(old_values - inputs.cliprange_value, old_values + inputs.cliprange_value)
+    error = (values - returns).square()
+    clipped_error = (clipped - returns).square()
+    statistics = {"vf_clipfrac": (clipped_error > error).float(), "vpred_mean": values.detach()}
+    return ValueLoss(0.5 * torch.maximum(error, clipped_error), statistics)
