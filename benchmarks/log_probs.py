@@ -57,9 +57,9 @@ def main() -> None:
 
     baseline, started = resident_mib(), time.perf_counter()
     if args.full_logits:
-        log_probs, entropy = full_logits(hidden, weight, targets)
+        log_probs, entropy, *_ = full_logits(hidden, weight, targets)
     else:
-        log_probs, entropy = linear_log_probs(hidden, weight, targets, with_entropy=True)
+        log_probs, entropy, *_ = linear_log_probs(hidden, weight, targets, with_entropy=True)
     (log_probs.mean() + 0.1 * entropy.mean()).backward()
     seconds = time.perf_counter() - started
     print(

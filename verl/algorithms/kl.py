@@ -2,9 +2,11 @@
 """How far the policy is from the reference, token by token, and the weight that keeps it near.
 
 To add an estimator: a function of the log-ratio, registered under the name that `algorithm.kl_penalty`
-selects. Background: "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html).
+selects; it gets a straight-through form `<name>+` by one more line at the end of the estimators.
+Background: "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html).
 """
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,29 +19,48 @@ from verl.utils.registry import Registry
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32
 MAX_LOW_VAR_KL = 10.0  # nats; one outlier token cannot outweigh a batch
 MAX_RELATIVE_ERROR = 0.2  # of the adaptive controller: the coefficient moves slowly
+FULL = "full"  # the one name that reads the vocabulary's KL and not the sampled tokens' log-ratio
 
 KLEstimator = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl_penalty")
 
 
-def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, kind: str) -> Tensor:
-    """Estimate KL(policy || reference) at every response token from the log-probs of the sampled tokens.
+def kl_divergence(
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    response_mask: Tensor,
+    kind: str,
+    full_kl: Tensor | None = None,
+) -> Tensor:
+    """KL(policy || reference) at every response token: estimated from the sampled tokens, or as given.
 
     Args:
-        log_probs: Under the policy, (B, R).
-        ref_log_probs: Under the reference, (B, R).
+        log_probs: Of the sampled tokens under the policy, (B, R).
+        ref_log_probs: Under the reference, (B, R); only `full` does without.
         response_mask: One on response tokens, (B, R).
         kind: A name in `KL_ESTIMATORS`.
+        full_kl: Sum over the vocabulary (`verl.utils.torch_functional.linear_kl`), (B, R); read by `full`.
 
     Returns:
         (B, R), nats; zero and without gradient outside of the mask.
 
     Raises:
-        ValueError: Shapes differ, or the estimator is unknown.
-        NotImplementedError: The estimator is `full`.
+        ValueError: Shapes differ, the estimator is unknown, or what it reads is missing.
     """
-    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, response_mask=response_mask)
-    return KL_ESTIMATORS[kind]((log_probs - ref_log_probs).masked_fill(response_mask == 0, 0))
+    estimator = KL_ESTIMATORS[kind]
+    check_same_shape(
+        log_probs=log_probs, ref_log_probs=ref_log_probs, response_mask=response_mask, full_kl=full_kl
+    )
+    if kind == FULL:
+        if full_kl is None:
+            raise ValueError(
+                f"`{KL_ESTIMATORS.option}` {kind} needs the KL over the vocabulary: pass the reference to the"
+                " forward pass of the policy"
+            )
+        return estimator(full_kl.masked_fill(response_mask == 0, 0))
+    if ref_log_probs is None:
+        raise ValueError(f"`{KL_ESTIMATORS.option}` {kind} needs `ref_log_probs`: run the reference first")
+    return estimator((log_probs - ref_log_probs).masked_fill(response_mask == 0, 0))
 
 
 @KL_ESTIMATORS.register("kl")
@@ -71,13 +92,33 @@ def low_var_kl(log_ratio: Tensor) -> Tensor:
     return (torch.expm1(inverse) - inverse).clamp(max=MAX_LOW_VAR_KL)
 
 
-@KL_ESTIMATORS.register("full")
-def full(log_ratio: Tensor) -> Tensor:
-    """The sum over the vocabulary: needs all logits of both models, which never exist here."""
-    raise NotImplementedError(
-        "`algorithm.kl_penalty` full needs the logits of the whole vocabulary, which are never kept:"
-        " use kl, abs, mse or low_var_kl"
-    )
+@KL_ESTIMATORS.register(FULL)
+def full(divergence: Tensor) -> Tensor:
+    """The divergence itself, sum_v p_v log(p_v / q_v) over the vocabulary: exact, as is its gradient.
+
+    Costs a forward pass of the reference beside each of the policy, in the loss also at every update.
+    """
+    return divergence
+
+
+def straight_through(estimator: KLEstimator) -> KLEstimator:
+    """The value of `estimator` with the gradient of k2, which on-policy is that of the KL divergence.
+
+        k2(d) - sg(k2(d)) + sg(estimator(d))    with sg the stop-gradient
+
+    Source: "On a few pitfalls in KL divergence gradient estimation for RL"
+    (https://arxiv.org/abs/2506.09477).
+    """
+
+    def with_gradient_of_mse(log_ratio: Tensor) -> Tensor:
+        surrogate = mse(log_ratio)
+        return estimator(log_ratio).detach() + (surrogate - surrogate.detach())
+
+    return with_gradient_of_mse
+
+
+for _name, _estimator in (("kl", kl), ("abs", absolute), ("mse", mse), ("low_var_kl", low_var_kl)):
+    KL_ESTIMATORS.register(f"{_name}+")(straight_through(_estimator))
 
 
 class KLController(Protocol):
@@ -133,7 +174,12 @@ class AdaptiveKLController:
         self.kl_penalty: str | None = kl_penalty
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Raise the weight where the KL is above the target, lower it below; `n_steps` in sequences."""
+        """Raise the weight where the KL is above the target, lower it below; `n_steps` in sequences.
+
+        NaN changes nothing: a weight that is not a number could never recover.
+        """
+        if math.isnan(current_kl):
+            return
         error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         self.kl_coef *= 1 + error * n_steps / self.horizon
 

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits that are never whole: a model's head and the hidden states before it, multiplied a chunk at a time.
+
+Chunks of tokens are what the matrix products are made for, their size follows from a byte budget; blocks
+of a chunk are what a softmax is taken of, small enough for the cache. `torch_functional.py` builds on both.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 256 << 20  # logits held at once; with the weight's gradient the largest part of the peak
+CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
+BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
+BLOCK_ELEMENTS_CUDA = 1 << 26
+PRODUCT_ROWS = 1 << 14  # of the weight's gradient made at once in half precision, then summed in float32
+
+
+class LogitTransform(NamedTuple):
+    """Between the head's product and the softmax: `softcap * tanh(scale * x / softcap) / temperature`."""
+
+    scale: float = 1.0
+    softcap: float | None = None  # no capping: `scale * x / temperature`
+    temperature: float = 1.0
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """Derivative of the transform where it gave `z`."""
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return slope
+        capped = z * (self.temperature / self.softcap)  # tanh
+        return capped.square_().neg_().add_(1).mul_(slope)
+
+
+class HeadLogits(NamedTuple):
+    """A model's logits for N tokens, `transform(hidden @ weight.T + bias)`, by what they are made of."""
+
+    hidden: Tensor  # (N, hidden size)
+    weight: Tensor  # (V, hidden size), in the dtype of `hidden`
+    bias: Tensor | None = None  # (V,)
+    transform: LogitTransform = LogitTransform()
+
+
+def as_computed(head: HeadLogits) -> HeadLogits:
+    """The head in autocast's dtype where that is on.
+
+    Raises:
+        ValueError: The temperature is not positive.
+    """
+    if head.transform.temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {head.transform.temperature}")
+    device = head.hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return head
+    dtype = torch.get_autocast_dtype(device)
+    return head._replace(hidden=head.hidden.to(dtype), weight=head.weight.to(dtype))
+
+
+def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype) -> Tensor:
+    """A float32 copy of a block of head products with bias, scale, soft cap and temperature applied."""
+    z = logits.to(dtype, copy=True)
+    if bias is not None:
+        z.add_(bias)
+    if transform.softcap is not None:
+        z.mul_(transform.scale / transform.softcap).tanh_()
+        return z.mul_(transform.softcap / transform.temperature)
+    factor = transform.scale / transform.temperature
+    return z if factor == 1.0 else z.mul_(factor)
+
+
+def chunk_rows(heads: Sequence[HeadLogits], chunk_bytes: int | None) -> int:
+    """How many tokens' logits of all heads together fit into the budget; at least one."""
+    budget = chunk_bytes or (CHUNK_BYTES_CUDA if heads[0].hidden.is_cuda else CHUNK_BYTES)
+    return max(1, budget // sum(len(head.weight) * _logits_dtype(head.hidden).itemsize for head in heads))
+
+
+def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """The tokens by chunks, and `hidden @ weight.T` of each head; the next chunk overwrites them."""
+    num_tokens = len(heads[0].hidden)
+    buffers = [
+        head.hidden.new_empty(min(rows, num_tokens), len(head.weight), dtype=_logits_dtype(head.hidden))
+        for head in heads
+    ]
+    for start, stop in _spans(num_tokens, rows):
+        products = [
+            _product(head.hidden[start:stop], head.weight, buffer[: stop - start])
+            for head, buffer in zip(heads, buffers, strict=True)
+        ]
+        yield slice(start, stop), products
+
+
+def blocks(chunk: slice, weight: Tensor) -> Iterator[tuple[slice, slice]]:
+    """A chunk by blocks, each as a slice of all tokens and as one of the chunk."""
+    rows = max(1, (BLOCK_ELEMENTS_CUDA if weight.is_cuda else BLOCK_ELEMENTS) // len(weight))
+    for first, last in _spans(chunk.stop - chunk.start, rows):
+        yield slice(chunk.start + first, chunk.start + last), slice(first, last)
+
+
+def head_gradients(
+    ctx: Any,
+    heads: Sequence[HeadLogits],
+    accurate: torch.dtype,
+    block_grad: Callable[..., Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the policy's hidden states, weight and bias.
+
+    Args:
+        ctx: Of an autograd function whose first three inputs are these; holds `rows`, the size of a chunk.
+        heads: Whose products are made for each chunk, the policy's first.
+        accurate: Dtype of sums over chunks.
+        block_grad: From a slice of the tokens and each head's product for it to the loss's gradient with
+            respect to the first product.
+    """
+    hidden, weight, bias, _ = heads[0]
+    grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    grad_weight, grad_bias = None, None
+    if bias is not None and ctx.needs_input_grad[2]:
+        grad_bias = torch.zeros_like(bias, dtype=accurate)
+    if ctx.needs_input_grad[1]:
+        # Chunks are summed in float32; a single chunk needs no sum.
+        single = len(hidden) <= ctx.rows
+        grad_weight = torch.zeros_like(weight, dtype=weight.dtype if single else accurate)
+
+    for chunk, products in chunks(heads, ctx.rows):
+        for block, part in blocks(chunk, weight):
+            grad = block_grad(block, *(product[part] for product in products))
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            products[0][part] = grad
+        grads = products[0].to(hidden.dtype)
+        if grad_hidden is not None:
+            torch.mm(grads, weight, out=grad_hidden[chunk])
+        if grad_weight is not None:
+            _add_product(grad_weight, grads, hidden[chunk])
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _logits_dtype(hidden: Tensor) -> torch.dtype:
+    """Half-precision products come out of a GPU in float32; the CPU rounds them to the input's dtype."""
+    return torch.promote_types(hidden.dtype, torch.float32) if hidden.is_cuda else hidden.dtype
+
+
+def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """`hidden @ weight.T`, written into `out`."""
+    if out.dtype == hidden.dtype:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left.T @ right`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.t(), right)
+        return
+    for start, stop in _spans(len(total), PRODUCT_ROWS):
+        total[start:stop].add_(torch.mm(left[:, start:stop].t(), right))
+
+
+def _spans(length: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
