@@ -3,8 +3,8 @@
 
     python3 scripts/model_merger.py --local_dir checkpoints/math/first/global_step_100/actor
 
-writes `…/actor/huggingface/*.safetensors`. Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`)
-work too.
+writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model.
+Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`) work too.
 """
 
 import argparse

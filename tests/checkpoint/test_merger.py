@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
 from tests.helpers.distributed import run_distributed
 from verl.models.tiny import save_tiny_model
@@ -109,6 +109,19 @@ def test_an_exported_model_is_the_trained_model_under_hub_names(models, checkpoi
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_shards_of_other_trainers_merge_to_the_same_model(models, checkpoints, family, kind):
     assert_same_model(merge_checkpoint(checkpoints / f"{family}_{kind}"), models[family])
+
+
+def test_a_critic_of_other_trainers_merges_to_a_token_classifier(models, tmp_path):
+    critic = AutoModelForTokenClassification.from_pretrained(models["qwen2"], num_labels=1)
+    critic.config.architectures = ["Qwen2ForTokenClassification"]
+    save_huggingface_files(tmp_path, critic.config)
+    torch.save(critic.state_dict(), tmp_path / "model_world_size_1_rank_0.pt")
+
+    merged = AutoModelForTokenClassification.from_pretrained(merge_checkpoint(tmp_path))
+
+    theirs = critic.state_dict()
+    assert merged.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.state_dict().items())
 
 
 def test_weights_are_cut_into_files_of_bounded_size_and_merging_again_replaces_them(models, checkpoints):

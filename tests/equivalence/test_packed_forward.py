@@ -108,7 +108,7 @@ def assert_same(folder, batch, temperature=0.8, parts=None):
     (expected[0] * weights + 0.1 * expected[1]).sum().backward()
     for rows in parts or [list(range(len(batch)))]:
         result = forward.log_probs(batch[rows], temperature, with_entropy=True)
-        for ours, theirs in zip(result, expected, strict=True):
+        for ours, theirs in zip((result.log_probs, result.entropy), expected, strict=True):
             torch.testing.assert_close(ours, theirs[rows], atol=1e-5, rtol=0)
         (result.log_probs * weights[rows] + 0.1 * result.entropy).sum().backward()
     assert_same_gradients(packed, plain)

@@ -6,6 +6,7 @@ from transformers import AutoConfig
 
 from verl.models.tiny import FAMILIES, save_tiny_model
 from verl.utils.hub_names import HubNames, auto_class
+from verl.utils.scalar_model import is_scalar, make_scalar
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
@@ -62,3 +63,30 @@ def test_joint_experts_are_turned_as_the_hub_and_vllm_have_them(tmp_path):
 
     assert hub_name == name
     assert torch.equal(on_hub, in_memory.transpose(1, 2))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_scalar_model_has_the_same_names_with_a_score_for_the_head(family, has_bias, tmp_path):
+    folder = save_tiny_model(tmp_path, family)
+    config = AutoConfig.from_pretrained(folder)
+    make_scalar(config, has_bias=has_bias)
+    model = auto_class(config).from_config(config)
+
+    converted = dict(HubNames(config).convert((name, p.detach()) for name, p in model.named_parameters()))
+
+    expected = load_file(folder / "model.safetensors").keys() - {"lm_head.weight"}
+    assert converted.keys() == expected | {"score.weight"} | ({"score.bias"} if has_bias else set())
+    assert converted["score.weight"].shape == (1, 128)
+
+
+def test_a_config_says_whether_its_model_scores(tmp_path):
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
+    assert not is_scalar(config)
+
+    make_scalar(config, has_bias=True)
+    assert is_scalar(config) and config.num_labels == 1
+    assert config.architectures == ["Qwen2_5_VLForTokenClassification"]
+
+    make_scalar(config, has_bias=False)
+    assert config.architectures == ["Qwen2_5_VLForSequenceClassification"]

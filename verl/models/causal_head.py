@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl.utils.torch_functional import LogitTransform, TokenLogProbs, linear_log_probs
+from verl.utils.head_logits import HeadLogits, LogitTransform
+from verl.utils.torch_functional import TokenLogProbs, linear_kl, linear_log_probs
 
 
 class DeferredLogits:
@@ -73,23 +74,56 @@ class DeferredLogits:
     def _with(self, transform: LogitTransform) -> "DeferredLogits":
         return DeferredLogits(self.hidden, self.head, transform)
 
-    def log_probs(
-        self, targets: Tensor, rows: Tensor, temperature: float, with_entropy: bool
-    ) -> TokenLogProbs:
-        """Log-probability of `targets` (M,) under the logits of the packed tokens `rows` (M,)."""
+    def head_logits(self, rows: Tensor, temperature: float = 1.0) -> HeadLogits:
+        """What the logits of the packed tokens `rows` (M,) are made of."""
         weight = self.head.weight
         if weight.numel() and not weight.untyped_storage().size():
             raise RuntimeError(
                 "the head's weight is not at hand after the forward pass: keep it in the root FSDP group"
             )
-        return linear_log_probs(
-            self.hidden.flatten(0, 1).index_select(0, rows),
+        hidden = self.hidden.flatten(0, 1).index_select(0, rows)
+        return HeadLogits(hidden, weight, self.head.bias, self.transform._replace(temperature=temperature))
+
+    def log_probs(
+        self,
+        targets: Tensor,
+        rows: Tensor,
+        temperature: float,
+        *,
+        with_entropy: bool = False,
+        with_sum_squares: bool = False,
+        reference: HeadLogits | None = None,
+    ) -> TokenLogProbs:
+        """Log-probability of `targets` (M,) under the logits of the packed tokens `rows` (M,), and more.
+
+        Args:
+            targets: Token ids.
+            rows: Which packed token predicts each.
+            temperature: Divides the logits.
+            with_entropy: Compute the entropy too.
+            with_sum_squares: Compute the sum of squared probabilities too.
+            reference: Another model's logits of the same tokens: compute the KL divergence from it too.
+        """
+        hidden, weight, bias, transform = self.head_logits(rows, temperature)
+        result = linear_log_probs(
+            hidden,
             weight,
             targets,
-            bias=self.head.bias,
-            transform=self.transform._replace(temperature=temperature),
+            bias=bias,
+            transform=transform,
             with_entropy=with_entropy,
+            with_sum_squares=with_sum_squares,
         )
+        if reference is None:
+            return result
+        return result._replace(kl=linear_kl(hidden, weight, reference, bias=bias, transform=transform))
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Scores of the packed tokens `rows` (M,), in float32; what the model does to logits is left out."""
+        hidden, weight, bias, _ = self.head_logits(rows)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        values = torch.mv(hidden.to(dtype), weight[0].to(dtype))  # not a column: FSDP wants no views
+        return values if bias is None else values + bias.to(dtype)
 
 
 class DeferringHead(nn.Linear):

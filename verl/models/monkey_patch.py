@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.models.attention import ATTENTION, VISION_ATTENTION, PackedLayout
 from verl.models.causal_head import DeferredLogits, DeferringHead
 from verl.models.vision import EncodedMedia, encode_media
-from verl.utils.torch_functional import TokenLogProbs
 
 MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -60,7 +59,7 @@ def defer_head(model: PreTrainedModel) -> None:
 
 
 def add_packed_forward(model: PreTrainedModel, media_owner: str | None) -> None:
-    """Give the model a forward that returns `TokenLogProbs` when `targets` are passed.
+    """Give the model a forward that returns what `read` makes of its deferred logits when that is passed.
 
     Otherwise it is unchanged.
 
@@ -82,16 +81,13 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
     def forward(
         self: PreTrainedModel,
         *args: Any,
-        targets: Tensor | None = None,
-        target_rows: Tensor | None = None,
+        read: Callable[[DeferredLogits], Any] | None = None,
         cu_seqlens: Tensor | None = None,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
         image_order: list[int] | None = None,
         video_order: list[int] | None = None,
         **kwargs: Any,
-    ) -> TokenLogProbs | Any:
-        if targets is None or target_rows is None or cu_seqlens is None:
+    ) -> Any:
+        if read is None or cu_seqlens is None:
             return original(self, *args, **kwargs)
         media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
         with contextlib.ExitStack() as stack:
@@ -102,7 +98,7 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
                 stack.enter_context(
                     _given_features(owner, encode_media(owner, media, image_order, video_order))
                 )
-            stack.enter_context(_deferred(self.get_output_embeddings()))
+            stack.enter_context(deferred(self))
             logits = original(
                 self, *args, packed_layout=PackedLayout.of(cu_seqlens), use_cache=False, **kwargs
             ).logits
@@ -110,13 +106,15 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
             raise NotImplementedError(
                 f"{type(self).__name__} computes its logits outside of its output embedding"
             )
-        return logits.log_probs(targets, target_rows, temperature, with_entropy)
+        return read(logits)
 
     return forward
 
 
 @contextlib.contextmanager
-def _deferred(head: Any) -> Iterator[None]:
+def deferred(model: PreTrainedModel) -> Iterator[None]:
+    """The model's forward gives `DeferredLogits` as its logits."""
+    head: Any = model.get_output_embeddings()
     head.is_deferred = True
     try:
         yield

@@ -7,7 +7,9 @@ entry here. A model that reads images or videos needs one: add it to `MODEL_TYPE
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,21 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.models.attention import ATTENTION, VISION_ATTENTION
-from verl.models.causal_head import DeferringHead
+from verl.models.causal_head import DeferredLogits, DeferringHead
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
+    deferred,
     evaluating,
     own_config,
     plain_attention,
     set_attention,
 )
 from verl.models.vision import dummy_row
+from verl.utils.scalar_model import is_scalar
 
 CHECKED_TOKENS = 8  # at the end of each row, all of them past the sliding window
+CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
 LONGEST_CHECKED_WINDOW = 1024  # rows longer than this would cost a noticeable time
 # Mean differences of log-probabilities that rounding explains; an unknown behaviour is off by tenths or more.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -64,11 +69,12 @@ def prepare_model(model: PreTrainedModel) -> None:
 
         model(
             input_ids=(1, N), position_ids=(1, N) or (4, 1, N), cu_seqlens=(rows + 1,),
-            targets=(M,), target_rows=(M,), temperature=1.0, with_entropy=False,
+            read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
             pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
-        ) -> TokenLogProbs of (M,)
+        ) -> what `read` returned: TokenLogProbs of (M,)
 
-    where target `i` is predicted by the packed token `target_rows[i]`.
+    where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is
+    `lambda logits: logits.values(rows)`.
 
     Raises:
         NotImplementedError: The model does something that would be dropped.
@@ -113,13 +119,14 @@ def check_model(model: PreTrainedModel) -> float:
 
     Catches what a model does that this project does not know of. Runs on any device and under FSDP, where all
     ranks call it: two short rows, one of them longer than the sliding window, and for vision-language models
-    an image.
+    an image. A scalar model, whose score may be zero everywhere, is checked at what the score reads: its
+    hidden states on fixed random directions, in units of their own size.
 
     Args:
         model: Prepared and loaded.
 
     Returns:
-        The mean difference of a log-probability.
+        The mean difference of a log-probability, or of a projected hidden state.
 
     Raises:
         NotImplementedError: The two differ by more than rounding.
@@ -129,16 +136,18 @@ def check_model(model: PreTrainedModel) -> float:
     rows, media = _check_rows(model)
     rows = [row.to(device) for row in rows]
     media = {key: value.to(device) for key, value in media.items()}
+    scores = is_scalar(model.config)
     with evaluating(model):
-        packed = _packed_log_probs(model, rows, media)
+        packed = _packed(model, rows, media, _projections if scores else _log_probs)
         with plain_attention(model):
-            plain, dtype = _padded_log_probs(model, rows, media)
-    difference = (packed - plain).abs().mean().item()
+            plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
+    scale = plain.square().mean().sqrt().item() if scores else 1.0
+    difference = (packed - plain).abs().mean().item() / scale
     if not difference <= TOLERANCE[dtype]:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
-            f" not know: log-probabilities differ by {difference:.2g} from its own forward, at most"
-            f" {TOLERANCE[dtype]:g} is allowed"
+            f" not know: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g} from"
+            f" its own forward, at most {TOLERANCE[dtype]:g} is allowed"
         )
     return difference
 
@@ -172,26 +181,44 @@ def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
     return positions if rows == 1 else positions.expand(rows, *positions.shape)
 
 
-def _packed_log_probs(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]) -> Tensor:
-    """Log-probabilities of the last tokens of each row, (rows x CHECKED_TOKENS,)."""
+def _packed(
+    model: PreTrainedModel,
+    rows: list[Tensor],
+    media: dict[str, Tensor],
+    read: Callable[[DeferredLogits, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """What is read where the last tokens of each row are predicted: (rows x CHECKED_TOKENS, ...)."""
     line = torch.cat(rows)
     ends = torch.tensor([len(row) for row in rows], device=line.device).cumsum(0)
-    target_rows = (ends[:, None] - 1 + torch.arange(-CHECKED_TOKENS, 0, device=line.device)).flatten()
+    before = (ends[:, None] - 1 + torch.arange(-CHECKED_TOKENS, 0, device=line.device)).flatten()
     positions = torch.cat([torch.arange(len(row), device=line.device) for row in rows])
     return model(
         input_ids=line[None],
         position_ids=_positions(model, positions[None]),
-        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
-        targets=line[target_rows + 1],
-        target_rows=target_rows,
+        cu_seqlens=nn.functional.pad(ends, (1, 0)).to(torch.int32),
+        read=lambda logits: read(logits, before, line[before + 1]),
         **media,
-    ).log_probs
+    )
 
 
-def _padded_log_probs(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
-) -> tuple[Tensor, torch.dtype]:
-    """The same by the model's own forward on left-padded rows, and the dtype it computes in."""
+def _log_probs(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
+    return logits.log_probs(targets, rows, temperature=1.0).log_probs
+
+
+def _projections(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
+    del targets  # a score has none
+    return _project(logits.hidden.flatten(0, 1)[rows])
+
+
+def _project(hidden: Tensor) -> Tensor:
+    """Hidden states (M, H) on fixed random directions of length one: (M, CHECKED_DIRECTIONS)."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(hidden.shape[-1], CHECKED_DIRECTIONS, generator=generator)
+    return hidden.float() @ nn.functional.normalize(directions, dim=0).to(hidden.device)
+
+
+def _padded(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]) -> tuple[Any, Tensor]:
+    """The logits of the model's own forward on left-padded rows at CHECKED_TOKENS + 1, and the padded ids."""
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     places = torch.arange(padded.shape[1], device=padded.device)
     starts = torch.tensor([padded.shape[1] - len(row) for row in rows], device=padded.device)[:, None]
@@ -203,6 +230,25 @@ def _padded_log_probs(
         use_cache=False,
         **media,
         **({"logits_to_keep": CHECKED_TOKENS + 1} if few else {}),
-    ).logits[:, -CHECKED_TOKENS - 1 : -1]
+    ).logits
+    return logits, padded
+
+
+def _padded_log_probs(
+    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+) -> tuple[Tensor, torch.dtype]:
+    """What `_log_probs` computes, by the model's own forward, and the dtype it computes in."""
+    logits, padded = _padded(model, rows, media)
+    logits = logits[:, -CHECKED_TOKENS - 1 : -1]
     log_p = torch.log_softmax(logits.float(), -1)
     return log_p.gather(-1, padded[:, -CHECKED_TOKENS:, None]).flatten(), logits.dtype
+
+
+def _padded_projections(
+    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+) -> tuple[Tensor, torch.dtype]:
+    """What `_projections` computes, by the model's own forward, and the dtype it computes in."""
+    with deferred(model):
+        logits, _ = _padded(model, rows, media)
+    hidden = logits.hidden[:, -CHECKED_TOKENS - 1 : -1].flatten(0, 1)
+    return _project(hidden), hidden.dtype

@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl.utils.scalar_model import ScalarModels, is_scalar
+
 # Joint experts are (experts, in, out) on the hub, as vLLM reads them; transformers holds and writes
 # (experts, out, in).
 TRANSPOSED_EXPERTS = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
@@ -24,9 +26,10 @@ LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # everything up to the last number in a 
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The transformers auto class for a config: image-text-to-text if it has a vision tower."""
+    """What makes a config's models: image-text-to-text if it has a vision tower, with a score if it asks."""
     has_vision = "vision_config" in config.to_dict()
-    return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    return ScalarModels(auto) if is_scalar(config) else auto
 
 
 def meta_model(

@@ -6,14 +6,17 @@ Rows are packed into one line of tokens, run through the prepared model
 token reach the head. Sharding the line over sequence-parallel ranks belongs between packing and the model.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from verl.models.causal_head import DeferredLogits
 from verl.models.registry import model_type_of
 from verl.models.vision import dummy_row
 from verl.protocol import DataProto
+from verl.utils.head_logits import HeadLogits
 from verl.utils.padding import pack, unpack
 from verl.utils.torch_functional import TokenLogProbs
 
@@ -46,13 +49,28 @@ class PackedLine(NamedTuple):
         )
 
 
+class ModelInputs(NamedTuple):
+    """A micro-batch as the model reads it."""
+
+    arguments: dict[str, Any]  # of the model's packed forward
+    positions: Tensor  # (B, T): the packed token of each place; meaningless on padding
+    ends: Tensor  # (B,): the last packed token of each row
+
+
 class PackedForward:
     """Runs micro-batches through a prepared model.
+
+    A micro-batch of no rows is run for the sake of FSDP's collectives, see `micro_batches`. Every method
+    reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if it is there.
 
     Example::
 
         forward = PackedForward(model, model.config, media_loader, "cuda")
-        log_probs, entropy = forward.log_probs(micro, temperature=1.0, with_entropy=True)  # (B, R), (B, R)
+        result = forward.log_probs(micro, temperature=1.0, with_entropy=True)
+        loss = (result.log_probs - 0.1 * result.entropy).sum()  # (B, R) each
+
+        critic = PackedForward(value_model, value_model.config, media_loader, "cuda")
+        values = critic.values(micro)  # (B, R)
     """
 
     def __init__(
@@ -73,42 +91,89 @@ class PackedForward:
         self.model, self.config, self.media, self.device = model, config, media, device
         self.model_type = model_type_of(config)
 
-    def log_probs(self, micro: DataProto, temperature: float, with_entropy: bool = False) -> TokenLogProbs:
-        """Log-probabilities of the response tokens, and the entropy of what they were drawn from.
-
-        A micro-batch of no rows is run for the sake of FSDP's collectives, see `micro_batches`.
+    def log_probs(
+        self,
+        micro: DataProto,
+        temperature: float,
+        with_entropy: bool = False,
+        with_sum_squares: bool = False,
+        reference: "PackedForward | None" = None,
+    ) -> TokenLogProbs:
+        """Log-probabilities of the response tokens, and more about what they were drawn from.
 
         Args:
-            micro: Reads `input_ids`, `attention_mask`, `position_ids`, `responses`, `response_mask`, and
-                `multi_modal_data` if it is there.
-            temperature: Divides the logits.
+            micro: Reads `responses` and `response_mask` too.
+            temperature: Divides the logits, the reference's as well.
             with_entropy: Compute the entropy too.
+            with_sum_squares: Compute the sum of the squared probabilities of the vocabulary too.
+            reference: Another model of the same family and vocabulary: compute KL(this || reference) over the
+                vocabulary too. It runs first and without autograd; its head must stay gathered after its
+                forward pass, as it does in the root FSDP group, and both models must be on the device.
+
+        Returns:
+            (B, R) float32 each, zero where `response_mask` is zero; None for what was not asked for.
+        """
+        response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
+        targets = micro.batch["responses"].to(self.device)[response_mask.bool()]
+        inputs = self._inputs(micro)
+        rows = _rows_before(inputs, response_mask)
+        head = None if reference is None else reference._head_logits(inputs, rows, temperature)
+
+        def read(logits: DeferredLogits) -> TokenLogProbs:
+            return logits.log_probs(
+                targets,
+                rows,
+                temperature,
+                with_entropy=with_entropy,
+                with_sum_squares=with_sum_squares,
+                reference=head,
+            )
+
+        result: TokenLogProbs = self._run(inputs, read)
+        others = (None if part is None else unpack(part, response_mask) for part in result[1:])
+        return TokenLogProbs(unpack(result.log_probs, response_mask), *others)
+
+    def values(self, micro: DataProto) -> Tensor:
+        """The score of the state before each response token: at the token before it.
+
+        Args:
+            micro: Reads `response_mask` too.
 
         Returns:
             (B, R) float32, zero where `response_mask` is zero.
         """
-        mask = micro.batch["attention_mask"].to(self.device)
         response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
+        inputs = self._inputs(micro)
+        rows = _rows_before(inputs, response_mask)
+        return unpack(self._run(inputs, lambda logits: logits.values(rows)), response_mask)
+
+    def last_values(self, micro: DataProto) -> Tensor:
+        """The score of each sequence, at its last attended token: (B,) float32."""
+        inputs = self._inputs(micro)
+        return self._run(inputs, lambda logits: logits.values(inputs.ends))
+
+    @torch.no_grad()
+    def _head_logits(self, inputs: ModelInputs, rows: Tensor, temperature: float) -> HeadLogits:
+        return self._run(inputs, lambda logits: logits.head_logits(rows, temperature))
+
+    def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
+        """What `read` makes of the logits inside the forward pass, where FSDP has the head at hand."""
+        return self.model(**inputs.arguments, read=read)
+
+    def _inputs(self, micro: DataProto) -> ModelInputs:
+        """Pack the rows into a line, and decode their media."""
+        mask = micro.batch["attention_mask"].to(self.device)
         packed = pack(micro.batch["input_ids"].to(self.device), mask)
         positions = self._packed_positions(micro.batch["position_ids"].to(self.device), mask)
         line = PackedLine(packed.values, positions, packed.cu_lengths)
         line, media = self._with_media(line, micro)
-
-        keep = response_mask.bool()
-        responses = packed.positions[:, -response_mask.shape[1] :]
-        target_rows = responses[keep] - 1  # the token before is the one that predicts
-        result = self.model(
-            input_ids=line.input_ids[None],
-            position_ids=line.position_ids if len(line.position_ids) == 1 else line.position_ids[:, None],
-            cu_seqlens=line.cu_lengths,
-            targets=micro.batch["responses"].to(self.device)[keep],
-            target_rows=target_rows,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            **media,
-        )
-        entropy = None if result.entropy is None else unpack(result.entropy, response_mask)
-        return TokenLogProbs(unpack(result.log_probs, response_mask), entropy)
+        positions = line.position_ids if len(line.position_ids) == 1 else line.position_ids[:, None]
+        arguments = {
+            "input_ids": line.input_ids[None],
+            "position_ids": positions,
+            "cu_seqlens": line.cu_lengths,
+        }
+        return ModelInputs(arguments | media, packed.positions, packed.cu_lengths[1:] - 1)
 
     def _packed_positions(self, positions: Tensor, mask: Tensor) -> Tensor:
         """(B, T) or (B, 4, T) to (rows, N)."""
@@ -161,6 +226,11 @@ class PackedForward:
 
     def _to_device(self, media: dict[str, Tensor]) -> dict[str, Any]:
         return {name: value.to(self.device) for name, value in media.items()}
+
+
+def _rows_before(inputs: ModelInputs, response_mask: Tensor) -> Tensor:
+    """The packed token before each response token, which predicts it."""
+    return inputs.positions[:, -response_mask.shape[1] :][response_mask.bool()] - 1
 
 
 def _media_key(row: dict[str, Any]) -> tuple:

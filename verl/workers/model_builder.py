@@ -21,13 +21,29 @@ from verl.models.registry import model_type_of, prepare_model
 from verl.utils.fsdp_utils import offload_policy, shard_model, sharded_parameters, torch_dtype
 from verl.utils.hub_names import auto_class, meta_model
 from verl.utils.rank_logger import get_logger
+from verl.utils.scalar_model import (
+    SCORE_BIAS,
+    SCORE_WEIGHT,
+    drop_score_bias,
+    has_score_bias,
+    is_scalar,
+    make_scalar,
+    start_score,
+)
 from verl.workers.config import FSDPConfig, ModelConfig
 
 logger = get_logger(__name__)
 
 
 def build_model(
-    model: ModelConfig, fsdp: FSDPConfig, *, mesh: DeviceMesh, device: torch.device | str, trainable: bool
+    model: ModelConfig,
+    fsdp: FSDPConfig,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device | str,
+    trainable: bool,
+    head: str = "causal",
+    option: str = "worker.actor.model",
 ) -> PreTrainedModel:
     """Build, shard and load a model; every rank calls it, with the same arguments.
 
@@ -38,38 +54,62 @@ def build_model(
         device: Where the forward passes run.
         trainable: True for a policy or critic, kept in float32 unless `fsdp.torch_dtype` says otherwise, with
             gradients; False for a reference, kept in bfloat16, without.
+        head: "causal" for a policy; "scalar" for a value or reward model, which has one number per token. Its
+            files may be those of a scalar model or, if it is trained, of a causal or vision-language one;
+            then the score is zero at first, for every token.
+        option: Where `model` stands in the config, for errors.
 
     Returns:
-        The model, its parameters DTensors. Its `config` and `generation_config` are those of the files.
+        The model, its parameters DTensors. Its `config` and `generation_config` are those of the files; a
+        scalar model's config says that it is one (`verl.utils.scalar_model`).
 
     Raises:
         FileNotFoundError: The folder has no config or no weights that can be read.
-        ValueError: `override_config` names an unknown key, or weights are missing or of another shape.
+        ValueError: `override_config` names an unknown key, or the files are of a model with another head.
     """
-    config = load_model_config(model)
+    config = load_model_config(model, option)
+    _check_head(config, head, f"`{option}.model_path` ({model.model_path})")
+    if head == "scalar":
+        make_scalar(config, has_bias=True)
     dtype = torch_dtype(fsdp.torch_dtype or ("fp32" if trainable else "bf16"))
     empty = meta_model(config, dtype, model.trust_remote_code)
     empty.generation_config = load_generation_config(model, config)
     prepare_model(empty)
-    _select_trainable(empty, model, trainable)
+    _select_trainable(empty, model, trainable, option)
+    source = _read_on_rank0(model, config, dtype, trainable, option)
+    if head == "scalar":
+        _agree_on_bias(empty, source)
     shard_model(empty, mesh, fsdp)
-    _fill(empty, _read_on_rank0(model, config, dtype), fsdp, mesh, torch.device(device))
+    _fill(empty, source, fsdp, mesh, torch.device(device))
     empty.train(trainable)
     return empty
 
 
-def load_model_config(model: ModelConfig) -> PreTrainedConfig:
+def load_model_config(model: ModelConfig, option: str = "worker.actor.model") -> PreTrainedConfig:
     """The transformers config of the model's files, with `override_config` applied."""
     assert model.model_path is not None, "the config was checked"
     try:
         config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"`worker.actor.model.model_path` ({model.model_path}): no model config can be read there:"
-            f" {error}"
+            f"`{option}.model_path` ({model.model_path}): no model config can be read there: {error}"
         ) from error
-    apply_overrides(config, model.override_config)
+    apply_overrides(config, model.override_config, f"{option}.override_config")
     return config
+
+
+def _check_head(config: PreTrainedConfig, head: str, where: str) -> None:
+    """Refuse a reward model as a policy, and one that gives several scores."""
+    if not is_scalar(config):
+        return
+    name = ", ".join(config.architectures or ())
+    if head == "causal":
+        raise ValueError(f"{where} is a {name}, which scores and cannot write: use a language model")
+    if config.num_labels != 1:
+        raise ValueError(
+            f"{where} is a {name} with {config.num_labels} labels, one is needed: use a model that gives a"
+            " single score"
+        )
 
 
 def apply_overrides(
@@ -102,7 +142,7 @@ def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> Gene
         return GenerationConfig.from_model_config(config)
 
 
-def _select_trainable(model: PreTrainedModel, config: ModelConfig, trainable: bool) -> None:
+def _select_trainable(model: PreTrainedModel, config: ModelConfig, trainable: bool, option: str) -> None:
     if not trainable:
         model.requires_grad_(False)
         return
@@ -110,8 +150,7 @@ def _select_trainable(model: PreTrainedModel, config: ModelConfig, trainable: bo
         tower = model_type_of(model.config).vision_tower
         if tower is None:
             logger.warning(
-                "`worker.actor.model.freeze_vision_tower` has no effect: %s has no vision tower",
-                type(model).__name__,
+                "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
             )
         else:
             model.get_submodule(tower).requires_grad_(False)
@@ -142,10 +181,12 @@ def _fill(
 
 
 def _read_on_rank0(
-    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype
+    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> PreTrainedModel | None:
     """The whole model in host memory on rank 0, None elsewhere; all ranks raise if it cannot be read."""
-    source, problem = _read_model(model, config, dtype) if dist.get_rank() == 0 else (None, None)
+    source, problem = None, None
+    if dist.get_rank() == 0:
+        source, problem = _read_model(model, config, dtype, trainable, option)
     problems = [problem]
     dist.broadcast_object_list(problems, src=0)
     if problems[0] is not None:
@@ -154,10 +195,10 @@ def _read_on_rank0(
 
 
 def _read_model(
-    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype
+    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> tuple[PreTrainedModel | None, str | None]:
     """The model, or what is wrong with its files."""
-    where = f"`worker.actor.model.model_path` ({model.model_path})"
+    where = f"`{option}.model_path` ({model.model_path})"
     try:
         source, report = auto_class(config).from_pretrained(
             model.model_path,
@@ -168,8 +209,14 @@ def _read_model(
         )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         return None, f"{where}: the weights cannot be read ({error}): download or export the model again"
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
+    missing = set(report["missing_keys"])
+    if is_scalar(config):
+        problem = _settle_score(source, missing, trainable, where)
+        if problem is not None:
+            return None, problem
+        missing -= {SCORE_WEIGHT, SCORE_BIAS}
+    if missing:
+        names = sorted(missing)
         return (
             None,
             f"{where}: {len(names)} weights are missing, for example {names[:3]}: use a complete model",
@@ -179,6 +226,26 @@ def _read_model(
             "weights without a place in the model are ignored: names=%s", sorted(report["unexpected_keys"])
         )
     return source, None
+
+
+def _settle_score(source: PreTrainedModel, missing: set[str], trainable: bool, where: str) -> str | None:
+    """Start a score that no file holds at zero, take off a bias that no file holds; or say what is wrong."""
+    if SCORE_WEIGHT in missing:
+        if not trainable:
+            return f"{where} holds no `{SCORE_WEIGHT}`: use a model that was trained to score"
+        start_score(source)
+        logger.info("the score starts at zero, the files hold none: %s", where)
+    elif SCORE_BIAS in missing:
+        drop_score_bias(source)
+    return None
+
+
+def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> None:
+    """Take the bias off every rank's score if rank 0 found none in the files."""
+    has_bias = [source is not None and has_score_bias(source)]
+    dist.broadcast_object_list(has_bias, src=0)
+    if not has_bias[0]:
+        drop_score_bias(model)
 
 
 def _whole_tensor(given: Tensor | None, like: Tensor, device: torch.device) -> Tensor:

@@ -52,6 +52,10 @@ def merge_checkpoint(
 ) -> Path:
     """Write the weights of a checkpoint as safetensors under hub key names, beside its config and tokenizer.
 
+    A value model becomes a sequence-classification model with one label, as its config says; a token-
+    classification model if its score has a bias. transformers has such classes for text models; a vision-
+    language one can be loaded here, as a critic or reward model.
+
     Args:
         local_dir: A role's folder: `…/global_step_N/actor`.
         dtype: Of the written weights; None keeps the checkpoint's, so that log-probs are the trainer's own.
