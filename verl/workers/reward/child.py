@@ -19,9 +19,6 @@ from verl.workers.reward.function import Scores
 from verl.workers.reward.process import CALL_NUMBER, STACK_SIGNAL, Failure, Ready
 
 NEVER = float("inf")
-CONCURRENT_CALLS = (
-    32  # of an `async def` function in one process: hides a judge's latency with few open sockets
-)
 LATE_GRACE_S = 2.0  # an `async def` call times out inside its process first, where the reason is known
 STACK_WAIT_S = 1.0  # how long a late process may take to write where it is
 SEND_TIMEOUT_S = 5  # a process that reads nothing for so long is dead
@@ -71,9 +68,9 @@ class ChildProcess:
         """Whether it has imported the user's file."""
         return self.capacity > 0
 
-    def loaded(self, ready: Ready) -> None:
-        """Note that calls can be sent."""
-        self.capacity = CONCURRENT_CALLS if ready.is_async else 1
+    def loaded(self, ready: Ready, max_concurrency: int) -> None:
+        """Note that calls can be sent, `max_concurrency` at a time if the function is `async def`."""
+        self.capacity = max_concurrency if ready.is_async else 1
         self.grace_s = LATE_GRACE_S if ready.is_async else 0.0
 
     def send(self, number: int, call: Call) -> None:

@@ -48,6 +48,7 @@ class RewardManager:
             config.reward_type,
             config.num_cpus,
             config.timeout_s,
+            config.max_concurrency,
         )
         try:
             ready = self._pool.wait_until_loaded()
@@ -220,3 +221,28 @@ def _check_picklable(row: int, key: str, value: Any, cause: Exception) -> None:
         raise ValueError(
             f"row {row}: column `{key}` ({type(value).__name__}) must be picklable, got: {error}"
         ) from cause
+
+
+class NoRewardFunction:
+    """Stands where the reward function would, in a run that is scored by a reward model alone."""
+
+    reward_type = "batch"
+
+    def start(self) -> "ZeroScores":
+        """Begin a batch."""
+        return ZeroScores()
+
+
+class ZeroScores:
+    """A job whose responses score nothing."""
+
+    def __init__(self) -> None:
+        self._num_responses = 0
+
+    def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
+        """Count responses."""
+        self._num_responses += len(index)
+
+    def result(self) -> dict[str, list[float]]:
+        """Return `overall` 0 for each."""
+        return {"overall": [0.0] * self._num_responses}

@@ -35,14 +35,21 @@ class RewardPool:
     """
 
     def __init__(
-        self, spec: str, kwargs: dict[str, Any], default_type: str, num_processes: int, timeout_s: float
+        self,
+        spec: str,
+        kwargs: dict[str, Any],
+        default_type: str,
+        num_processes: int,
+        timeout_s: float,
+        max_concurrency: int,
     ) -> None:
-        """Start the processes; returns at once."""
+        """Start the processes; returns at once. `max_concurrency` calls of an `async def` share a process."""
         path, function_name = split_spec(spec)
         self.function = f"{path}:{function_name}"
         self.path = str(path)
         self.timeout_s = timeout_s
         self.num_processes = num_processes
+        self.max_concurrency = max_concurrency
         self._setup = pickle.dumps((self.function, kwargs, default_type, timeout_s))
         self._numbers = itertools.count()
         self._queue: deque[Call] = deque()
@@ -165,7 +172,7 @@ class RewardPool:
             self._bury(process)
             return
         if isinstance(message, Ready):
-            process.loaded(message)
+            process.loaded(message, self.max_concurrency)
             self._ready = message
             self._loaded.set()
         elif isinstance(message, Failure):

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small real HTTP server that speaks the chat protocol, for tests of what a good server rarely does."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+
+class Reply(NamedTuple):
+    """What the server answers to one request."""
+
+    text: str | None = "Score: 7"
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
+    body: str | None = None  # instead of a completion
+    content_type: str = "application/json"
+    delay_s: float = 0.0
+
+
+class ChatServer:
+    """Answers with `replies` in turn, the last one for ever; `requests` are the bodies it has seen."""
+
+    def __init__(self, *replies):
+        self.replies = list(replies) or [Reply()]
+        self.requests = []
+        self.headers = []
+        self.times = []
+        self.running = 0
+        self.most_running = 0
+        self.lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def __enter__(self):
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+
+    def reply_to(self, body, headers):
+        with self.lock:
+            self.requests.append(body)
+            self.headers.append(headers)
+            self.times.append(time.monotonic())
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        time.sleep(reply.delay_s)
+        with self.lock:
+            self.running -= 1
+        return reply
+
+    def _handler(server):  # noqa: N805 (the handler below has its own self)
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                length = int(self.headers["Content-Length"])
+                reply = server.reply_to(json.loads(self.rfile.read(length)), self.headers)
+                body = (reply.body if reply.body is not None else completion(reply)).encode()
+                try:
+                    self.send_response(reply.status)
+                    for name, value in (("Content-Type", reply.content_type), *reply.headers):
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+                except (BrokenPipeError, ConnectionResetError):
+                    self.close_connection = True  # the client has given up
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+
+def completion(reply):
+    if reply.status != 200:
+        return json.dumps({"error": {"message": reply.text, "type": "error", "code": reply.status}})
+    message = {"role": "assistant", "content": reply.text}
+    choice = {"index": 0, "message": message, "finish_reason": "length" if not reply.text else "stop"}
+    return json.dumps(
+        {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    )
