@@ -37,7 +37,7 @@ def update_once(root, kind, dtype, device):
 
     from verl.utils.fsdp_utils import make_mesh
     from verl.utils.multimodal import MediaLoader, MediaOptions
-    from verl.workers.actor.dp_actor import DataParallelPPOActor, KLLoss
+    from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
     from verl.workers.config import ActorConfig, FSDPConfig, ModelConfig
     from verl.workers.forward import PackedForward
     from verl.workers.model_builder import build_model
@@ -57,12 +57,14 @@ def update_once(root, kind, dtype, device):
             global_batch_size=2, micro_batch_size_per_device_for_update=2, max_grad_norm=1e9,
             entropy_coef=ENTROPY_COEF, **CLIP,
         ),
-        PackedForward(model, model.config, media, device), dist.group.WORLD, rollout_n=N, optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        kl_loss=KLLoss("low_var_kl", KL_COEF),
+        PackedForward(model, model.config, media, device), dist.group.WORLD,
+        ActorTraining(
+            optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), rollout_n=N,
+            kl_loss=KLLoss("low_var_kl", KL_COEF),
+        ),
     )  # fmt: skip
     batch = DataProto.load_from_disk(root / "batch")
-    log_probs = actor.compute_log_probs(batch, TEMPERATURE)
+    log_probs = actor.compute_log_probs(batch, TEMPERATURE).log_probs
     metrics = actor.update(batch, TEMPERATURE)
     gradients = [{name: grad.cpu() for name, grad in mini.items()} for mini in optimizer.gradients]
     torch.save((log_probs, gradients, metrics), root / f"{dtype}.pt")

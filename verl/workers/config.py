@@ -1,158 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the processes that hold the models: actor, critic, reference, rollout engine, reward function.
+"""Options of the processes that hold the models: actor, critic, reference, reward models, reward function.
 
 An option whose feature is not built is declared all the same, with `unavailable="..."`: it is accepted at its
 neutral value and refused by name otherwise. Whoever builds the feature deletes that argument.
 """
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import option
-from verl.utils.config_paths import function_in_file, model_source
+from verl.utils.config_paths import function_in_file
+from verl.workers.model_config import TINY, FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.workers.rollout_config import DIFFUSION, VILA, RolloutConfig
 
-DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp32": "fp32",
+LOSS_AVG_MODES = ("token", "seq", "seq_sum", "seq_sum_norm")
+LOSS_AVG_ALIASES = {  # verl's names
+    "token-mean": "token",
+    "seq-mean-token-mean": "seq",
+    "seq-mean-token-sum": "seq_sum",
+    "seq-mean-token-sum-norm": "seq_sum_norm",
 }
-TINY = 1e-6  # the smallest value of an option that must be above zero
-SAMPLING_PARAMETERS = (  # vLLM's; others are handed on to it, so this list only helps to find slips
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
-    *("stop", "stop_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
-)
-VILA = "VILA models"
-FIXED_FRAMES = "fixed number of frames (see `data.video_fps`)"
-DIFFUSION = "diffusion models"
 
 
-def short_dtype(name: str) -> str:
-    """Return `bf16`, `fp16` or `fp32` for it or for torch's name of it."""
-    return DTYPES[name]
-
-
-def dtype_option(default: str | None, help: str) -> Any:
-    """Declare an option that names a floating-point type."""
-    return option(default, help=help, choices=tuple(DTYPES), resolve=short_dtype)
+def loss_avg_mode(name: str) -> str:
+    """Return the name of an aggregation for it or for verl's name of it."""
+    return LOSS_AVG_ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters instead of full weights."""
+class AdaptiveEntropyConfig:
+    """Steers the weight of the entropy bonus (Skywork-OR1)."""
 
-    rank: int = option(
-        0, help="Rank of the adapters; 0 trains the full weights.", minimum=0, unavailable="LoRA"
+    enabled: bool = option(False, help="Move the weight of the entropy bonus towards a target entropy.")
+    target_entropy: float = option(
+        0.2, help="Entropy in nats for each token below which the bonus applies.", minimum=0.0
     )
-    alpha: int = option(64, help="Scale of the adapters, divided by the rank.", minimum=1)
-    target_modules: str = option(
-        "all-linear", help="Modules with an adapter: `all-linear` or names and commas."
-    )
-    exclude_modules: str | None = option(None, help="Regular expression of modules without an adapter.")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model, and how it is loaded."""
-
-    model_path: str | None = option(
-        None,
-        help="Model folder or hub name; required for the actor.",
-        resolve=model_source,
-    )
-    tokenizer_path: str | None = option(
-        None,
-        help="Folder or hub name of tokenizer and processor; null is `model_path`.",
-        resolve=model_source,
-    )
-    override_config: dict[str, Any] = option(dict, help="Fields of the model's own config to replace.")
-    enable_gradient_checkpointing: bool = option(
-        True, help="Recompute activations in backward to save memory."
-    )
-    trust_remote_code: bool = option(False, help="Run Python code that comes with the model; off for safety.")
-    freeze_vision_tower: bool = option(False, help="Train the language model only.")
-    lora: LoraConfig = option(LoraConfig, help="Low-rank adapters.")
-
-    def __post_init__(self) -> None:
-        """Take the tokenizer from the model unless it is named."""
-        if self.tokenizer_path is None:
-            object.__setattr__(self, "tokenizer_path", self.model_path)
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """Optimizer and learning rate."""
-
-    lr: float = option(1e-6, help="Peak learning rate.", minimum=0.0)
-    betas: tuple[float, float] = option((0.9, 0.999), help="Decay rates of AdamW's two moments, in [0, 1).")
-    weight_decay: float = option(1e-2, help="Decoupled weight decay.", minimum=0.0)
-    strategy: str = option(
-        "adamw",
-        help="`adamw`, or `adamw_bf16` with weights and moments in bf16 and Kahan summation.",
-        choices=("adamw", "adamw_bf16"),
-    )
-    lr_warmup_ratio: float = option(
-        0.0, help="Share of the training steps in which the rate rises from 0.", minimum=0.0, maximum=1.0
-    )
-    lr_warmup_steps: int | None = option(
-        None, help="Training steps in which the rate rises from 0; wins over the ratio.", minimum=0
-    )
-    min_lr_ratio: float | None = option(
-        None, help="Final rate of a cosine schedule as a share of `lr`; null is 0.", minimum=0.0, maximum=1.0
-    )
-    lr_scheduler_type: str = option("constant", help="Rate after warm-up.", choices=("constant", "cosine"))
+    delta_entropy_coef: float = option(1e-4, help="Change of the weight in a step.", minimum=0.0)
+    max_entropy_coef: float = option(5e-3, help="Largest weight.", minimum=0.0)
+    min_entropy_coef: float = option(0.0, help="Smallest weight.", minimum=0.0)
 
     def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong with the moments."""
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            yield f"`{path}.betas` must be in [0, 1), got {list(self.betas)}"
-
-
-@dataclass(frozen=True)
-class FSDPConfig:
-    """How weights are sharded over ranks, and in which type they compute."""
-
-    enable_full_shard: bool = option(
-        True, help="Shard weights again after forward; false keeps them until backward."
-    )
-    enable_cpu_offload: bool = option(
-        False, help="Keep shards in CPU memory and copy them when they are used."
-    )
-    enable_rank0_init: bool = option(
-        True,
-        help="Read the weights on rank 0 and send them.",
-        inert="rank 0 always reads, the others receive",
-    )
-    use_orig_params: bool = option(
-        False, help="Keep the model's own parameters.", inert="FSDP2 always keeps the model's own parameters"
-    )
-    torch_dtype: str | None = dtype_option(
-        None, "Type the weights are stored in; null is fp32 for training and bf16 for the reference."
-    )
-    fsdp_size: int = option(
-        -1,
-        help="Ranks that share one copy of the weights; -1 is all, fewer is hybrid sharding.",
-        minimum=1,
-        also=(-1,),
-    )
-    mp_param_dtype: str = dtype_option("bf16", "Type of weights and activations in forward and backward.")
-    mp_reduce_dtype: str = dtype_option("fp32", "Type in which gradients are summed over ranks.")
-    mp_buffer_dtype: str = dtype_option("fp32", "Type of buffers such as rotary frequencies.")
-
-
-@dataclass(frozen=True)
-class OffloadConfig:
-    """What leaves the GPU while it is not used."""
-
-    offload_params: bool = option(
-        False, help="Move weights to CPU memory between uses: less GPU memory, more CPU memory."
-    )
-    offload_optimizer: bool = option(False, help="Move the optimizer's state to CPU memory between updates.")
+        """Yield what is wrong between the bounds."""
+        if self.min_entropy_coef > self.max_entropy_coef:
+            low, high = self.min_entropy_coef, self.max_entropy_coef
+            yield f"`{path}.min_entropy_coef` ({low}) must be at most `{path}.max_entropy_coef` ({high})"
 
 
 @dataclass(frozen=True)
@@ -179,17 +71,40 @@ class ActorConfig:
     )
     loss_avg_mode: str = option(
         "token",
-        help="Mean of the loss over all tokens, or over sequences of each one's mean.",
-        choices=("token", "seq"),
+        help="Mean over tokens (`token`), or over sequences of their means (`seq`), sums (`seq_sum`) or"
+        " sums / `data.max_response_length` (`seq_sum_norm`).",
+        choices=(*LOSS_AVG_MODES, *LOSS_AVG_ALIASES),
+        resolve=loss_avg_mode,
     )
     loss_type: str = option(
         "default",
         help="Policy loss.",
-        choices=("default", "gspo", "gspo_token", "cispo", "sapo"),
-        supported=("default",),
-        unavailable="other policy loss",
+        choices=(
+            *("default", "gspo", "gspo_token", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov"),
+            *("gpg", "dppo_tv", "dppo_kl", "dro", "sppo"),
+        ),
+    )
+    clip_cov_ratio: float = option(
+        2e-4, help="Share of a mini batch's tokens that `clip_cov` takes out.", minimum=0.0, maximum=1.0
+    )
+    clip_cov_lb: float = option(1.0, help="`clip_cov` takes tokens whose covariance is above this.")
+    clip_cov_ub: float = option(5.0, help="`clip_cov` takes tokens whose covariance is below this.")
+    kl_cov_ratio: float = option(
+        2e-4, help="Share of a mini batch's tokens that `kl_cov` penalises.", minimum=0.0, maximum=1.0
+    )
+    ppo_kl_coef: float = option(
+        0.1, help="Weight of the penalty of the tokens that `kl_cov` chooses.", minimum=0.0
+    )
+    dro_beta: float | None = option(
+        None, help="Weight of the squared log-ratio in the `dro` loss; required by it.", minimum=TINY
+    )
+    sppo_eta: float = option(
+        1.0, help="Scale of the advantage that `sppo` regresses the log-ratio to.", minimum=TINY
     )
     entropy_coef: float = option(0.0, help="Weight of the entropy bonus.", minimum=0.0)
+    adaptive_entropy: AdaptiveEntropyConfig = option(
+        AdaptiveEntropyConfig, help="Steers the entropy bonus, which starts at `entropy_coef`."
+    )
     ppo_epochs: int = option(1, help="Passes over a rollout batch.", minimum=1)
     padding_free: bool = option(
         True,
@@ -236,6 +151,22 @@ class ActorConfig:
         example={"offload_params": True, "offload_optimizer": True},
     )
 
+    def problems(self, path: str) -> Iterator[str]:
+        """Yield what is wrong between the options of the loss."""
+        if self.loss_type == "dro" and self.dro_beta is None:
+            yield f"`{path}.dro_beta` must be set with `{path}.loss_type=dro`, for example to 0.1"
+        adaptive = self.adaptive_entropy
+        low, high = adaptive.min_entropy_coef, adaptive.max_entropy_coef
+        if adaptive.enabled and not low <= self.entropy_coef <= high:
+            yield (
+                f"`{path}.entropy_coef` ({self.entropy_coef}), where the adaptive weight starts, must be from"
+                f" `{path}.adaptive_entropy.min_entropy_coef` ({low}) to"
+                f" `{path}.adaptive_entropy.max_entropy_coef` ({high})"
+            )
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            low, high = self.clip_cov_lb, self.clip_cov_ub
+            yield f"`{path}.clip_cov_lb` ({low}) must be below `{path}.clip_cov_ub` ({high})"
+
 
 @dataclass(frozen=True)
 class CriticConfig:
@@ -252,16 +183,76 @@ class CriticConfig:
     max_grad_norm: float = option(1.0, help="Gradients are scaled down to this norm.", minimum=TINY)
     cliprange_value: float = option(0.5, help="Values move at most this far from the old ones.", minimum=0.0)
     loss_avg_mode: str = option(
-        "token", help="Mean of the loss over tokens or sequences.", choices=("token", "seq")
+        "token",
+        help="Aggregation of the loss, as `worker.actor.loss_avg_mode`.",
+        choices=(*LOSS_AVG_MODES, *LOSS_AVG_ALIASES),
+        resolve=loss_avg_mode,
     )
     ppo_epochs: int = option(1, help="Passes over a rollout batch.", minimum=1)
-    padding_free: bool = option(False, help="Remove padding before the model.")
-    dynamic_batching: bool = option(True, help="Fill micro batches up to a number of tokens.")
-    ulysses_size: int = option(1, help="Ranks that share one sequence.", minimum=1)
+    padding_free: bool = option(
+        False,
+        help="Remove padding before the model.",
+        inert="sequences are always packed, the result is the same",
+    )
+    dynamic_batching: bool = option(
+        True,
+        help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
+    )
+    ulysses_size: int = option(
+        1, help="Ranks that share one sequence.", minimum=1, unavailable="sequence parallelism"
+    )
     model: ModelConfig = option(ModelConfig, help="Which model, and how it is loaded.")
     optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate.")
     fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
     offload: OffloadConfig = option(OffloadConfig, help="What leaves the GPU while it is not used.")
+
+
+@dataclass(frozen=True)
+class PrimeConfig:
+    """The implicit process reward model of PRIME, trained beside the policy."""
+
+    global_batch_size: int = option(256, help="Prompts in a mini batch: one optimizer step.", minimum=1)
+    micro_batch_size_per_device_for_update: int = option(
+        4, help="Sequences a device runs forward and backward at once.", minimum=1
+    )
+    micro_batch_size_per_device_for_experience: int = option(
+        16, help="Sequences a device runs forward at once for process rewards.", minimum=1
+    )
+    dynamic_batching: bool = option(
+        True,
+        help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
+    )
+    max_grad_norm: float = option(10.0, help="Gradients are scaled down to this norm.", minimum=TINY)
+    beta: float = option(0.05, help="Scale of the log-ratio that is the process reward.", minimum=TINY)
+    update: str = option(
+        "before",
+        help="Train the model before or after it scores a step's responses.",
+        choices=("before", "after"),
+    )
+    model: ModelConfig = option(
+        ModelConfig, help="Which model; `model_path` null takes the actor's, as its frozen reference does."
+    )
+    optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate.")
+    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, help="What leaves the GPU while it is not used.")
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A sequence-classification model that scores responses on the training devices."""
+
+    micro_batch_size_per_device: int = option(16, help="Sequences a device scores at once.", minimum=1)
+    coef: float = option(1.0, help="Weight of its score beside the reward function's `overall`.")
+    model: ModelConfig = option(
+        ModelConfig, help="Which model; without `model_path` there is no reward model."
+    )
+    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, help="What leaves the GPU while it is not used.")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a reward model."""
+        return self.model.model_path is not None
 
 
 @dataclass(frozen=True)
@@ -277,76 +268,6 @@ class RefConfig:
         FSDPConfig, help="Sharding and number types.", example={"enable_cpu_offload": True}
     )
     offload: OffloadConfig = option(OffloadConfig, help="What leaves the GPU while it is not used.")
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """The engine that samples responses."""
-
-    name: str = option(
-        "vllm", help="Engine: vLLM, or transformers' own generation as reference.", choices=("vllm", "hf")
-    )
-    n: int = option(1, help="Responses to each prompt: one group.", minimum=1, example=5)
-    temperature: float = option(1.0, help="Sampling temperature; log-probs use it too.", minimum=0.01)
-    top_p: float = option(
-        1.0, help="Sample from the smallest set with this probability.", minimum=TINY, maximum=1.0
-    )
-    top_k: int = option(-1, help="Sample from this many tokens; -1 is all.", minimum=1, also=(-1, 0))
-    seed: int = option(1, help="Seed of sampling.", minimum=0)
-    limit_images: int = option(0, help="Images in a prompt at most; 0 is the engine's own limit.", minimum=0)
-    dtype: str = dtype_option("bf16", "Type of the engine's weights and activations.")
-    gpu_memory_utilization: float = option(
-        0.6, help="Share of GPU memory for the engine while it is awake.", minimum=0.01, maximum=1.0
-    )
-    ignore_eos: bool = option(False, help="Sample on after the end token; for measurements.")
-    enforce_eager: bool = option(False, help="Do not capture CUDA graphs: starts faster, samples slower.")
-    enable_chunked_prefill: bool = option(False, help="Let the engine split long prompts over its steps.")
-    tensor_parallel_size: int = option(2, help="Ranks that hold one engine.", minimum=1)
-    max_model_len: int | None = option(
-        None, help="Tokens of a sequence at most; null is prompt and response length together.", minimum=1
-    )
-    max_num_batched_tokens: int = option(8192, help="Tokens the engine runs in one step at most.", minimum=1)
-    disable_log_stats: bool = option(True, help="Keep the engine from logging its statistics.")
-    disable_tqdm: bool = option(False, help="Show no progress bar while sampling.")
-    val_override_config: dict[str, Any] = option(
-        dict,
-        help="Sampling parameters for validation, such as n, temperature, top_p, max_tokens.",
-        example={"temperature": 0.6, "top_p": 0.95, "n": 1},
-    )
-    num_video_frames: int = option(8, help="Frames of a video.", unavailable=FIXED_FRAMES)
-    tokens_per_frame: int = option(256, help="Tokens of a video frame.", unavailable=VILA)
-    group_frames: int = option(64, help="Frames encoded at once.", unavailable=VILA)
-    max_frames_vllm: int = option(-1, help="Frames the engine sees; -1 is all.", unavailable=VILA)
-    num_chunk_seq: int = option(
-        -1, help="Pieces in which videos are gathered.", unavailable="chunked gather of videos"
-    )
-    audio_max_length: int = option(10000, help="Audio samples at most.", unavailable="audio")
-    open_ended_reward: bool = option(
-        False, help="Score with a language model.", unavailable="built-in language judge"
-    )
-    diffusion: bool = option(False, help="Sample images or videos.", unavailable=DIFFUSION)
-    guidance_scale: float = option(4.5, help="Classifier-free guidance of diffusion.", unavailable=DIFFUSION)
-    resolution: int = option(768, help="Image side in pixels.", unavailable=DIFFUSION)
-    num_steps: int = option(10, help="Denoising steps.", unavailable=DIFFUSION)
-    kl_reward: float = option(0.0, help="Weight of the KL in the reward of diffusion.", unavailable=DIFFUSION)
-    num_frames: int = option(81, help="Frames of a sampled video.", unavailable=DIFFUSION)
-    height: int = option(480, help="Height of a sampled video in pixels.", unavailable=DIFFUSION)
-    width: int = option(832, help="Width of a sampled video in pixels.", unavailable=DIFFUSION)
-
-    def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong with the engine and with the parameters for validation."""
-        if self.name == "hf" and self.tensor_parallel_size != 1:
-            size = self.tensor_parallel_size
-            yield f"`{path}.tensor_parallel_size` must be 1 with `{path}.name=hf`, got {size}"
-        for name in self.val_override_config:
-            nearest = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, n=1, cutoff=0.8)
-            if nearest and name not in SAMPLING_PARAMETERS:
-                key = f"{path}.val_override_config.{name}"
-                yield f"`{key}` is not a sampling parameter; did you mean `{nearest[0]}`?"
-        for name, minimum in (("n", 1), ("temperature", 0), ("max_tokens", 1)):
-            value = self.val_override_config.get(name, minimum)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
-                yield f"`{path}.val_override_config.{name}` must be at least {minimum}, got {value!r}"
 
 
 @dataclass(frozen=True)
@@ -374,6 +295,17 @@ class RewardConfig:
         minimum=1,
         also=(-1,),
     )
+    max_concurrency: int = option(
+        32, help="Calls of an `async def` function that one process has open at a time.", minimum=1
+    )
+    overlong_buffer_length: int = option(
+        0,
+        help="Tokens before `data.max_response_length` over which the score falls (DAPO); 0 is no penalty.",
+        minimum=0,
+    )
+    overlong_penalty_factor: float = option(
+        1.0, help="What a response of the full length loses by the overlong penalty.", minimum=0.0
+    )
     diffusion: bool = option(False, help="Score images or videos.", unavailable=DIFFUSION)
 
 
@@ -388,9 +320,13 @@ class WorkerConfig:
     is_omni: bool = option(False, help="The model hears audio.", unavailable="audio")
     actor: ActorConfig = option(ActorConfig, help="The policy and its update.")
     critic: CriticConfig = option(
-        CriticConfig,
-        help="The value model and its update.",
-        unavailable="critic (`algorithm.adv_estimator=gae`)",
+        CriticConfig, help="The value model and its update; used by `algorithm.adv_estimator=gae`."
+    )
+    prime: PrimeConfig = option(
+        PrimeConfig, help="The process reward model; used by `algorithm.adv_estimator=prime`."
+    )
+    reward_model: RewardModelConfig = option(
+        RewardModelConfig, help="A model that scores responses beside the reward function."
     )
     ref: RefConfig = option(RefConfig, help="The frozen reference policy.")
     rollout: RolloutConfig = option(RolloutConfig, help="The engine that samples responses.")

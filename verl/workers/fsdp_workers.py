@@ -7,30 +7,31 @@ the device while it works; the work itself stands in `actor/`, `rollout/` and `m
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from verl.models.registry import check_model
+from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.utils.checkpoint.fsdp_checkpoint import load_shards, save_huggingface_files, save_shards
 from verl.utils.device import backend_of, memory_metrics, reset_peak_memory, set_device, set_seed
-from verl.utils.flops_counter import FlopsCounter
-from verl.utils.fsdp_utils import full_named_tensors, loaded_on_device, make_mesh, torch_dtype
+from verl.utils.fsdp_utils import full_named_tensors, torch_dtype
 from verl.utils.hub_names import HubNames
 from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader, MediaOptions
-from verl.utils.optim import build_optimizer, build_scheduler
 from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.actor.dp_actor import DataParallelPPOActor, KLLoss
-from verl.workers.config import FSDPConfig, OffloadConfig, WorkerConfig
-from verl.workers.forward import PackedForward
-from verl.workers.model_builder import build_model
+from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
+from verl.workers.config import WorkerConfig
+from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.hosted_model import HostedModel, Place
+from verl.workers.model_config import ModelConfig
+from verl.workers.prime.dp_prime import DataParallelPrimeModel, check_prime_tokenizer
+from verl.workers.reward_model.conversation import load_reward_tokenizer
+from verl.workers.reward_model.dp_reward_model import RewardModelScorer, check_has_score
 from verl.workers.rollout.base import (
     EngineSetup,
     FinishedResponse,
@@ -47,11 +48,19 @@ class RunOptions:
     device: str  # "cuda" or "cpu"
     training_steps: int
     max_sequence_length: int
+    max_response_length: int
     media: MediaOptions
     media_cache: MediaCache  # opens the directory of the node where it is unpickled
     override_chat_template: str | None
     use_reference: bool
+    use_critic: bool
+    use_prime: bool
     kl_loss: KLLoss | None
+    has_full_kl_in_rewards: bool  # the KL over the vocabulary comes with the old log-probs
+    has_sum_squares: bool  # so do the sums of squared probabilities
+    bypass_correction: RolloutCorrection | None  # `bypass_mode`: what the loss itself corrects
+    is_reinforce: bool  # `bypass_mode` with `loss_type=reinforce`
+    accuracy_key: str  # the reward function's value that `prime` learns from
     seed: int
 
 
@@ -68,33 +77,118 @@ class FSDPWorker(Worker):
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        """Load policy, reference and engine."""
-        config = self.config
+        """Load every model of the run, and the engine."""
         self._place_on_axes()
         self._load_tokenizer()
-        self.policy = policy = self._build(config.actor.fsdp, trainable=True)
-        self.hub_names = HubNames(policy.config, config.actor.model.trust_remote_code)
-        self.flops = FlopsCounter(policy.config, device=self.device)
-        self.optimizer = build_optimizer(policy, config.actor.optim)
-        self.scheduler = build_scheduler(self.optimizer, config.actor.optim, self.options.training_steps)
-        self.actor = self._actor(
-            policy, optimizer=self.optimizer, scheduler=self.scheduler, kl_loss=self.options.kl_loss
-        )
-        with self._policy_loaded():
-            check_model(policy)
-        if self.options.use_reference:
-            reference = self._build(config.ref.fsdp, trainable=False)
-            self.reference = self._actor(reference)
-            with self._reference_loaded():
-                check_model(reference)
-        self.engine = build_rollout_engine(config.rollout, self._engine_setup())
+        self.place = Place(self.device, self.world_size, self.media)
+        self.trained: list[HostedModel] = []
+        self._init_reference()
+        self._init_actor()
+        if self.options.use_critic:
+            self._init_critic()
+        if self.options.use_prime:
+            self._init_prime()
+        if self.config.reward_model.is_used:
+            self._init_reward_model()
+        self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
         self.engine.sleep()
+
+    def _init_reference(self) -> None:
+        self.reference_model = None
+        if self.options.use_reference:
+            config, actor = self.config.ref, self.config.actor
+            self.reference_model = HostedModel("ref", actor.model, config.fsdp, config.offload, self.place)
+            self.reference = DataParallelPPOActor(actor, self.reference_model.forward, dist.group.WORLD)
+
+    def _init_actor(self) -> None:
+        config, options = self.config.actor, self.options
+        self.policy = self._trained_model("actor", config, config.model)
+        self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
+        training = ActorTraining(
+            *self.policy.training,
+            rollout_n=self.config.rollout.n,
+            max_response_length=options.max_response_length,
+            kl_loss=options.kl_loss,
+            reference=self.reference_model.forward if self.reference_model else None,
+            bypass_correction=options.bypass_correction,
+            is_reinforce=options.is_reinforce,
+        )
+        self.actor = DataParallelPPOActor(config, self.policy.forward, dist.group.WORLD, training)
+
+    def _init_critic(self) -> None:
+        config = self.config.critic
+        self.critic_model = self._trained_model("critic", config, config.model, head="scalar")
+        self.critic = DataParallelPPOCritic(
+            config,
+            self.critic_model.forward,
+            dist.group.WORLD,
+            *self.critic_model.training,
+            rollout_n=self.config.rollout.n,
+            max_response_length=self.options.max_response_length,
+        )
+
+    def _init_prime(self) -> None:
+        config = self.config.prime
+        model = self.config.actor.model
+        if config.model.model_path is not None:
+            model = config.model
+            assert model.tokenizer_path is not None, "it is the model's"
+            arguments = (model.tokenizer_path, self.options.override_chat_template, model.trust_remote_code)
+            check_prime_tokenizer(load_tokenizer(*arguments), self.tokenizer)
+        # The frozen copy computes in the type of the one that learns: their difference is the reward.
+        fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
+        self.prime_model = self._trained_model("prime", config, model)
+        self.prime_reference = HostedModel("prime", model, fsdp, config.offload, self.place)
+        optimizer, scheduler = self.prime_model.training
+        self.prime = DataParallelPrimeModel(
+            config,
+            self.prime_model.forward,
+            self.prime_reference.forward,
+            dist.group.WORLD,
+            rollout_n=self.config.rollout.n,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_response_length=self.options.max_response_length,
+            accuracy_key=self.options.accuracy_key,
+        )
+
+    def _init_reward_model(self) -> None:
+        config = self.config.reward_model
+        model = config.model
+        assert model.tokenizer_path is not None, "it is the model's"
+        check_has_score(config)
+        self.reward_model = HostedModel(
+            "reward_model", model, config.fsdp, config.offload, self.place, head="scalar"
+        )
+        self.scorer = RewardModelScorer(
+            self.reward_model.forward,
+            load_reward_tokenizer(model.tokenizer_path, model.trust_remote_code),
+            self.tokenizer,
+            config,
+            dist.group.WORLD,
+            policy_model_type=self.policy.model.config.model_type,
+        )
+
+    def _trained_model(self, role: str, config: Any, model: ModelConfig, head: str = "causal") -> HostedModel:
+        """A model that is updated and saved."""
+        hosted = HostedModel(
+            role,
+            model,
+            config.fsdp,
+            config.offload,
+            self.place,
+            optim=config.optim,
+            training_steps=self.options.training_steps,
+            head=head,
+        )
+        self.trained.append(hosted)
+        return hosted
 
     @register(Dispatch.ALL, phase="sync_weights")
     def sync_weights(self) -> None:
         """Put the trained weights into the engine, tensor by tensor, and wake it."""
-        with self._policy_loaded():
-            tensors = full_named_tensors(self.policy, torch_dtype(self.config.rollout.dtype))
+        with self.policy.loaded():
+            tensors = full_named_tensors(self.policy.model, torch_dtype(self.config.rollout.dtype))
             self.engine.sync_weights(self.hub_names.convert(tensors))
         self.engine.wake()
 
@@ -119,46 +213,102 @@ class FSDPWorker(Worker):
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Recompute the log-probs of the responses under the current policy: `old_log_probs` (B, R)."""
-        with self._policy_loaded():
-            log_probs = self.actor.compute_log_probs(batch, self.config.rollout.temperature)
-        return DataProto.from_dict({"old_log_probs": log_probs})
+        """Recompute the log-probs of the responses under the current policy.
+
+        Returns:
+            `old_log_probs` (B, R), and where the run needs them `sum_squared_probs` and `full_kl` (B, R).
+        """
+        options = self.options
+        reference = self.reference_model if options.has_full_kl_in_rewards else None
+        with self._loaded(self.policy, reference):
+            found = self.actor.compute_log_probs(
+                batch,
+                self.config.rollout.temperature,
+                with_sum_squares=options.has_sum_squares,
+                reference=reference.forward if reference else None,
+            )
+        named = {
+            "old_log_probs": found.log_probs,
+            "sum_squared_probs": found.sum_squared_probs,
+            "full_kl": found.kl,
+        }
+        return DataProto.from_dict({name: value for name, value in named.items() if value is not None})
 
     @register(Dispatch.SHARD, phase="ref")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute the log-probs of the responses under the reference: `ref_log_probs` (B, R)."""
-        with self._reference_loaded():
-            log_probs = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
-        return DataProto.from_dict({"ref_log_probs": log_probs})
+        with self._loaded(self.reference_model):
+            found = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_probs": found.log_probs})
+
+    @register(Dispatch.SHARD, phase="values")
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Estimate what follows each response token: `values` (B, R)."""
+        with self._loaded(self.critic_model):
+            return DataProto.from_dict({"values": self.critic.compute_values(batch)})
+
+    @register(Dispatch.SHARD, phase="reward_model")
+    def compute_reward_model_scores(self, batch: DataProto) -> DataProto:
+        """Score the responses by the reward model: `reward_model_scores` (B,)."""
+        with self._loaded(self.reward_model):
+            return DataProto.from_dict({"reward_model_scores": self.scorer.score(batch)})
+
+    @register(Dispatch.SHARD, phase="prime_ref")
+    def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """Compute the log-probs under the process reward model's frozen copy: `prime_ref_log_probs`."""
+        with self._loaded(self.prime_reference):
+            return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
+
+    @register(Dispatch.SHARD, phase="process_rewards")
+    def compute_process_rewards(self, batch: DataProto) -> DataProto:
+        """Reward each response token by the process reward model: `process_rewards` (B, R)."""
+        with self._loaded(self.prime_model):
+            return DataProto.from_dict({"process_rewards": self.prime.compute_process_rewards(batch)})
+
+    @register(Dispatch.SHARD, phase="update_prime")
+    def update_prime(self, batch: DataProto) -> dict[str, float]:
+        """Update the process reward model; the metrics are equal on all ranks."""
+        with self._loaded(self.prime_model, with_optimizer=True):
+            return self.prime.update(batch)
+
+    @register(Dispatch.SHARD, phase="update_critic")
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """Update the value model; the metrics are equal on all ranks."""
+        start = time.perf_counter()
+        with self._loaded(self.critic_model, with_optimizer=True):
+            metrics = self.critic.update(batch)
+        seconds = (time.perf_counter() - start) / self.config.critic.ppo_epochs
+        return metrics | self._mfu(self.critic_model, batch, seconds, num_response_tokens=0)
 
     @register(Dispatch.SHARD, phase="update_actor")
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
+    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> dict[str, float]:
         """Update the policy on this rank's share of every mini batch; the metrics are equal on all ranks."""
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
-        with self._policy_loaded(with_optimizer=True):
-            metrics = self.actor.update(batch, self.config.rollout.temperature)
-        seconds = time.perf_counter() - start
-        metrics |= memory_metrics(self.options.device)
-        mfu = self._mfu(batch, seconds / self.config.actor.ppo_epochs)
-        return metrics if mfu is None else metrics | {"perf/mfu_actor": mfu}
+        reference = self.reference_model if self.actor.reads_reference else None
+        with self._loaded(self.policy, reference, with_optimizer=True):
+            metrics = self.actor.update(
+                batch, self.config.rollout.temperature, entropy_coef=entropy_coef, seed=seed
+            )
+        seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
+        responses = int(batch.batch["response_mask"].sum())
+        metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
+        return metrics | memory_metrics(self.options.device)
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def save_checkpoint(self, folder: str, model_only: bool) -> None:
-        """Write this rank's part of a checkpoint into `folder/actor`."""
-        path = Path(folder) / "actor"
-        optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
-        save_shards(path, self.policy, optimizer, scheduler, extra={"engine_rng": self.engine.rng_state()})
-        if self.rank == 0:
-            parts = (self.policy.config, self.policy.generation_config, self.tokenizer, self.processor)
-            save_huggingface_files(path, *parts)
+        """Write this rank's part of a checkpoint: a folder for each model that is trained."""
+        files = (self.tokenizer, self.processor) if self.rank == 0 else None
+        for hosted in self.trained:
+            extra = {"engine_rng": self.engine.rng_state()} if hosted is self.policy else {}
+            hosted.save(Path(folder), model_only=model_only, extra=extra, files=files)
 
     @register(Dispatch.ALL, phase="load_checkpoint")
     def load_checkpoint(self, folder: str) -> None:
         """Go on from a checkpoint, of any number of ranks."""
-        restored = load_shards(Path(folder) / "actor", self.policy, self.optimizer, self.scheduler)
-        if restored.extra is not None:
-            self.engine.set_rng_state(restored.extra["engine_rng"])
+        policy, *_ = [hosted.load(Path(folder)) for hosted in self.trained]
+        if policy.extra is not None:
+            self.engine.set_rng_state(policy.extra["engine_rng"])
 
     def _place_on_axes(self) -> None:
         """Say which part of a batch this rank gets in training and in sampling."""
@@ -183,22 +333,13 @@ class FSDPWorker(Worker):
         assert self.media is not None, "the loader refuses media where the model has no processor"
         return self.media.decode(media)
 
-    def _build(self, fsdp: FSDPConfig, *, trainable: bool) -> Any:
-        mesh = make_mesh(self.world_size, fsdp.fsdp_size, self.options.device)
-        return build_model(self.config.actor.model, fsdp, mesh=mesh, device=self.device, trainable=trainable)
-
-    def _mfu(self, batch: DataProto, seconds: float) -> float | None:
+    def _mfu(
+        self, hosted: HostedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
+    ) -> dict[str, float]:
         """The share of the device's peak that an update of these sequences reached, if known."""
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        responses = int(batch.batch["response_mask"].sum())
-        return self.flops.mfu(lengths, seconds, num_response_tokens=responses)
-
-    def _actor(self, model: Any, **training: Any) -> DataParallelPPOActor:
-        forward = PackedForward(model, model.config, self.media, self.device)
-        rollout_n = self.config.rollout.n
-        return DataParallelPPOActor(
-            self.config.actor, forward, dist.group.WORLD, rollout_n=rollout_n, **training
-        )
+        mfu = hosted.flops.mfu(lengths, seconds, num_response_tokens=num_response_tokens)
+        return {} if mfu is None else {f"perf/mfu_{hosted.role}": mfu}
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model
@@ -213,21 +354,11 @@ class FSDPWorker(Worker):
             override_config=model.override_config,
         )
 
-    def _policy_loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
-        config = self.config.actor
-        optimizer = self.optimizer if with_optimizer else None
-        return self._loaded(self.policy, config.fsdp, config.offload, optimizer)
-
-    def _reference_loaded(self) -> AbstractContextManager[None]:
-        return self._loaded(self.reference.forward.model, self.config.ref.fsdp, self.config.ref.offload)
-
-    def _loaded(
-        self, model: Any, fsdp: FSDPConfig, offload: OffloadConfig, optimizer: Any = None
-    ) -> AbstractContextManager[None]:
-        return loaded_on_device(
-            model,
-            self.device,
-            offload_params=offload.offload_params and not fsdp.enable_cpu_offload,
-            optimizer=optimizer,
-            offload_optimizer_state=offload.offload_optimizer,
-        )
+    @contextmanager
+    def _loaded(self, *models: HostedModel | None, with_optimizer: bool = False) -> Iterator[None]:
+        """Have these models on the device inside the block, and the first one's optimizer if asked for."""
+        with ExitStack() as stack:
+            for number, hosted in enumerate(models):
+                if hosted is not None:
+                    stack.enter_context(hosted.loaded(with_optimizer and number == 0))
+            yield

@@ -11,15 +11,16 @@ from tests.helpers.distributed import free_port, run_distributed
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import make_mesh
-from verl.workers.actor.dp_actor import DataParallelPPOActor, KLLoss, MetricSums
+from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.config import ActorConfig, FSDPConfig, ModelConfig
 from verl.workers.forward import PackedForward
 from verl.workers.model_builder import build_model
+from verl.workers.update import MetricSums
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 6, 5
 METRICS = {
     "pg_loss", "pg_clipfrac_higher", "pg_clipfrac_lower", "ppo_kl", "entropy", "entropy_loss", "grad_norm",
-    "lr", "skipped_updates",
+    "lr", "skipped_updates", "entropy_coef",
 }  # fmt: skip
 
 
@@ -49,13 +50,12 @@ def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, **options):
         trainable=True,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     return DataParallelPPOActor(
         ActorConfig(**options),
         PackedForward(model, model.config, None, "cpu"),
         dist.group.WORLD,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps),
-        kl_loss=kl_loss,
+        ActorTraining(optimizer, scheduler, max_response_length=RESPONSE_LENGTH, kl_loss=kl_loss),
     )
 
 
@@ -104,12 +104,12 @@ def test_an_update_changes_the_weights_and_logs_its_metrics(folder):
 def test_an_update_raises_good_responses_and_lowers_bad_ones(folder):
     actor = make_actor(folder, lr=0.05)
     batch = make_batch(4)
-    batch = batch.merge(DataProto.from_dict({"old": actor.compute_log_probs(batch, 1.0)}))
+    batch = batch.merge(DataProto.from_dict({"old": actor.compute_log_probs(batch, 1.0).log_probs}))
     batch.batch["old_log_probs"] = batch.batch["old"]
 
     actor.update(batch, temperature=1.0)
 
-    change = (actor.compute_log_probs(batch, 1.0) - batch.batch["old"]).sum(-1)
+    change = (actor.compute_log_probs(batch, 1.0).log_probs - batch.batch["old"]).sum(-1)
     assert torch.equal(change.sign(), batch.batch["advantages"][:, 0].sign())
 
 
@@ -118,10 +118,10 @@ def test_log_probs_do_not_depend_on_micro_batches_and_keep_the_order_of_the_rows
     alone = make_actor(folder, micro_batch_size_per_device_for_experience=1)
     mixed = make_actor(folder, micro_batch_size_per_device_for_experience=2, dynamic_batching=True)
 
-    log_probs = mixed.compute_log_probs(batch, temperature=0.7)
+    log_probs = mixed.compute_log_probs(batch, temperature=0.7).log_probs
 
     torch.testing.assert_close(
-        log_probs, alone.compute_log_probs(batch, temperature=0.7), rtol=1e-5, atol=1e-6
+        log_probs, alone.compute_log_probs(batch, temperature=0.7).log_probs, rtol=1e-5, atol=1e-6
     )
     assert log_probs[batch.batch["response_mask"] == 0].eq(0).all()
     assert log_probs[batch.batch["response_mask"] == 1].lt(0).all()
@@ -131,7 +131,9 @@ def test_log_probs_do_not_depend_on_micro_batches_and_keep_the_order_of_the_rows
 def test_each_mini_batch_is_an_optimizer_step_in_each_epoch_and_the_scheduler_steps_once(folder):
     actor = make_actor(folder, ppo_epochs=3, lr=0.5, steps=10)
     steps = []
-    actor.optimizer.register_step_post_hook(lambda *_: steps.append(actor.optimizer.param_groups[0]["lr"]))
+    actor.training.optimizer.register_step_post_hook(
+        lambda *_: steps.append(actor.training.optimizer.param_groups[0]["lr"])
+    )
 
     first = actor.update(make_batch(8), temperature=1.0)
     second = actor.update(make_batch(8), temperature=1.0)
@@ -154,7 +156,7 @@ def test_a_gradient_that_is_not_finite_is_counted_and_changes_nothing_but_the_sc
     clean = make_actor(folder)
     clean.update(batch[4:], temperature=1.0)
     assert same_weights(weights(clean), weights(actor))
-    assert actor.scheduler.get_last_lr() == clean.scheduler.get_last_lr()
+    assert actor.training.scheduler.get_last_lr() == clean.training.scheduler.get_last_lr()
 
 
 def test_nan_outside_of_the_responses_does_not_reach_the_update(folder):
@@ -211,7 +213,7 @@ def test_rows_that_do_not_divide_into_mini_batches_are_refused(folder, num_rows,
 
 def test_an_unknown_loss_is_refused_before_any_forward_pass(folder):
     with pytest.raises(ValueError, match=r"`worker.actor.loss_type` must be one of"):
-        make_actor(folder, loss_type="sapo")
+        make_actor(folder, loss_type="ppo2")
 
 
 def test_metrics_are_means_over_tokens_not_means_of_means():
@@ -224,7 +226,7 @@ def test_metrics_are_means_over_tokens_not_means_of_means():
 
     means = metrics.reduce(dist.group.WORLD, num_updates=2)
 
-    assert means == {"actor/pg_loss": 0.5, "actor/entropy": 3.0, "actor/entropy_loss": 3.0}
+    assert means == {"actor/pg_loss": 0.5, "actor/entropy": 3.0}
 
 
 def skip_on_two_ranks(rank, world_size, folder):

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as a worker process holds it: sharded, with what trains it, on the device while it is used."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from verl.models.registry import check_model
+from verl.utils.checkpoint.fsdp_checkpoint import Restored, load_shards, save_huggingface_files, save_shards
+from verl.utils.flops_counter import FlopsCounter
+from verl.utils.fsdp_utils import loaded_on_device, make_mesh
+from verl.utils.multimodal import MediaLoader
+from verl.utils.optim import build_optimizer, build_scheduler
+from verl.workers.forward import PackedForward
+from verl.workers.model_builder import build_model
+from verl.workers.model_config import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's models live."""
+
+    device: torch.device
+    world_size: int
+    media: MediaLoader | None  # decodes the rows' media; None where there is no processor
+
+
+class HostedModel:
+    """One model of a worker, under the name of its section: `actor`, `critic`, `ref`, `prime` ...
+
+    Attributes:
+        model: The sharded model.
+        forward: The packed forward pass through it.
+        optimizer, scheduler: What updates it; None for a frozen model.
+        flops: What its passes cost.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        offload: OffloadConfig,
+        place: Place,
+        *,
+        optim: OptimConfig | None = None,
+        training_steps: int = 0,
+        head: str = "causal",
+    ) -> None:
+        """Build, shard, load and check the model; every rank calls it.
+
+        Args:
+            role: Section of the options; names the folder in checkpoints.
+            model: Which model.
+            fsdp: How it is sharded.
+            offload: What leaves the device while it is not used.
+            place: The device, and the ranks.
+            optim: None for a model that is never updated.
+            training_steps: Of the run, for the schedule of the learning rate.
+            head: `causal`, or `scalar` for values and scores.
+        """
+        self.role = role
+        self.fsdp, self.offload, self.place = fsdp, offload, place
+        mesh = make_mesh(place.world_size, fsdp.fsdp_size, place.device.type)
+        self.model: PreTrainedModel = build_model(
+            model,
+            fsdp,
+            mesh=mesh,
+            device=place.device,
+            trainable=optim is not None,
+            head=head,
+            option=f"worker.{role}.model",
+        )
+        self.optimizer: Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        if optim is not None:
+            self.optimizer = build_optimizer(self.model, optim)
+            self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
+        self.forward = PackedForward(self.model, self.model.config, place.media, place.device)
+        self.flops = FlopsCounter(self.model.config, device=place.device)
+        with self.loaded():
+            check_model(self.model)
+
+    @property
+    def training(self) -> tuple[Optimizer, LRScheduler]:
+        """What updates the model."""
+        assert self.optimizer is not None and self.scheduler is not None, f"{self.role} is never updated"
+        return self.optimizer, self.scheduler
+
+    def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
+        """Have the model, and its optimizer if asked for, on the device inside the block."""
+        return loaded_on_device(
+            self.model,
+            self.place.device,
+            offload_params=self.offload.offload_params and not self.fsdp.enable_cpu_offload,
+            optimizer=self.optimizer if with_optimizer else None,
+            offload_optimizer_state=self.offload.offload_optimizer,
+        )
+
+    def save(self, folder: Path, *, model_only: bool, extra: dict[str, Any], files: tuple | None) -> None:
+        """Write this rank's part of the model into `folder/role`.
+
+        Args:
+            folder: Of the checkpoint.
+            model_only: Leave out what trains it.
+            extra: State of this rank beside.
+            files: Tokenizer and processor to put beside the config; None on all ranks but the first.
+        """
+        path = folder / self.role
+        optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
+        save_shards(path, self.model, optimizer, scheduler, extra=extra)
+        if files is not None:
+            save_huggingface_files(path, self.model.config, self.model.generation_config, *files)
+
+    def load(self, folder: Path) -> Restored:
+        """Go on from `folder/role`, saved by any number of ranks."""
+        return load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
