@@ -12,6 +12,7 @@ The letters of shapes, everywhere in the project:
     P  prompt length, padded       H  attention heads       G  prompts (groups)
     R  response length, padded     D  head dimension        L  layers
     T  P + R                       N  packed tokens of all sequences
+    K  values of the reward function that are read one by one
 """
 
 import copy
@@ -57,6 +58,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("prompt_position_ids", (("B", "P"), ("B", 4, "P")), "int64", "loader", "rollout"),
         BatchKey("raw_prompt_ids", (("B",),), "object", "loader", "rollout"),
         BatchKey("prompt_text", (("B",),), "object", "loader", "reward"),
+        BatchKey("prompt_messages", (("B",),), "object", "loader", "reward model"),
         BatchKey("ground_truth", (("B",),), "object", "loader", "reward"),
         BatchKey("multi_modal_data", (("B",),), "object", "loader", "rollout, log-probs, values, update"),
         BatchKey("uid", (("B",),), "object", "collector", "collector, advantage"),
@@ -68,10 +70,22 @@ BATCH_KEYS: dict[str, BatchKey] = {
             "position_ids", (("B", "T"), ("B", 4, "T")), "int64", "rollout", "log-probs, values, update"
         ),
         BatchKey("rollout_log_probs", (("B", "R"),), "float32", "rollout", "mismatch metrics, correction"),
+        BatchKey("row_ids", (("B",),), "int64", "collector", "balancing, resampling, update"),
+        BatchKey("rollout_steps", (("B",),), "int64", "collector", "metrics"),
+        BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),
         BatchKey("token_level_scores", (("B", "R"),), "float32", "reward", "KL penalty, metrics"),
+        BatchKey("reward_components", (("B", "K"),), "float32", "reward", "advantage (gdpo)"),
+        BatchKey("accuracies", (("B",),), "float32", "reward", "advantage (prime), update"),
         BatchKey("old_log_probs", (("B", "R"),), "float32", "actor", "KL penalty, update"),
+        BatchKey("sum_squared_probs", (("B", "R"),), "float32", "actor", "advantage (token baselines)"),
         BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
+        BatchKey("full_kl", (("B", "R"),), "float32", "actor and reference", "KL penalty"),
         BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),
+        BatchKey("prime_ref_log_probs", (("B", "R"),), "float32", "prime", "process rewards, update"),
+        BatchKey("process_rewards", (("B", "R"),), "float32", "prime", "advantage (prime)"),
+        BatchKey("reward_model_scores", (("B",),), "float32", "reward model", "reward"),
+        BatchKey("kept_mask", (("B", "R"),), "mask", "correction", "advantage"),
+        BatchKey("rollout_is_weights", (("B", "R"),), "float32", "correction", "advantage, update"),
         BatchKey("token_level_rewards", (("B", "R"),), "float32", "KL penalty", "advantage, metrics"),
         BatchKey("advantages", (("B", "R"),), "float32", "advantage", "update, metrics"),
         BatchKey("returns", (("B", "R"),), "float32", "advantage", "update, metrics"),

@@ -167,15 +167,10 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
 @pytest.mark.parametrize(
     ("argument", "supported"),
     [
-        ("algorithm.adv_estimator=gae", "'grpo'"),
-        ("algorithm.kl_penalty=full", "['kl', 'abs', 'mse', 'low_var_kl']"),
-        ("algorithm.online_filtering=true", "false"),
-        ("worker.actor.loss_type=gspo", "'default'"),
         ("worker.actor.ulysses_size=2", "1"),
         ("worker.actor.model.lora.rank=8", "0"),
         ("worker.actor.cached_embeds_dir=/tmp", "null"),
         ("worker.actor.vila_model=true", "false"),
-        ("worker.critic.optim.lr=1e-5", "1e-06"),
         ("worker.hybrid_engine=false", "true"),
         ("worker.rollout.num_video_frames=512", "8"),
         ("worker.is_omni=true", "false"),

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from verl.trainer.algorithm_config import AlgorithmConfig
+from verl.trainer.algorithm_rules import algorithm_problems
 from verl.utils.config import option
 from verl.utils.config_paths import (
     checkpoint_folder,
@@ -17,7 +19,9 @@ from verl.utils.config_paths import (
     writable_file,
     writable_folder,
 )
-from verl.workers.config import DIFFUSION, VILA, WorkerConfig
+from verl.workers.config import ActorConfig, CriticConfig, PrimeConfig, WorkerConfig
+from verl.workers.model_config import FSDPConfig
+from verl.workers.rollout_config import DIFFUSION, VILA
 
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 NEVER = (-1, 0)  # values of `*_freq` and of limits that switch them off
@@ -107,77 +111,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """How rewards become advantages, and how far the policy may move from the reference."""
-
-    gamma: float = option(
-        1.0,
-        help="Discount of rewards, for each token.",
-        minimum=0.0,
-        maximum=1.0,
-        unavailable="advantage estimator that discounts",
-    )
-    lam: float = option(
-        1.0,
-        help="Weight of longer returns in the `gae` estimator.",
-        minimum=0.0,
-        maximum=1.0,
-        unavailable="`gae` estimator",
-    )
-    adv_estimator: str = option(
-        "grpo",
-        help="Advantage estimator.",
-        choices=("gae", "grpo", "grpo_passk", "reinforce_plus_plus", "remax", "rloo"),
-        supported=("grpo",),
-        unavailable="other advantage estimator",
-    )
-    norm_adv_by_std: bool = option(
-        True, help="Divide the advantages of `grpo` by the standard deviation of the group's scores."
-    )
-    disable_kl: bool = option(False, help="Load no reference policy and use no KL term.")
-    use_kl_loss: bool = option(
-        False, help="Put the KL term into the loss; false subtracts it from the rewards.", example=True
-    )
-    kl_penalty: str = option(
-        "kl",
-        help="KL estimator.",
-        choices=("kl", "abs", "mse", "low_var_kl", "full"),
-        supported=("kl", "abs", "mse", "low_var_kl"),
-        unavailable="KL over the full vocabulary",
-        example="low_var_kl",
-    )
-    kl_coef: float = option(
-        1e-3, help="Weight of the KL term; 0 logs the KL without using it.", minimum=0.0, example=1e-2
-    )
-    kl_type: str = option(
-        "fixed",
-        help="Weight of the KL in the rewards: fixed, or steered to `kl_target`.",
-        choices=("fixed", "adaptive"),
-    )
-    kl_horizon: float = option(1e4, help="Sequences over which the adaptive weight moves.", minimum=1.0)
-    kl_target: float = option(0.1, help="KL in nats that the adaptive weight steers to.", minimum=1e-6)
-    online_filtering: bool = option(
-        False,
-        help="Keep only prompts whose mean score is informative.",
-        unavailable="filtering of prompts by score",
-    )
-    filter_key: str = option("overall", help="Score that online filtering reads.")
-    filter_low: float = option(0.01, help="Online filtering keeps groups with a mean score above this.")
-    filter_high: float = option(0.99, help="Online filtering keeps groups with a mean score below this.")
-
-    def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong between the options of this section."""
-        if self.filter_low >= self.filter_high:
-            low, high = self.filter_low, self.filter_high
-            yield f"`{path}.filter_low` ({low}) must be below `{path}.filter_high` ({high})"
-        if self.kl_type == "adaptive" and self.use_kl_loss and not self.disable_kl:
-            yield (
-                f"`{path}.kl_type` must be 'fixed' with `{path}.use_kl_loss=true`, got 'adaptive':"
-                " the adaptive weight applies to KL in the rewards"
-            )
-
-
-@dataclass(frozen=True)
 class TrainerConfig:
     """How long, on what, and what is logged and saved."""
 
@@ -203,7 +136,16 @@ class TrainerConfig:
     max_try_make_batch: int = option(
         20, help="Rollouts that online filtering tries to fill one batch; 0 or less is without limit."
     )
-    critic_warmup: int = option(0, help="Steps that train the critic alone.", minimum=0, unavailable="critic")
+    rejection_sample: bool = option(
+        False,
+        help="Leave out prompts whose responses all score the same, and keep surplus ones (Skywork-OR1).",
+    )
+    rejection_sample_multiplier: int = option(
+        1, help="With `rejection_sample`: prompts sampled for each one that a step still needs.", minimum=1
+    )
+    critic_warmup: int = option(
+        0, help="First step that updates the policy; steps before it train the critic alone.", minimum=0
+    )
     val_freq: int = option(
         -1, help="Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
@@ -302,18 +244,45 @@ class PPOConfig:
         """Whether a reference policy is loaded."""
         return not self.algorithm.disable_kl
 
+    @property
+    def needs_ref_log_probs(self) -> bool:
+        """Whether a KL term reads the reference's log-probs; the KL over the vocabulary runs both models."""
+        return self.use_reference and self.algorithm.kl_penalty != "full"
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def use_prime(self) -> bool:
+        """Whether a process reward model is trained."""
+        return self.algorithm.adv_estimator == "prime"
+
+    @property
+    def models(self) -> list[str]:
+        """The models that a process holds shards of, by the names of their sections."""
+        frozen = [("ref", self.use_reference), ("reward_model", self.worker.reward_model.is_used)]
+        return [*self.trained_roles, *(name for name, is_loaded in frozen if is_loaded)]
+
+    @property
+    def trained_roles(self) -> dict[str, ActorConfig | CriticConfig | PrimeConfig]:
+        """The models that are updated, by the names of their sections."""
+        worker = self.worker
+        roles: dict[str, ActorConfig | CriticConfig | PrimeConfig] = {"actor": worker.actor}
+        if self.use_critic:
+            roles["critic"] = worker.critic
+        if self.use_prime:
+            roles["prime"] = worker.prime
+        return roles
+
     def problems(self, path: str) -> Iterator[str]:
         """Yield every broken rule between the sections."""
         yield from self._missing_inputs()
         yield from self._ranks()
         yield from self._batches()
         yield from self._lengths()
-        num_responses = self.worker.rollout.n
-        if self.algorithm.adv_estimator == "grpo" and num_responses < 2:
-            yield (
-                "`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator=grpo`,"
-                f" got {num_responses}: it compares the responses to one prompt"
-            )
+        yield from algorithm_problems(self)
 
     def _missing_inputs(self) -> Iterator[str]:
         trainer = self.trainer
@@ -328,8 +297,11 @@ class PPOConfig:
                 "`data.val_files` must be set; without validation set"
                 " `trainer.val_before_train=false` and `trainer.val_freq=-1`"
             )
-        if self.worker.reward.reward_function is None:
-            yield "`worker.reward.reward_function` must be set: `file.py:function`"
+        if self.worker.reward.reward_function is None and not self.worker.reward_model.is_used:
+            yield (
+                "`worker.reward.reward_function` must be set: `file.py:function`;"
+                " or `worker.reward_model.model.model_path`"
+            )
 
     def _ranks(self) -> Iterator[str]:
         tensor_parallel_size = self.worker.rollout.tensor_parallel_size
@@ -340,32 +312,47 @@ class PPOConfig:
             key = "mini_rollout_batch_size" if self.data.mini_rollout_batch_size else "rollout_batch_size"
             engines = f"the number of rollout engines, {WORLD} / `worker.rollout.tensor_parallel_size`"
             yield from divisible(f"`data.{key}`", self.loader_batch_size, engines, self.num_engines)
-        for role, fsdp in (("actor", self.worker.actor.fsdp), ("ref", self.worker.ref.fsdp)):
+        for role, fsdp in self._sharded_roles():
             if fsdp.fsdp_size > 0:
                 yield from divisible(
                     WORLD, self.world_size, f"`worker.{role}.fsdp.fsdp_size`", fsdp.fsdp_size
                 )
 
+    def _sharded_roles(self) -> Iterator[tuple[str, FSDPConfig]]:
+        for role, config in self.trained_roles.items():
+            yield role, config.fsdp
+        if self.use_reference:
+            yield "ref", self.worker.ref.fsdp
+        if self.worker.reward_model.is_used:
+            yield "reward_model", self.worker.reward_model.fsdp
+
     def _batches(self) -> Iterator[str]:
         actor, num_responses = self.worker.actor, self.worker.rollout.n
-        prompts, update = self.data.rollout_batch_size, actor.global_batch_size
-        yield from divisible("`data.rollout_batch_size`", prompts, "`worker.actor.global_batch_size`", update)
+        prompts = self.data.rollout_batch_size
         yield from divisible(
             "`data.rollout_batch_size` x `worker.rollout.n`",
             prompts * num_responses,
             "`worker.actor.micro_batch_size_per_device_for_experience`",
             actor.micro_batch_size_per_device_for_experience,
         )
-        batch = "`worker.actor.global_batch_size` x `worker.rollout.n`"
-        sequences = update * num_responses
+        for role, config in self.trained_roles.items():
+            size = config.global_batch_size
+            yield from divisible(
+                "`data.rollout_batch_size`", prompts, f"`worker.{role}.global_batch_size`", size
+            )
+            yield from self._micro_batches(role, size, config.micro_batch_size_per_device_for_update)
+
+    def _micro_batches(self, role: str, prompts: int, micro_batch_size: int) -> Iterator[str]:
+        batch = f"`worker.{role}.global_batch_size` x `worker.rollout.n`"
+        sequences = prompts * self.worker.rollout.n
         if sequences % self.dp_size:
             yield from divisible(batch, sequences, f"the number of ranks, {WORLD}", self.dp_size)
             return
         yield from divisible(
             f"{batch} / {WORLD}",
             sequences // self.dp_size,
-            "`worker.actor.micro_batch_size_per_device_for_update`",
-            actor.micro_batch_size_per_device_for_update,
+            f"`worker.{role}.micro_batch_size_per_device_for_update`",
+            micro_batch_size,
         )
 
     def _lengths(self) -> Iterator[str]:

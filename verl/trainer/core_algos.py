@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs, Advantages, grpo
 from verl.algorithms.aggregation import aggregate_loss, count_denominators
+from verl.algorithms.entropy import AdaptiveEntropyController, EntropyController, FixedEntropyController
 from verl.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveKLController,
@@ -20,9 +21,17 @@ from verl.algorithms.kl import (
     kl_divergence,
 )
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, ppo
+from verl.algorithms.resampling import resample, resampling_weights
+from verl.algorithms.rollout_correction import (
+    RolloutCorrection,
+    correction_metrics,
+    importance_weights,
+    rejection_mask,
+)
 from verl.protocol import DataProto
-from verl.trainer.config import AlgorithmConfig
+from verl.trainer.algorithm_config import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.utils.masking import masked_mean
+from verl.workers.config import ActorConfig
 
 __all__ = [
     "ADV_ESTIMATORS",
@@ -62,6 +71,31 @@ def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
     return FixedKLController(algorithm.kl_coef, algorithm.kl_penalty)
 
 
+def get_entropy_controller(actor: ActorConfig) -> EntropyController:
+    """Build what owns the weight of the entropy bonus."""
+    adaptive = actor.adaptive_entropy
+    if not adaptive.enabled:
+        return FixedEntropyController(actor.entropy_coef)
+    return AdaptiveEntropyController(
+        actor.entropy_coef,
+        adaptive.target_entropy,
+        adaptive.delta_entropy_coef,
+        adaptive.max_entropy_coef,
+        adaptive.min_entropy_coef,
+    )
+
+
+def get_rollout_correction(options: RolloutCorrectionConfig) -> RolloutCorrection:
+    """Read what is done about the difference between engine and trainer."""
+    return RolloutCorrection.parse(
+        options.rollout_is,
+        options.rollout_is_threshold,
+        options.rollout_is_batch_normalize,
+        options.rollout_rs,
+        options.rollout_rs_threshold,
+    )
+
+
 def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataProto, dict[str, float]]:
     """Turn scores into rewards by charging each token for its distance from the reference.
 
@@ -71,8 +105,8 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
     afterwards, so the weight changes from the next step on.
 
     Args:
-        batch: Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs`,
-            `ref_log_probs`.
+        batch: Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs` and
+            `ref_log_probs`, or `full_kl` for the KL over the vocabulary.
         controller: Its weight and estimator; updated here.
 
     Returns:
@@ -84,9 +118,10 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
     if controller.kl_penalty is None:
         return with_tensors(batch, token_level_rewards=scores), {}
 
-    mask = tensors["response_mask"]
-    old, ref = tensors["old_log_probs"], tensors["ref_log_probs"]  # (B, R)
-    kl = kl_divergence(old, ref, mask, controller.kl_penalty)  # (B, R)
+    mask, old = tensors["response_mask"], tensors["old_log_probs"]
+    kl = kl_divergence(
+        old, tensors.get("ref_log_probs"), mask, controller.kl_penalty, tensors.get("full_kl")
+    )  # (B, R)
     current_kl = masked_mean(kl, mask, dim=-1).mean().item()
     metrics = {"actor/kl_penalty": current_kl, "actor/kl_coef": controller.kl_coef}
     rewards = scores - controller.kl_coef * kl
@@ -94,25 +129,98 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
     return with_tensors(batch, token_level_rewards=rewards), metrics
 
 
+def correct_rollouts(batch: DataProto, correction: RolloutCorrection) -> tuple[DataProto, dict[str, float]]:
+    """Measure how far the trainer is from the engine that sampled, and correct for it as the options say.
+
+    Args:
+        batch: Reads `old_log_probs`, `rollout_log_probs`, `response_mask`.
+        correction: Which weights, which rejections.
+
+    Returns:
+        The batch with `kept_mask` (B, R), the response mask without what is rejected, and with
+        `rollout_is_weights` (B, R), each if the options ask for it; and `rollout_corr/*`.
+    """
+    tensors = batch.batch
+    arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction)
+    added = {}
+    if correction.rejections:
+        added["kept_mask"] = rejection_mask(*arguments)
+    if correction.importance_sampling is not None:
+        added["rollout_is_weights"] = importance_weights(*arguments)
+    return with_tensors(batch, **added), correction_metrics(*arguments)
+
+
 def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Return the batch with `advantages` and `returns` (B, R), by the estimator of `algorithm.adv_estimator`.
 
+    What `kept_mask` rejects leaves the response mask here. A sequence that is rejected as a whole takes no
+    part; one that loses tokens keeps its score, which may stand on one of them, and the others' advantages.
+
     Args:
         batch: Reads `token_level_rewards`, `response_mask` and `uid`; the responses to one prompt share a
-            `uid`.
+            `uid`. What single estimators need beside is read where it is there.
         algorithm: The options of the section.
 
     Raises:
         ValueError: The estimator is unknown, or refuses the batch.
     """
+    tensors, weights = batch.batch, algorithm.gdpo_reward_weights
+    mask = tensors["response_mask"]  # (B, R)
+    kept = tensors.get("kept_mask", mask)  # (B, R)
     inputs = AdvantageInputs(
-        token_level_rewards=batch.batch["token_level_rewards"],
-        response_mask=batch.batch["response_mask"],
+        token_level_rewards=tensors["token_level_rewards"],
+        response_mask=mask * kept.any(-1, keepdim=True),
         group_ids=group_ids_of(batch.non_tensor_batch["uid"]),
         norm_adv_by_std=algorithm.norm_adv_by_std,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        values=tensors.get("values"),
+        reward_baselines=tensors.get("reward_baselines"),
+        reward_components=tensors.get("reward_components"),
+        reward_weights=None if weights is None else torch.tensor(weights),
+        log_probs=tensors.get("old_log_probs"),
+        sum_squared_probs=tensors.get("sum_squared_probs"),
+        importance_weights=tensors.get("rollout_is_weights"),
+        process_rewards=tensors.get("process_rewards"),
+        accuracies=tensors.get("accuracies"),
+        process_coef=algorithm.prime_process_coef,
+        accuracy_coef=algorithm.prime_accuracy_coef,
+        normalize_process_rewards=algorithm.prime_norm,
+        softmean_beta=algorithm.sppo_beta,
     )
     advantages, returns = ADV_ESTIMATORS[algorithm.adv_estimator](inputs)
-    return with_tensors(batch, advantages=advantages, returns=returns)
+    return replace_tensors(batch, response_mask=kept, advantages=advantages * kept, returns=returns * kept)
+
+
+def entropy_estimate(batch: DataProto) -> float:
+    """Mean of -log p over the response tokens: what the sampled tokens say of the policy's entropy, in nats.
+
+    Source: as the Skywork-OR1 trainer measures it; unbiased for tokens sampled at the trainer's temperature.
+    """
+    return -masked_mean(batch.batch["old_log_probs"], batch.batch["response_mask"]).item()
+
+
+def resample_by_score(batch: DataProto, options: PFPPOConfig, seed: int, step: int) -> DataProto:
+    """Draw the sequences of a step anew, by their scores (PF-PPO); as many, some of them several times.
+
+    The draw starts from the order in which the sequences were collected, so that it does not depend on the
+    number of ranks; its generator is that of the seed and the step, so that a resumed run draws the same.
+
+    Args:
+        batch: Reads `row_ids` and `token_level_scores`.
+        options: `algorithm.pf_ppo`.
+        seed: Of the run.
+        step: Of the run.
+    """
+    batch = batch[batch.batch["row_ids"].argsort()]
+    scores = batch.batch["token_level_scores"].sum(-1)  # (B,)
+    weights = resampling_weights(scores, options.reweight_method, options.weight_pow)
+    return batch[resample(weights, torch.Generator().manual_seed(mixed_seed(seed, step)))]
+
+
+def mixed_seed(seed: int, step: int) -> int:
+    """One seed for a step of a run; other steps and runs have another."""
+    return seed * 1_000_003 + step
 
 
 def group_ids_of(uids: np.ndarray) -> Tensor:
@@ -124,3 +232,9 @@ def group_ids_of(uids: np.ndarray) -> Tensor:
 def with_tensors(batch: DataProto, **tensors: Tensor) -> DataProto:
     """Return a new batch with these tensors added."""
     return batch.merge(DataProto.from_dict(tensors))
+
+
+def replace_tensors(batch: DataProto, **tensors: Tensor) -> DataProto:
+    """Return a new batch with these tensors in place of those of the same names, or added."""
+    others = set(batch.batch.keys()) - set(tensors)
+    return with_tensors(batch.select(sorted(others)), **tensors)

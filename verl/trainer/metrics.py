@@ -62,20 +62,48 @@ def length_metrics(name: str, lengths: Tensor, limit: int) -> Metrics:
     return mean_max_min(name, lengths) | {f"{name}/clip_ratio": (lengths >= limit).float().mean().item()}
 
 
-def compute_batch_metrics(batch: DataProto) -> Metrics:
-    """Statistics of a finished batch: scores, rewards, advantages, returns, values, lengths, mismatch."""
+def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
+    """Statistics of a finished batch: scores, rewards, advantages, returns, values, lengths, mismatch.
+
+    The mismatch of engine and trainer is that of this step's own responses: those that were carried over come
+    from other weights, and `training/off_policy/trajectory_staleness/*` says from how many steps before.
+    """
     tensors = batch.batch
-    mask = tensors["response_mask"].bool()  # (B, R)
+    mask = tensors["response_mask"].bool()  # (B, R), without what was rejected
+    responses = tensors["attention_mask"][:, -mask.shape[-1] :].bool()  # (B, R)
     metrics = mean_max_min("critic/score", tensors["token_level_scores"].sum(-1))
     metrics |= mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1))
     for key in ("advantages", "returns", "values"):
-        if key in tensors:
+        if key in tensors and mask.any():
             metrics |= mean_max_min(f"critic/{key}", tensors[key][mask])
-    metrics |= length_metrics("response_length", mask.sum(-1), mask.shape[-1])
+    if "values" in tensors and mask.sum() > 1:
+        metrics["critic/vf_explained_var"] = explained_variance(
+            tensors["values"][mask], tensors["returns"][mask]
+        )
+    metrics |= length_metrics("response_length", responses.sum(-1), responses.shape[-1])
     metrics |= length_metrics(
         "prompt_length", tensors["prompt_mask"].sum(-1), tensors["prompt_mask"].shape[-1]
     )
-    return metrics | mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], mask)
+    staleness = step - tensors["rollout_steps"]  # (B,)
+    if staleness.any():
+        metrics |= mean_max_min("training/off_policy/trajectory_staleness", staleness)
+    fresh = responses & (staleness == 0).unsqueeze(-1)  # (B, R)
+    if fresh.any():
+        metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
+    return metrics
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Share of the returns' variance that the values explain: 1 - var(returns - values) / var(returns).
+
+    Below zero for values that are worse than a constant; zero where all returns are equal.
+
+    Args:
+        values: (N,), N of at least 2.
+        returns: (N,).
+    """
+    variance = returns.double().var()
+    return 0.0 if variance == 0 else (1 - (returns.double() - values).var() / variance).item()
 
 
 def mismatch_metrics(rollout_log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Metrics:

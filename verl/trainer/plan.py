@@ -117,9 +117,9 @@ def _rollout_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
     tensor_parallel_size = config.worker.rollout.tensor_parallel_size
     where = f"{config.trainer.nnodes} nodes, {config.trainer.device}"
     engines = f"{config.worker.rollout.name}, tensor parallel {tensor_parallel_size}"
-    reference = "actor" if not config.use_reference else "actor and reference"
     return [
         PlanLine("processes", str(plan.world_size), "1", where),
+        PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
         PlanLine("rollout engines", str(plan.num_engines), "", engines),
         PlanLine("prompts", str(plan.prompts), _share(plan.prompts, plan.num_engines), "per engine"),
         PlanLine("rollout calls", str(plan.rollout_calls)),
@@ -133,7 +133,7 @@ def _rollout_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
             "log-prob micro batches",
             "",
             _at_most(plan.experience_micro_batches, config),
-            reference,
+            " and ".join(_log_prob_models(config)),
         ),
     ]
 
@@ -157,6 +157,12 @@ def _update_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
             "optimizer steps", str(plan.optimizer_steps), "", f"{config.worker.actor.ppo_epochs} PPO epochs"
         ),
     ]
+
+
+def _log_prob_models(config: PPOConfig) -> list[str]:
+    """The models whose log-probs a step computes before the update."""
+    models = [] if config.algorithm.rollout_correction.bypass_mode else ["actor"]
+    return models + (["reference"] if config.use_reference else [])
 
 
 def _length_line(config: PPOConfig, plan: Plan) -> PlanLine:

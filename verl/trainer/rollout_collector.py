@@ -1,235 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts in, scored sequences out: samples responses on the worker group and has them scored as they finish.
+"""Collects the sequences of a training step: samples prompts until it has those it trains on.
 
-`Sampler` runs one batch of prompts; `RolloutCollector` calls it until a step has its prompts; validation uses
-the same `Sampler` with other sampling options.
+Without a filter that is one rollout batch, still being scored. With a filter (`group_filter.py`) scores are
+waited for, uninformative groups are left out, and what a step does not need is carried to the next one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from verl.models.position_ids import continue_positions
-from verl.protocol import DataProto, objects
-from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.protocol import DataProto
 from verl.trainer.config import PPOConfig
-from verl.trainer.metrics import Metrics, compute_reward_metrics
-from verl.workers.reward.manager import RewardJob, RewardManager
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+from verl.trainer.group_filter import GroupFilter, make_group_filter, make_quota
+from verl.trainer.metrics import Metrics
+from verl.trainer.sampler import Sampler, greedy_options, sampling_options, with_uids
+from verl.trainer.scored_groups import ScoredGroups
+from verl.trainer.scores import KnownScores, Scoring, column_of, shaping_terms
+from verl.utils.rank_logger import get_logger
 
-Progress = Callable[[int, int, str], None]  # done, total, what
-
-SAMPLED_FROM = ["uid", "raw_prompt_ids", "multi_modal_data"]
-PROMPT_ONLY = ["prompt_position_ids", "raw_prompt_ids"]  # needed to sample, of no use afterwards
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """The scores of sequences while they are computed: one job for each call of the engine."""
-
-    jobs: list[RewardJob]
-    order: list[int] | None = None  # where the sequences stand now, if they were reordered
-
-    def reorder(self, order: list[int]) -> "Scoring":
-        """The same scores for sequences that were put into another order."""
-        return Scoring(self.jobs, order)
-
-    def result(self) -> dict[str, list[float]]:
-        """Wait for the scores: every value of the reward function by name, in the order of the sequences."""
-        values: dict[str, list[float]] = {}
-        for job in self.jobs:
-            for key, column in job.result().items():
-                values.setdefault(key, []).extend(column)
-        if self.order is None:
-            return values
-        return {key: [column[row] for row in self.order] for key, column in values.items()}
+logger = get_logger(__name__)
 
 
-class Sampler:
-    """Samples responses to prompts on the workers and hands them to the reward function as they finish.
+class Collected(NamedTuple):
+    """What a step trains on: the sequences, their scores, and how they were found."""
 
-    A `sequential` reward function gets each response at once, the others get a prompt's responses together.
-    """
+    batch: DataProto
+    scoring: Scoring
+    metrics: Metrics
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        workers: RayWorkerGroup,
-        reward: RewardManager,
-        tokenizer: Any,
-        on_progress: Progress | None = None,
-    ) -> None:
-        """Put the parts together; `on_progress` is told how many responses are finished, of how many."""
-        self.workers = workers
-        self.reward = reward
-        self.tokenizer = tokenizer
-        self.on_progress = on_progress
-        self.response_length = config.data.max_response_length
-        self.skip_special_tokens = config.worker.reward.skip_special_tokens
 
-    def sample(self, prompts: DataProto, options: SamplingOptions) -> tuple[DataProto, Scoring]:
-        """Sample `options.n` responses to every prompt.
+@dataclass
+class Harvest:
+    """What a filtered step has gathered so far."""
 
-        Args:
-            prompts: Rows of the loader with their `uid`.
-            options: How to sample.
+    kept: list[ScoredGroups]
+    sampled: list[Tensor] = field(default_factory=list)  # scores of all groups of each call, (G, n)
 
-        Returns:
-            The sequences, the n responses to a prompt next to each other, and their scores, still under way.
-        """
-        n, job, columns = options.n, self.reward.start(), reward_columns(prompts)
-        row_of = {uid: row for row, uid in enumerate(prompts.non_tensor_batch["uid"])}
-        total = len(prompts) * n
-        responses: dict[int, FinishedResponse] = {}  # by the row of the sequence
-        unfinished = dict.fromkeys(row_of, n)
-        for finished in self.workers.generate(prompts.select([], SAMPLED_FROM), options):
-            for response in finished:
-                row = row_of[response.uid]
-                responses[row * n + response.sample] = response
-                unfinished[response.uid] -= 1
-                if self.reward.reward_type == "sequential":
-                    self._score(job, [row * n + response.sample], [response], columns[row])
-                elif unfinished[response.uid] == 0:
-                    group = range(row * n, (row + 1) * n)
-                    self._score(job, group, [responses[place] for place in group], columns[row])
-            if self.on_progress is not None:
-                self.on_progress(total - sum(unfinished.values()), total, "responses")
-        assert not any(unfinished.values()), (
-            f"the engine must finish every response; unfinished are {unfinished}"
-        )
-        in_order = [responses[row] for row in range(total)]
-        sequences = join_responses(prompts, in_order, n, self.response_length, self.tokenizer.pad_token_id)
-        return sequences, Scoring([job])
+    @property
+    def num_kept(self) -> int:
+        """Groups to train on."""
+        return sum(len(groups) for groups in self.kept)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of a response."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
-
-    def _score(
-        self, job: RewardJob, index: Sequence[int], responses: list[FinishedResponse], columns: dict[str, Any]
-    ) -> None:
-        texts = [self.decode(response.token_ids) for response in responses]
-        lengths = [len(response.token_ids) for response in responses]
-        inputs = [
-            columns | {"response": text, "response_length": length}
-            for text, length in zip(texts, lengths, strict=True)
-        ]
-        job.submit(index, inputs)
+    @property
+    def num_sampled(self) -> int:
+        """Groups that were sampled, kept or not."""
+        return sum(len(scores) for scores in self.sampled)
 
 
 class RolloutCollector:
-    """Collects the sequences of one training step."""
+    """Collects the sequences of one training step.
+
+    Attributes:
+        carried: Groups that were kept but not needed, oldest first; the next step begins with them. They keep
+            the `rollout_log_probs` of the weights that sampled them.
+    """
 
     def __init__(self, config: PPOConfig, sampler: Sampler, prompts: Iterator[DataProto]) -> None:
+        """Collect with `sampler` from endless batches of prompts."""
+        self.config = config
         self.sampler = sampler
         self.prompts = prompts
-        self.prompts_per_step = config.data.rollout_batch_size
+        self.filter = make_group_filter(config)
+        self.quota = make_quota(config)
         self.options = sampling_options(config)
+        self.greedy = greedy_options(config) if config.algorithm.adv_estimator == "remax" else None
+        self.carried: ScoredGroups | None = None
 
-    def collect(self, step: int) -> tuple[DataProto, Scoring]:
-        """Sample until the step has its prompts; consumes from the loader, waits for the workers."""
+    def collect(self, step: int) -> Collected:
+        """Sample until the step has its prompts; consumes from the loader, waits for the workers.
+
+        Args:
+            step: Its number; makes the prompts' `uid` unique.
+
+        Returns:
+            A batch with `row_ids`, `rollout_steps` and, for `remax`, `reward_baselines`.
+
+        Raises:
+            ValueError: The reward function does not return `algorithm.filter_key`.
+            RuntimeError: `trainer.max_try_make_batch` calls of the engine did not give enough groups.
+        """
+        if self.filter is None:
+            collected = self._collect_all(step)
+        else:
+            collected = self._collect_filtered(step, self.filter)
+        batch, scoring, metrics = collected
+        if self.greedy is not None:
+            metrics["reward/baseline"] = batch.batch["reward_baselines"].mean().item()
+        row_ids = DataProto.from_dict({"row_ids": torch.arange(len(batch))})
+        return Collected(batch.merge(row_ids), scoring, metrics)
+
+    @property
+    def num_carried(self) -> int:
+        """Groups that wait for the next step."""
+        return 0 if self.carried is None else len(self.carried)
+
+    def save_carried(self, path: Path) -> None:
+        """Write the carried groups to a file; no file without any."""
+        if self.carried is not None:
+            self.carried.save(path)
+
+    def load_carried(self, path: Path) -> None:
+        """Go on with the carried groups of a file.
+
+        Raises:
+            ValueError: They do not fit the options of this run.
+        """
+        groups = ScoredGroups.load(path)
+        if self.filter is None:
+            logger.warning("carried groups are dropped, this run filters nothing: groups=%d", len(groups))
+            return
+        self._check_fits(groups)
+        self.carried = groups
+
+    def _collect_all(self, step: int) -> Collected:
         parts: list[DataProto] = []
         scorings: list[Scoring] = []
         collected = 0
-        while collected < self.prompts_per_step:
-            prompts = with_uids(next(self.prompts), f"step{step}-{len(parts)}")
-            sequences, scoring = self.sampler.sample(prompts, self.options)
+        while collected < self.quota.target:
+            sequences, scoring = self._sample(next(self.prompts), step, len(parts))
             parts.append(sequences)
             scorings.append(scoring)
-            collected += len(prompts)
-        return DataProto.concat(parts), Scoring([job for scoring in scorings for job in scoring.jobs])
+            collected += len(sequences) // self.options.n
+        return Collected(DataProto.concat(parts), Scoring(scorings), {})
 
+    def _collect_filtered(self, step: int, group_filter: GroupFilter) -> Collected:
+        harvest = Harvest([] if self.carried is None else [self.carried])
+        carried_in, quota = self.num_carried, self.quota
+        wanted = quota.wanted(carried_in)
+        while not quota.has_enough(harvest.num_kept, harvest.num_sampled, wanted):
+            calls = len(harvest.sampled)
+            if quota.gives_up(calls):
+                if harvest.num_kept >= quota.multiple:
+                    break
+                raise self._shortage(harvest, carried_in, group_filter)
+            prompts = self._next_prompts(quota.wanted(harvest.num_kept))
+            sequences, scoring = self._sample(prompts, step, calls)
+            groups = ScoredGroups(sequences, scoring.result(), self.options.n)
+            scores = self._filter_scores(groups)  # (G, n)
+            kept = group_filter.keep(scores).nonzero().flatten()  # (K,)
+            harvest.sampled.append(scores)
+            harvest.kept.append(groups.select(kept))
+        return self._divide(harvest, carried_in, group_filter)
 
-def with_uids(prompts: DataProto, prefix: str) -> DataProto:
-    """Give every prompt an id of its own: its responses are a group."""
-    return prompts.merge(
-        DataProto.from_dict(non_tensors={"uid": objects([f"{prefix}-{i}" for i in range(len(prompts))])})
-    )
+    def _divide(self, harvest: Harvest, carried_in: int, group_filter: GroupFilter) -> Collected:
+        """Train on the oldest groups and carry the others."""
+        trained, rest = ScoredGroups.concat(harvest.kept).split(self.quota.usable(harvest.num_kept))
+        rest.check_storable()
+        self.carried = rest if len(rest) else None
+        metrics = {
+            "filter/tries": float(len(harvest.sampled)),
+            "filter/sampled": float(harvest.num_sampled),
+            "filter/kept": float(harvest.num_kept - carried_in),
+            "filter/carried_in": float(carried_in),
+            "filter/carried_out": float(self.num_carried),
+            "filter/trained": float(len(trained)),
+        }
+        metrics |= group_filter.metrics(self._sampled_scores(harvest), self._filter_scores(trained))
+        return Collected(trained.sequences, Scoring([KnownScores(trained.values)]), metrics)
 
+    def _next_prompts(self, wanted: int) -> DataProto:
+        """Prompts for one call: batches of the loader until there are `wanted`, or the call is full."""
+        limit = self.quota.prompts_per_call
+        parts = [next(self.prompts)]
+        while sum(map(len, parts)) < (wanted if limit is None else min(wanted, limit)):
+            parts.append(next(self.prompts))
+        return DataProto.concat(parts)
 
-def score(batch: DataProto, values: dict[str, list[float]]) -> tuple[DataProto, Metrics]:
-    """Put each response's score on its last token.
+    def _sample(self, prompts: DataProto, step: int, call: int) -> tuple[DataProto, Scoring]:
+        """Sample a group for each prompt, and before it the greedy response of `remax`."""
+        prompts = with_uids(prompts, f"step{step}-{call}")
+        prompts = prompts.merge(DataProto.from_dict({"rollout_steps": torch.full((len(prompts),), step)}))
+        if self.greedy is None:
+            return self.sampler.sample(prompts, self.options)
+        greedy, greedy_scoring = self.sampler.sample(prompts, self.greedy)
+        sequences, scoring = self.sampler.sample(prompts, self.options)
+        baselines = torch.tensor(greedy_scoring.result()["overall"])  # (G,)
+        lengths = greedy.batch["response_mask"].sum(-1)  # (G,)
+        baselines = baselines + shaping_terms(lengths, self.config).get("overlong_penalty", 0.0)
+        repeated = DataProto.from_dict({"reward_baselines": baselines.repeat_interleave(self.options.n)})
+        return sequences.merge(repeated), scoring
 
-    Args:
-        batch: Reads `response_mask` (B, R).
-        values: What `Scoring.result` returned for these rows.
+    def _filter_scores(self, groups: ScoredGroups) -> Tensor:
+        """The scores that the filter reads, (G, n) float64."""
+        column = column_of(groups.values, self.config.algorithm.filter_key, "algorithm.filter_key")
+        return column.view(-1, self.options.n)
 
-    Returns:
-        `token_level_scores` (B, R), and the mean of each value as `reward/<key>`.
-    """
-    mask = batch.batch["response_mask"]
-    last = mask.sum(-1, keepdim=True) - 1  # (B, 1)
-    overall = torch.tensor(values["overall"]).unsqueeze(-1)  # (B, 1)
-    scores = torch.zeros(mask.shape).scatter(1, last, overall)  # (B, R)
-    return DataProto.from_dict({"token_level_scores": scores}), compute_reward_metrics(values)
+    def _sampled_scores(self, harvest: Harvest) -> Tensor:
+        empty = torch.zeros(0, self.options.n, dtype=torch.float64)
+        return torch.cat([empty, *harvest.sampled])
 
+    def _shortage(self, harvest: Harvest, carried_in: int, group_filter: GroupFilter) -> RuntimeError:
+        """Say why a step cannot be filled."""
+        kept = harvest.num_kept - carried_in
+        return RuntimeError(
+            f"a step needs {self.quota.multiple} groups, got {harvest.num_kept} in {self.quota.max_calls}"
+            f" calls of the engine (`trainer.max_try_make_batch`): {harvest.num_sampled} were sampled and"
+            f" {kept} kept, {carried_in} came from the step before,"
+            f" {group_filter.reasons(self._sampled_scores(harvest))}, or allow more calls"
+        )
 
-def sampling_options(config: PPOConfig) -> SamplingOptions:
-    """How training samples responses."""
-    rollout = config.worker.rollout
-    return SamplingOptions(
-        n=rollout.n,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=config.data.max_response_length,
-        ignore_eos=rollout.ignore_eos,
-    )
-
-
-def reward_columns(prompts: DataProto) -> list[dict[str, Any]]:
-    """What the reward function sees of each prompt: its text as `prompt`, and every column of its row."""
-    hidden = {"raw_prompt_ids", "prompt_text"}
-    columns = {key: values for key, values in prompts.non_tensor_batch.items() if key not in hidden}
-    texts = prompts.non_tensor_batch["prompt_text"]
-    return [
-        {key: values[row] for key, values in columns.items()} | {"prompt": texts[row]}
-        for row in range(len(prompts))
-    ]
-
-
-def join_responses(
-    prompts: DataProto, responses: list[FinishedResponse], n: int, response_length: int, pad_token_id: int
-) -> DataProto:
-    """Put prompts and their responses together as sequences.
-
-    Args:
-        prompts: B prompts, left-padded: `prompts`, `prompt_mask` (B, P), `prompt_position_ids` (B, P) or (B,
-            4, P).
-        responses: B * n responses, those of a prompt next to each other.
-        n: Responses to a prompt.
-        response_length: R; responses are padded on the right.
-        pad_token_id: What fills the padding.
-
-    Returns:
-        B * n sequences with the keys that `rollout` writes in `protocol.BATCH_KEYS`. Positions go on from the
-        prompt's last one, on every axis of M-RoPE.
-    """
-    shape = (len(responses), response_length)
-    tokens = torch.full(shape, pad_token_id, dtype=torch.int64)  # (B, R)
-    mask = torch.zeros(shape, dtype=torch.int64)  # (B, R)
-    log_probs = torch.zeros(shape, dtype=torch.float32)  # (B, R)
-    for row, response in enumerate(responses):
-        length = len(response.token_ids)
-        tokens[row, :length] = torch.tensor(response.token_ids, dtype=torch.int64)
-        log_probs[row, :length] = torch.tensor(response.log_probs, dtype=torch.float32)
-        mask[row, :length] = 1
-
-    sequences = prompts.repeat(n, interleave=True)
-    position_ids = sequences.batch["prompt_position_ids"]  # (B, P) or (B, 4, P)
-    response_positions = continue_positions(position_ids[..., -1], response_length)  # (B, R) or (B, 4, R)
-    kept = sorted(set(sequences.batch.keys()) - set(PROMPT_ONLY))
-    kept_objects = sorted(set(sequences.non_tensor_batch) - set(PROMPT_ONLY))
-    written = {
-        "responses": tokens,
-        "response_mask": mask,
-        "input_ids": torch.cat([sequences.batch["prompts"], tokens], dim=-1),  # (B, P + R)
-        "attention_mask": torch.cat([sequences.batch["prompt_mask"], mask], dim=-1),  # (B, P + R)
-        "position_ids": torch.cat([position_ids, response_positions], dim=-1),
-        "rollout_log_probs": log_probs,
-    }
-    finish_reasons = {"finish_reason": objects([response.finish_reason for response in responses])}
-    joined = sequences.select(batch_keys=kept, non_tensor_batch_keys=kept_objects)
-    return joined.merge(DataProto.from_dict(written, non_tensors=finish_reasons))
+    def _check_fits(self, groups: ScoredGroups) -> None:
+        tensors, data = groups.sequences.batch, self.config.data
+        found = {
+            "worker.rollout.n": (groups.group_size, self.options.n),
+            "data.max_prompt_length": (tensors["prompts"].shape[-1], data.max_prompt_length),
+            "data.max_response_length": (tensors["responses"].shape[-1], data.max_response_length),
+            "algorithm.adv_estimator=remax": ("reward_baselines" in tensors, self.greedy is not None),
+        }
+        changed = {option: pair for option, pair in found.items() if pair[0] != pair[1]}
+        if changed:
+            raise ValueError(
+                f"the checkpoint carries {len(groups)} groups sampled with other options, (then, now):"
+                f" {changed}: resume with the same options, or set `algorithm.online_filtering=false` and"
+                " `trainer.rejection_sample=false` to drop them"
+            )

@@ -13,17 +13,19 @@ from pathlib import Path
 
 import ray
 
+from verl.algorithms.kl import FULL
 from verl.protocol import DataProto
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.config import PPOConfig
-from verl.trainer.core_algos import get_kl_controller
+from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.data_loader import PromptLoader, make_loaders
 from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.rollout_collector import RolloutCollector, Sampler
+from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.run_state import RunState
+from verl.trainer.sampler import Sampler
 from verl.trainer.validation import Validator
 from verl.utils.device import resolve_device
 from verl.utils.logger.base import Run
@@ -33,7 +35,9 @@ from verl.utils.multimodal import MediaOptions
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker, RunOptions
-from verl.workers.reward.manager import RewardManager
+from verl.workers.reward.manager import NoRewardFunction, RewardManager
+
+NEEDS_SUM_SQUARES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # estimators
 
 # Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
 WORKER_ENV = {
@@ -64,7 +68,9 @@ def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
         pool = _join_cluster(config, device, stack)
         cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
         stack.callback(cache.close)
-        reward = stack.enter_context(RewardManager(config.worker.reward))
+        reward: RewardManager | NoRewardFunction = NoRewardFunction()
+        if config.worker.reward.reward_function is not None:
+            reward = stack.enter_context(RewardManager(config.worker.reward))
 
         model, template = config.worker.actor.model, config.data.override_chat_template
         assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
@@ -81,15 +87,18 @@ def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
         tracker = stack.enter_context(_open_tracker(config, training_steps))
         on_progress = None if config.worker.rollout.disable_tqdm else tracker.progress
         sampler = Sampler(config, workers, reward, tokenizer, on_progress)
-        kl_controller = get_kl_controller(config.algorithm)
-        yield RayPPOTrainer(
-            config,
+        collector = RolloutCollector(config, sampler, endless(loaders.train))
+        run_state = RunState(
+            config.trainer,
+            training_steps,
+            get_kl_controller(config.algorithm),
+            get_entropy_controller(config.worker.actor),
             workers,
-            RolloutCollector(config, sampler, endless(loaders.train)),
-            Validator(config, sampler, loaders.val),
-            RunState(config.trainer, training_steps, kl_controller, workers, loaders.train),
-            tracker,
+            loaders.train,
+            collector,
         )
+        validator = Validator(config, sampler, loaders.val)
+        yield RayPPOTrainer(config, workers, collector, validator, run_state, tracker)
         if config.trainer.ray_timeline is not None:
             ray.timeline(config.trainer.ray_timeline)
 
@@ -98,15 +107,25 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
     """What the workers need to know of the options outside `worker`."""
     data, algorithm = config.data, config.algorithm
     has_kl_loss = config.use_reference and algorithm.use_kl_loss
+    has_full_kl = config.use_reference and algorithm.kl_penalty == FULL
+    correction = algorithm.rollout_correction
     return RunOptions(
         device=device,
         training_steps=training_steps,
         max_sequence_length=config.max_sequence_length,
+        max_response_length=data.max_response_length,
         media=MediaOptions(data.min_pixels, data.max_pixels, data.video_fps),
         media_cache=cache,
         override_chat_template=data.override_chat_template,
         use_reference=config.use_reference,
+        use_critic=config.use_critic,
+        use_prime=config.use_prime,
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
+        has_full_kl_in_rewards=has_full_kl and not has_kl_loss,
+        has_sum_squares=algorithm.adv_estimator in NEEDS_SUM_SQUARES,
+        bypass_correction=get_rollout_correction(correction) if correction.bypass_mode else None,
+        is_reinforce=correction.bypass_mode and correction.loss_type == "reinforce",
+        accuracy_key=algorithm.prime_accuracy_key,
         seed=data.seed,
     )
 

@@ -4,13 +4,15 @@
 import random
 from collections.abc import Iterable
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.config import PPOConfig
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
-from verl.trainer.rollout_collector import Sampler, sampling_options, with_uids
+from verl.trainer.sampler import Sampler, sampling_options, with_uids
+from verl.trainer.scores import Scoring
 from verl.utils.logger.base import Generation
 from verl.workers.rollout.base import SamplingOptions
 
+SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
 
 
@@ -27,33 +29,48 @@ class Validator:
         self.has_prompts = loader is not None
         self.options = validation_options(config)
         self.samples: list[Generation] = []
+        self._sampled: list[tuple[DataProto, Scoring]] = []
 
-    def run(self, step: int) -> Metrics:
-        """Validate once; waits for workers and scores. The engine must be awake.
+    def sample(self, step: int) -> None:
+        """Sample a response to every prompt; waits for the workers. The engine must be awake."""
+        self._sampled = [
+            self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.options)
+            for number, prompts in enumerate(self.loader)
+        ]
+
+    def measure(self) -> Metrics:
+        """Wait for the scores of what was sampled.
 
         Returns:
-            `val/reward_score` (the mean of `overall`), `val/{key}_reward`, and the lengths.
+            `val/reward_score` (the mean of `overall`, and of the reward model's weighted score if there is
+            one), `val/{key}_reward`, and the lengths.
         """
-        batches, values = [], {}
-        for number, prompts in enumerate(self.loader):
-            sequences, scoring = self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.options)
-            batches.append(
-                sequences.select(
-                    ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
-                )
-            )
-            for key, column in scoring.result().items():
-                values.setdefault(key, []).extend(column)
-        sequences = DataProto.concat(batches)
-        self.samples = self._choose_samples(sequences, values["overall"])
+        values = Scoring([scoring for _, scoring in self._sampled]).result()
+        totals = values["overall"]
+        if self.config.worker.reward_model.is_used:
+            values["reward_model"] = [
+                score for sequences, _ in self._sampled for score in self._model_scores(sequences)
+            ]
+            coef = self.config.worker.reward_model.coef
+            pairs = zip(totals, values["reward_model"], strict=True)
+            totals = [overall + coef * score for overall, score in pairs]
+        sequences = DataProto.concat(
+            [sequences.select(SHOWN, SHOWN_COLUMNS) for sequences, _ in self._sampled]
+        )
+        self._sampled = []
+        self.samples = self._choose_samples(sequences, totals)
         means = compute_reward_metrics(values, "val/")
-        metrics = {f"{key}_reward": mean for key, mean in means.items()} | {
-            "val/reward_score": means["val/overall"]
-        }
+        metrics = {f"{key}_reward": mean for key, mean in means.items()}
+        metrics["val/reward_score"] = sum(totals) / len(totals)
         for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
             mask = sequences.batch[key]
             metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])
         return metrics
+
+    def _model_scores(self, sequences: DataProto) -> list[float]:
+        padded, padding = pad_dataproto_to_divisor(sequences, self.config.dp_size)
+        scored = self.sampler.workers.compute_reward_model_scores(padded)
+        return unpad_dataproto(scored, padding).batch["reward_model_scores"].tolist()
 
     def _choose_samples(self, sequences: DataProto, scores: list[float]) -> list[Generation]:
         count = min(self.config.trainer.val_generations_to_log, len(sequences))

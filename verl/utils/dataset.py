@@ -25,7 +25,8 @@ from verl.utils.row_scan import scan_rows
 
 Item = dict[str, Any]
 TENSORS = ("prompts", "prompt_mask", "prompt_position_ids")
-WRITTEN = (*TENSORS, "raw_prompt_ids", "prompt_text", "ground_truth", "multi_modal_data")
+COLUMNS = ("raw_prompt_ids", "prompt_text", "prompt_messages", "ground_truth", "multi_modal_data")
+WRITTEN = (*TENSORS, *COLUMNS)
 MAX_LISTED = 10
 # With fewer rows, starting processes takes longer than checking the rows (text 0.2 ms, a video 10 ms).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
@@ -42,6 +43,7 @@ class Rendered(NamedTuple):
     text: str
     raw_ids: list[int]
     media: RowMedia
+    messages: list[dict[str, Any]]
 
 
 class Finding(NamedTuple):
@@ -121,7 +123,7 @@ class RLHFDataset(Dataset):
 
         Returns:
             `prompts`, `prompt_mask` (P,) int64 and `prompt_position_ids` (P,) or (4, P), left-padded;
-            `raw_prompt_ids`, `prompt_text`, `ground_truth`, `multi_modal_data`, and every other column.
+            the `COLUMNS`, and every other column of the row.
         """
         row_index = self.indices[index]
         try:
@@ -154,7 +156,7 @@ class RLHFDataset(Dataset):
         text = self.tokenizer.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=True, tokenize=False
         )
-        return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media)
+        return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
 
     def inspect(self, index: int) -> Finding:
         """Check a row of the files without decoding its media, and count its tokens."""
@@ -194,6 +196,7 @@ class RLHFDataset(Dataset):
             "prompt_position_ids": _left_pad(positions, limit, 0),  # (P,) or (4, P)
             "raw_prompt_ids": rendered.raw_ids,
             "prompt_text": rendered.text,
+            "prompt_messages": rendered.messages,
             "ground_truth": row[self.config.answer_key],
             "multi_modal_data": media,
         }

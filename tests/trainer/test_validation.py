@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean over all held-out prompts, batch after batch."""
+
+from itertools import islice
+
+import pytest
+
+from tests.trainer.sampling import Engine, Words, make_config, numbered_prompts
+from verl.trainer.sampler import Sampler
+from verl.trainer.validation import Validator
+
+
+def test_batches_with_different_values_are_averaged_over_the_responses_that_have_them(reward_manager):
+    # Only the second batch has responses with `rare`: scores of 1 and more.
+    engine = Engine(lambda number: [0.5] if number < 2 else [1.5])
+    config = make_config(trainer={"val_generations_to_log": 1})
+    sampler = Sampler(config, engine, reward_manager, Words())
+    validator = Validator(config, sampler, list(islice(numbered_prompts(2), 2)))
+
+    validator.sample(step=4)
+    metrics = validator.measure()
+
+    assert metrics["val/reward_score"] == metrics["val/overall_reward"] == 1.0  # (0.5 + 0.5 + 1.5 + 1.5) / 4
+    assert metrics["val/accuracy_reward"] == 0.5
+    assert metrics["val/rare_reward"] == 1.0
+    assert metrics["val_response_length/mean"] == pytest.approx((1 + 2 + 3 + 4) / 4)
+    (sample,) = validator.samples
+    assert sample.score in (0.5, 1.5) and sample.prompt.startswith("prompt")
