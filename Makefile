@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-text test test-slow test-gpu check style license config bench build clean
+.PHONY: help demo demo-text test test-slow test-gpu check style license config bench bench-algos learn build clean
 
 help:                     ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
@@ -61,6 +61,12 @@ config: $(INSTALLED)      ## regenerate examples/config.yaml from the dataclasse
 bench: $(INSTALLED)       ## what a step costs, beside the bare parts it is made of
 	$(RUN) benchmarks/log_probs.py
 	$(RUN) benchmarks/step.py
+
+bench-algos: $(INSTALLED) ## the time of each advantage estimator on a large batch
+	$(RUN) benchmarks/algorithms.py
+
+learn: $(INSTALLED)       ## a tiny run with each estimator and each loss; writes the table in docs/algorithms.md (half an hour)
+	$(RUN) benchmarks/learning.py
 
 build: $(INSTALLED)       ## wheel and sdist
 	$(RUN) -m build

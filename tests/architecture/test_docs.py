@@ -3,16 +3,19 @@
 
 import ast
 import re
+import shlex
 from functools import cache
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.architecture.source import ROOT, source_files, tree_of
+from tests.architecture.test_examples import command_of
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.aggregation import AGGREGATIONS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.algorithms.resampling import RESAMPLING_METHODS
 from verl.protocol import BATCH_KEYS
 from verl.trainer.config import PPOConfig
 from verl.trainer.main import main
@@ -20,7 +23,8 @@ from verl.utils.config import walk_options
 from verl.workers.reward.function import load_reward_function
 
 README = ROOT / "README.md"
-DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+REGISTRIES = [ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS, RESAMPLING_METHODS]
 CODE_BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 OPTION = re.compile(r"(?<![\w./])(?:data|algorithm|worker|trainer)(?:\.[a-z]\w*)+(?![\w(/])")
@@ -41,17 +45,27 @@ def blocks(path, language):
     return [body for kind, body in CODE_BLOCK.findall(path.read_text()) if kind == language]
 
 
-@pytest.mark.parametrize(
-    "registry", [ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS], ids=lambda one: one.option
-)
-def test_every_registered_name_has_an_entry_and_every_entry_a_name(registry):
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    sections = dict(re.findall(r"^## `([\w.]+)`\n(.*?)(?=^## |\Z)", text, flags=re.DOTALL | re.MULTILINE))
+@cache
+def entries():
+    """The entries of the algorithms' pages: option -> name -> text."""
+    pages = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "algorithms").glob("*.md")))
+    sections = re.findall(r"^## `([\w.]+)`\n(.*?)(?=^##? |\Z)", pages, flags=re.DOTALL | re.MULTILINE)
+    return {
+        option: dict(re.findall(r"^### `([\w+]+)`\n(.*?)(?=^### |\Z)", body, flags=re.DOTALL | re.MULTILINE))
+        for option, body in sections
+    }
 
-    assert re.findall(r"^### `(\w+)`$", sections[registry.option], flags=re.MULTILINE) != []
-    assert sorted(re.findall(r"^### `(\w+)`$", sections[registry.option], flags=re.MULTILINE)) == (
-        registry.names()
-    )
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda one: one.option)
+def test_every_registered_name_has_an_entry_and_every_entry_a_name(registry):
+    assert sorted(entries()[registry.option]) == registry.names()
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda one: one.option)
+def test_every_entry_has_a_command(registry):
+    texts = entries()[registry.option]
+
+    assert [name for name, text in texts.items() if "```bash\nbash examples/" not in text] == []
 
 
 def test_the_key_table_is_that_of_the_protocol():
@@ -102,16 +116,13 @@ def test_every_make_target_that_is_named_exists(path):
 def test_example_commands_pass_a_dry_run(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     commands = [
-        line.split()
+        shlex.split(line)
         for body in blocks(path, "bash")
         for line in body.splitlines()
         if line.startswith("bash examples/") and "old/" not in line  # a folder of the user's
     ]
     for _, script, *overrides in commands:
-        words = (ROOT / script).read_text().replace("\\\n", " ").split()
-        own = [word for word in words if re.match(r"[\w.]+=", word) and not word.startswith("MODEL_PATH=")]
-        own = ["worker.actor.model.model_path=owner/model" if "${" in word else word for word in own]
-        assert main([*own, *overrides, "--dry-run"]) == 0, capsys.readouterr().err
+        assert main([*command_of(ROOT / script), *overrides, "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_the_readmes_own_files_work(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,13 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # a hub name or a local folder
+
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    algorithm.adv_estimator=reinforce_plus_plus_baseline \
+    algorithm.disable_kl=true \
+    trainer.experiment_name=qwen2_5_7b_math_reinforce_plus_plus_baseline \
+    "$@"
