@@ -42,8 +42,8 @@ def test_a_name_without_its_kind_stands_for_all_of_that_name():
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(SystemExit, match=r"no run named grop; there are .*estimator/grpo"):
-        chosen_cases(["grop", "rloo"])
+    with pytest.raises(SystemExit, match=r"no run named grpoo; there are .*estimator/grpo"):
+        chosen_cases(["grpoo", "rloo"])
 
 
 def test_a_row_holds_means_over_seeds():

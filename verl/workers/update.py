@@ -9,6 +9,7 @@ batch contributes its share, divided by the tokens or sequences of the whole min
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,19 @@ OBJECT_KEYS = ["uid", "multi_modal_data"]
 LossShare = Callable[[DataProto, LossDenominators, "MetricSums"], Tensor]
 
 
+class TrainedConfig(Protocol):
+    """What the sections of all trained models have in common."""
+
+    @property
+    def global_batch_size(self) -> int: ...  # noqa: D102 (an option)
+    @property
+    def micro_batch_size_per_device_for_update(self) -> int: ...  # noqa: D102 (an option)
+    @property
+    def dynamic_batching(self) -> bool: ...  # noqa: D102 (an option)
+    @property
+    def max_grad_norm(self) -> float: ...  # noqa: D102 (an option)
+
+
 @dataclass(frozen=True)
 class UpdateSettings:
     """How a model is updated."""
@@ -44,6 +58,28 @@ class UpdateSettings:
     ppo_epochs: int
     max_grad_norm: float
     max_response_length: int  # tokens: the scale of `seq_sum_norm`
+
+    @classmethod
+    def of(
+        cls,
+        role: str,
+        config: TrainedConfig,
+        *,
+        rollout_n: int,
+        max_response_length: int,
+        ppo_epochs: int = 1,
+    ) -> "UpdateSettings":
+        """Take them from the section of a role."""
+        return cls(
+            role=role,
+            global_batch_size=config.global_batch_size,
+            rollout_n=rollout_n,
+            micro_batch_size=config.micro_batch_size_per_device_for_update,
+            dynamic_batching=config.dynamic_batching,
+            ppo_epochs=ppo_epochs,
+            max_grad_norm=config.max_grad_norm,
+            max_response_length=max_response_length,
+        )
 
 
 class Updater:
@@ -67,7 +103,7 @@ class Updater:
 
         Args:
             forward: The sharded model behind the packed forward pass.
-            group: The data-parallel ranks, None for all; FSDP averages gradients over exactly these.
+            group: The data-parallel ranks, that have other rows; None for all.
             settings: Sizes and limits.
             optimizer: Of the model's parameters.
             scheduler: Of the optimizer's learning rate; stepped once for each training step.
@@ -78,6 +114,7 @@ class Updater:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.dp_size = dist.get_world_size(group)
+        self.world_size = dist.get_world_size()
         self.mini_batch_rows = settings.global_batch_size * settings.rollout_n // self.dp_size
 
     def run(
@@ -148,8 +185,9 @@ class Updater:
         ):
             micro_batch = mini_batch[rows].to(self.forward.device)
             loss = loss_share(micro_batch, denominators, metrics)
-            # FSDP averages gradients over the ranks, the loss is the sum of their shares.
-            (loss * self.dp_size).backward()
+            # FSDP averages gradients over all ranks; the gradient of the loss is the sum of theirs, of the
+            # shares of other rows and, under sequence parallelism, of the tokens of the same rows.
+            (loss * self.world_size).backward()
 
     def _step(self) -> float:
         """Clip the gradients and step unless they are not finite; returns their norm before clipping."""

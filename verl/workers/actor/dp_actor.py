@@ -96,9 +96,14 @@ class DataParallelPPOActor:
                 self.full_kl_reference = training.reference
             loss_type = REINFORCE if training.is_reinforce else config.loss_type
             self.policy_loss = POLICY_LOSSES[loss_type]
-            self.updater = Updater(
-                forward, group, self._update_settings(training), training.optimizer, training.scheduler
+            settings = UpdateSettings.of(
+                "actor",
+                config,
+                rollout_n=training.rollout_n,
+                max_response_length=training.max_response_length,
+                ppo_epochs=config.ppo_epochs,
             )
+            self.updater = Updater(forward, group, settings, training.optimizer, training.scheduler)
             if loss_type in TOKEN_SELECTIONS:
                 self.selection = MiniBatchSelection(config, forward, group)
 
@@ -258,16 +263,3 @@ class DataParallelPPOActor:
         for name, values in policy.statistics.items():
             metrics.add_tokens(f"actor/{name}", values, mask)
         return loss
-
-    def _update_settings(self, training: ActorTraining) -> UpdateSettings:
-        config = self.config
-        return UpdateSettings(
-            role="actor",
-            global_batch_size=config.global_batch_size,
-            rollout_n=training.rollout_n,
-            micro_batch_size=config.micro_batch_size_per_device_for_update,
-            dynamic_batching=config.dynamic_batching,
-            ppo_epochs=config.ppo_epochs,
-            max_grad_norm=config.max_grad_norm,
-            max_response_length=training.max_response_length,
-        )

@@ -59,15 +59,12 @@ class DataParallelPPOCritic:
         self.config = config
         self.forward = forward
         self.group = group
-        settings = UpdateSettings(
-            role="critic",
-            global_batch_size=config.global_batch_size,
+        settings = UpdateSettings.of(
+            "critic",
+            config,
             rollout_n=rollout_n,
-            micro_batch_size=config.micro_batch_size_per_device_for_update,
-            dynamic_batching=config.dynamic_batching,
-            ppo_epochs=config.ppo_epochs,
-            max_grad_norm=config.max_grad_norm,
             max_response_length=max_response_length,
+            ppo_epochs=config.ppo_epochs,
         )
         self.updater = Updater(forward, group, settings, optimizer, scheduler)
 

@@ -74,15 +74,8 @@ class DataParallelPrimeModel:
         self.reference = reference
         self.group = group
         self.accuracy_key = accuracy_key
-        settings = UpdateSettings(
-            role="prime",
-            global_batch_size=config.global_batch_size,
-            rollout_n=rollout_n,
-            micro_batch_size=config.micro_batch_size_per_device_for_update,
-            dynamic_batching=config.dynamic_batching,
-            ppo_epochs=1,
-            max_grad_norm=config.max_grad_norm,
-            max_response_length=max_response_length,
+        settings = UpdateSettings.of(
+            "prime", config, rollout_n=rollout_n, max_response_length=max_response_length
         )
         self.updater = Updater(forward, group, settings, optimizer, scheduler)
 
