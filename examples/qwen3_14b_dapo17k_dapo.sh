@@ -10,6 +10,7 @@ python3 -m verl.trainer.main \
     data.val_files=Saigyouji-Yuyuko1000/dapo17k@test \
     data.format_prompt=./examples/format_prompt/dapo.jinja \
     data.max_response_length=20480 \
+    data.mini_rollout_batch_size=1536 \
     worker.actor.model.model_path=${MODEL_PATH} \
     worker.actor.fsdp.torch_dtype=bf16 \
     worker.actor.optim.strategy=adamw_bf16 \

@@ -181,3 +181,11 @@ def test_a_reward_model_can_stand_in_for_the_reward_function(minimal):
     with pytest.raises(ConfigError, match=r"worker.reward.reward_function.*worker.reward_model"):
         load_config(PPOConfig, without)
     load_config(PPOConfig, [*without, "worker.reward_model.model.model_path=owner/scorer"])
+
+
+def test_a_call_of_the_engine_may_take_more_prompts_than_a_step_that_filters(minimal):
+    more = "data.mini_rollout_batch_size=24"
+
+    with pytest.raises(ConfigError, match=r"`data.rollout_batch_size` \(8\) must be divisible"):
+        load_config(PPOConfig, [*minimal, more])
+    load_config(PPOConfig, [*minimal, more, "algorithm.online_filtering=true"])

@@ -37,8 +37,7 @@ def group_sizes(config: PPOConfig) -> Iterator[str]:
             "`worker.rollout.top_k` must not be 1 with `algorithm.adv_estimator=remax`: every response would"
             " equal the greedy one it is compared with"
         )
-    filtering = config.algorithm.online_filtering or config.trainer.rejection_sample
-    if filtering and num_responses < 2:
+    if config.filters_prompts and num_responses < 2:
         option = (
             "algorithm.online_filtering" if config.algorithm.online_filtering else "trainer.rejection_sample"
         )
@@ -52,8 +51,7 @@ def filters(config: PPOConfig) -> Iterator[str]:
         yield "`algorithm.online_filtering` and `trainer.rejection_sample` must not both be true: choose one"
     if trainer.rejection_sample_multiplier > 1 and not trainer.rejection_sample:
         yield "`trainer.rejection_sample_multiplier` above 1 needs `trainer.rejection_sample=true`"
-    filtering = algorithm.online_filtering or trainer.rejection_sample
-    if filtering and config.worker.reward.reward_function is None:
+    if config.filters_prompts and config.worker.reward.reward_function is None:
         yield (
             "`worker.reward.reward_function` must be set to filter prompts: only its scores are known while"
             " sampling"

@@ -101,13 +101,6 @@ class DataConfig:
         if self.min_pixels > self.max_pixels:
             low, high = self.min_pixels, self.max_pixels
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
-        if self.mini_rollout_batch_size is not None:
-            yield from divisible(
-                f"`{path}.rollout_batch_size`",
-                self.rollout_batch_size,
-                f"`{path}.mini_rollout_batch_size`",
-                self.mini_rollout_batch_size,
-            )
 
 
 @dataclass(frozen=True)
@@ -250,6 +243,11 @@ class PPOConfig:
         return self.use_reference and self.algorithm.kl_penalty != "full"
 
     @property
+    def filters_prompts(self) -> bool:
+        """Whether a step keeps some of the prompts that it samples, and carries surplus ones."""
+        return self.algorithm.online_filtering or self.trainer.rejection_sample
+
+    @property
     def use_critic(self) -> bool:
         """Whether a value model is trained."""
         return self.algorithm.adv_estimator == "gae"
@@ -328,7 +326,11 @@ class PPOConfig:
 
     def _batches(self) -> Iterator[str]:
         actor, num_responses = self.worker.actor, self.worker.rollout.n
-        prompts = self.data.rollout_batch_size
+        prompts, at_once = self.data.rollout_batch_size, self.loader_batch_size
+        if not self.filters_prompts:  # a filter takes what it needs of each call and carries the rest
+            yield from divisible(
+                "`data.rollout_batch_size`", prompts, "`data.mini_rollout_batch_size`", at_once
+            )
         yield from divisible(
             "`data.rollout_batch_size` x `worker.rollout.n`",
             prompts * num_responses,
