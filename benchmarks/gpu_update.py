@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from verl.algorithms.aggregation import aggregate_loss, count_denominators
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from verl.models.causal_head import DeferredLogits
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.registry import prepare_model
 from verl.utils.device import backend_of, resolve_device, synchronize
@@ -103,6 +104,8 @@ class MicroBatch(NamedTuple):
     """What the model runs at once, packed."""
 
     inputs: dict[str, Any]  # arguments of the prepared model
+    targets: Tensor  # (M,) response tokens
+    rows: Tensor  # (M,): the packed token before each
     response_mask: Tensor  # (B, R)
     lengths: list[int]  # tokens of each row
     grids: list[tuple[int, int, int]]  # of the images that are encoded: one for each prompt
@@ -181,7 +184,7 @@ def pack_groups(
             f" {options.images * len(image)}"
         )
     ordinary = min(SHAPES[options.shape]["image_token_id"], 500)
-    grids = torch.tensor([grid] * options.images).reshape(-1, 3)
+    prompt_grids = torch.tensor([grid] * options.images).reshape(-1, 3)
     position_ids = position_ids_for("qwen2_5_vl")
     ids, positions, order = [], [], []
     for number, group in enumerate(groups):
@@ -189,7 +192,9 @@ def pack_groups(
             torch.tensor(image * options.images, dtype=torch.int64),
             torch.randint(ordinary, (num_text,), generator=generator),
         ])  # fmt: skip
-        known = position_ids(prompt, MropeConstants.from_config(config), image_grid_thw=grids)  # (4, P)
+        known = position_ids(
+            prompt, MropeConstants.from_config(config), image_grid_thw=prompt_grids
+        )  # (4, P)
         for length in group:
             ids.append(torch.cat([prompt, torch.randint(ordinary, (length,), generator=generator)]))
             positions.append(torch.cat([known, continue_positions(known[:, -1], length)], 1))
@@ -205,8 +210,6 @@ def pack_groups(
         "input_ids": line[None],
         "position_ids": torch.cat(positions, 1)[:, None],  # (4, 1, N)
         "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
-        "target_rows": rows,
-        "targets": line[rows + 1],
     }
     if options.images:
         count = len(groups) * options.images
@@ -217,14 +220,25 @@ def pack_groups(
     if options.images:
         inputs["image_order"] = order
     mask = (torch.arange(int(responses.max())) < responses[:, None]).long().to(device)  # (B, R)
-    return MicroBatch(inputs, mask, lengths.tolist(), [grid] * (len(groups) * options.images))
+    targets, rows = line[rows + 1].to(device), rows.to(device)
+    grids = [grid] * (len(groups) * options.images)
+    return MicroBatch(inputs, targets, rows, mask, lengths.tolist(), grids)
+
+
+def run(model: nn.Module, batch: MicroBatch, with_entropy: bool = False) -> TokenLogProbs:
+    """What the model says about the response tokens."""
+
+    def read(logits: DeferredLogits) -> TokenLogProbs:
+        return logits.log_probs(batch.targets, batch.rows, temperature=1.0, with_entropy=with_entropy)
+
+    return model(**batch.inputs, read=read)
 
 
 def log_probs(model: nn.Module, batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Log-probs of all response tokens, (M,) for each micro-batch."""
     model.eval()
     with torch.no_grad():
-        return [model(**batch.inputs).log_probs for batch in batches]
+        return [run(model, batch).log_probs for batch in batches]
 
 
 def update(
@@ -237,7 +251,7 @@ def update(
     )
     for batch, old_log_probs in zip(batches, old, strict=True):
         mask = batch.response_mask
-        result: TokenLogProbs = model(**batch.inputs, with_entropy=True)
+        result = run(model, batch, with_entropy=True)
         advantages = torch.linspace(-1, 1, len(mask), device=mask.device)[:, None].expand(mask.shape)
         inputs = PolicyLossInputs(
             unpack(result.log_probs, mask), unpack(old_log_probs, mask), advantages, mask

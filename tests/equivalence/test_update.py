@@ -234,7 +234,7 @@ def update_on_ranks(rank, world_size, root):
     """For each case: the metrics and the parameter whose gradient is furthest from the reference's."""
     import torch.distributed as dist
 
-    from verl.workers.actor.dp_actor import DataParallelPPOActor, KLLoss
+    from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
     from verl.workers.config import ActorConfig
 
     results = {}
@@ -249,10 +249,10 @@ def update_on_ranks(rank, world_size, root):
                     global_batch_size=2, max_grad_norm=1e9, entropy_coef=ENTROPY_COEF, loss_avg_mode=mode,
                     **CLIP, **options,
                 )  # fmt: skip
-                actor = DataParallelPPOActor(
-                    config, forward, dist.group.WORLD, rollout_n=N, optimizer=optimizer, scheduler=scheduler,
-                    kl_loss=KLLoss("low_var_kl", KL_COEF),
-                )  # fmt: skip
+                training = ActorTraining(
+                    optimizer, scheduler, rollout_n=N, kl_loss=KLLoss("low_var_kl", KL_COEF)
+                )
+                actor = DataParallelPPOActor(config, forward, dist.group.WORLD, training)
                 metrics = actor.update(batch, TEMPERATURE)
                 expected, _ = torch.load(root / kind / f"reference-{mode}.pt")
                 errors = [relative_errors(*pair) for pair in zip(optimizer.gradients, expected, strict=True)]

@@ -31,11 +31,14 @@ def check_has_score(config: RewardModelConfig) -> None:
         ValueError: The checkpoint has no head that gives a single score.
     """
     files = load_model_config(config.model, OPTION)
+    where = f"`{OPTION}.model_path` ({config.model.model_path})"
     if not is_scalar(files):
         raise ValueError(
-            f"`{OPTION}.model_path` ({config.model.model_path}) must be a sequence-classification model with"
-            f" one label, got {files.architectures}: use a reward model"
+            f"{where} must be a sequence-classification model with one label, got {files.architectures}:"
+            " use a reward model"
         )
+    if files.num_labels != 1:
+        raise ValueError(f"{where} has {files.num_labels} labels, one is needed: use a reward model")
 
 
 class RewardModelScorer:
