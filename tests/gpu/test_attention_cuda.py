@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from verl.models.attention import AttentionRule, PackedLayout, attend
+from verl.models.layouts import PackedLayout, SharedLayout
+from verl.models.row_attention import AttentionRule
 from verl.utils.torch_functional import LogitTransform, linear_log_probs
 
 pytestmark = [
@@ -29,7 +30,7 @@ def attention_results(device, dtype, rule):
     tensors = [torch.randn(1, heads, sum(LENGTHS), 64, generator=generator) for heads in (4, 2, 2)]
     tensors = [tensor.to(dtype).to(device, dtype).requires_grad_() for tensor in tensors]
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    out = attend(*tensors, PackedLayout.of(bounds), rule)
+    out = PackedLayout.of(bounds).attend(*tensors, rule)
     weights = torch.randn(out.shape, generator=generator).to(device, dtype)
     return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
 
@@ -50,10 +51,29 @@ def test_attention_on_cuda_equals_the_cpu(dtype, rule):
     tensors = [torch.randn(1, heads, sum(LENGTHS), 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
     tensors = [tensor.float().requires_grad_() for tensor in tensors]
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    out = attend(*tensors, PackedLayout.of(bounds), rule)
+    out = PackedLayout.of(bounds).attend(*tensors, rule)
     weights = torch.randn(out.shape, generator=generator).to(dtype).float()
 
     assert_close(rounded, [out, *torch.autograd.grad((out * weights).sum(), tensors)], TOLERANCE[dtype])
+
+
+def shared_results(device, dtype, working):
+    """Groups with several, one, empty and no responses; inputs rounded to `dtype`, computed in `working`."""
+    layout = SharedLayout.of([(130, [40, 1, 0, 77]), (5, [3]), (64, []), (9, [8, 8])], device)
+    generator = torch.Generator().manual_seed(0)
+    size = int(layout.cu_segments[-1])
+    tensors = [torch.randn(1, heads, size, 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    tensors = [tensor.to(device, working).requires_grad_() for tensor in tensors]
+    out = layout.attend(*tensors, AttentionRule(0.125))
+    weights = torch.randn(out.shape, generator=generator).to(dtype).to(device, working)
+    return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_attention_behind_shared_prompts_on_cuda_equals_the_cpu(dtype):
+    ours = shared_results("cuda", dtype, dtype)
+
+    assert_close(ours, shared_results("cpu", dtype, torch.float32), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

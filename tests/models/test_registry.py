@@ -121,15 +121,15 @@ def test_vision_language_models_are_known_by_their_config(tmp_path):
 
 
 def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer(tmp_path, monkeypatch):
-    from verl.models import attention
+    from verl.models import layouts
 
     folder = save_tiny_model(tmp_path, "qwen2_vl")
     model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     prepare_model(model)
     calls = []
-    original = attention.attend
+    original = layouts.attend_rows
     monkeypatch.setattr(
-        attention, "attend", lambda *args: calls.append(args[-1].is_causal) or original(*args)
+        layouts, "attend_rows", lambda *args: calls.append(args[-1].is_causal) or original(*args)
     )
 
     check_model(model)

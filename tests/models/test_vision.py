@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl.models.vision import share_media
+from verl.utils.sequence_parallel.groups import SequenceParallel
+
+CONFIG = SimpleNamespace(
+    vision_config=SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2, patch_size=4, in_channels=3),
+    vision_start_token_id=1, image_token_id=2, vision_end_token_id=3,
+)  # fmt: skip
+PATCH = 3 * 2 * 4 * 4
+
+
+def patches(numbers):
+    """Patches whose every value is their number."""
+    return torch.tensor(list(numbers), dtype=torch.float32)[:, None].expand(-1, PATCH)
+
+
+# Two images of 16 and 8 patches, then a clip of 5 frames of 8 patches, numbered through.
+MEDIA = {
+    "pixel_values": patches(range(24)),
+    "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]]),
+    "pixel_values_videos": patches(range(24, 64)),
+    "video_grid_thw": torch.tensor([[5, 2, 4]]),
+}
+
+
+def test_frames_are_cut_where_ranks_get_the_same_number_of_patches():
+    # 16 + 8 + 8 patches and 4 x 8: the clip is cut behind its first frame.
+    (first, share), (second, _) = (share_media(CONFIG, MEDIA, SequenceParallel(2, 1, i)) for i in range(2))
+
+    assert first["image_grid_thw"].tolist() == [[1, 4, 4], [1, 2, 4], [1, 2, 4]]
+    assert second["image_grid_thw"].tolist() == [[4, 2, 4]]
+    assert share.images == 2
+    assert share.tokens == (4, 2, 10)
+    assert share.counts == (8, 8)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 9])
+def test_every_patch_is_on_one_rank_in_order(size):
+    shares = [share_media(CONFIG, MEDIA, SequenceParallel(size, 1, index)) for index in range(size)]
+
+    counts = shares[0][1].counts
+    held = [own for (own, _), count in zip(shares, counts, strict=True) if count]
+    assert torch.cat([own["pixel_values"] for own in held])[:, 0].tolist() == list(range(64))
+    for own, count in zip(held, filter(None, counts), strict=True):
+        assert own["image_grid_thw"].prod(-1).sum() == len(own["pixel_values"]) == 4 * count
+
+
+def test_a_rank_without_frames_gets_a_blank_image():
+    one = {"pixel_values_videos": patches(range(8)), "video_grid_thw": torch.tensor([[1, 2, 4]])}
+
+    media, share = share_media(CONFIG, one, SequenceParallel(1, 2, 1))
+
+    assert share.counts == (2, 0)
+    assert media["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert media["pixel_values"].shape == (4, PATCH)
