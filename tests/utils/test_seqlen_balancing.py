@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import random
 
 import pytest
 
-from verl.utils.seqlen_balancing import balance, balance_groups, length_metrics, workload
+from verl.utils.seqlen_balancing import (
+    balance,
+    balance_groups,
+    cut_evenly,
+    length_metrics,
+    shared_workload,
+    workload,
+)
 
 
 def sums(costs, parts):
@@ -74,6 +82,49 @@ def test_groups_that_do_not_divide_are_refused():
 def test_work_grows_faster_than_length():
     assert workload(2) == 2 * 24576 + 4
     assert workload(2000) > 2 * workload(1000)
+
+
+def test_a_shared_prompt_is_worked_on_once():
+    # Prompt 10, responses 2 and 3. Tokens: 15. Attention: 10^2 for the prompt, and for the responses the
+    # squares of whole sequences less the prompt's: 12^2 - 10^2 = 44 and 13^2 - 10^2 = 69.
+    assert shared_workload(10, [12, 13]) == 15 * 24576 + 100 + 44 + 69
+    assert shared_workload(10, [12]) == workload(12)
+
+
+def test_groups_are_balanced_by_the_work_of_shared_prompts():
+    # Pairs of sequences of 100, 80, 50 and 45 tokens. As they are, the best is {a, d} and {b, c}. But a
+    # shares 99 tokens: 101, 159, 99 and 89 tokens are left to run, so {a, c} and {b, d} is better.
+    lengths = [100, 100, 80, 80, 50, 50, 45, 45]
+    prompts = [99, 99, 1, 1, 1, 1, 1, 1]
+    groups = ["a", "a", "b", "b", "c", "c", "d", "d"]
+
+    separate, shared = (balance_groups(lengths, groups, 2, own) for own in (None, prompts))
+
+    assert sorted(map(sorted, separate)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert sorted(map(sorted, shared)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_sequence_is_cut_where_the_largest_stretch_is_smallest():
+    # 7 2 5 | 10 8 is 14 and 18; every other cut leaves more than 18 on one side.
+    assert cut_evenly([7, 2, 5, 10, 8], 2) == [0, 3, 5]
+    assert cut_evenly([4], 3) == [0, 1, 1, 1]
+    assert cut_evenly([], 2) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cuts_are_as_even_as_the_best_of_all_cuts(seed):
+    generator = random.Random(seed)
+    costs = [generator.randint(0, 20) for _ in range(generator.randint(1, 8))]
+    parts = generator.randint(1, 4)
+
+    bounds = cut_evenly(costs, parts)
+
+    def largest(cuts):
+        return max(sum(costs[start:stop]) for start, stop in itertools.pairwise(cuts))
+
+    every = itertools.combinations_with_replacement(range(len(costs) + 1), parts - 1)
+    assert len(bounds) == parts + 1
+    assert largest(bounds) == min(largest([0, *cuts, len(costs)]) for cuts in every)
 
 
 def test_length_metrics_compare_ranks_before_and_after():

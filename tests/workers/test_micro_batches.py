@@ -6,6 +6,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from verl.protocol import DataProto
+from verl.utils.plain_data import objects
 from verl.workers.micro_batches import dynamic_token_budget, restore_order, split_micro_batches
 
 WIDTH = 64
@@ -46,6 +47,81 @@ def test_results_return_to_the_order_of_the_batch():
     results = [torch.tensor([[part] for part in rows]).view(len(rows), 1) for rows in parts]
 
     assert restore_order(results, parts)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def groups_of(prompts, responses, order=None):
+    """Groups with one uid each: prompt lengths, and the response lengths in each."""
+    rows = [
+        (prompt, length, f"u{number}")
+        for number, (prompt, lengths) in enumerate(zip(prompts, responses, strict=True))
+        for length in lengths
+    ]
+    rows = rows if order is None else [rows[index] for index in order]
+    columns = torch.arange(WIDTH)
+    prompt, response = (torch.tensor([row[part] for row in rows])[:, None] for part in (0, 1))
+    return DataProto.from_dict(
+        {
+            "attention_mask": torch.cat([columns >= WIDTH - prompt, columns < response], 1).long(),
+            "response_mask": (columns < response).long(),
+        },
+        {"uid": objects([row[2] for row in rows])},
+    )
+
+
+def true_tokens(batch, rows):
+    """Tokens of a micro-batch whose rows share the prompts of equal uids, counted row by row."""
+    seen, total = set(), 0
+    for row in rows:
+        mask = batch.batch["attention_mask"][row]
+        total += int(mask[WIDTH:].sum())
+        if batch.non_tensor_batch["uid"][row] not in seen:
+            seen.add(batch.non_tensor_batch["uid"][row])
+            total += int(mask[:WIDTH].sum())
+    return total
+
+
+def test_a_shared_prompt_counts_once():
+    # Two groups of 40 + 4 x 5 = 60 tokens: one micro-batch each; single rows need 360 / 64, so 6.
+    batch = groups_of([40, 40], [[5] * 4, [5] * 4])
+
+    assert sorted(split_micro_batches(batch, 1, 64, share_prompt=True)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(split_micro_batches(batch, 1, 64)) >= 6
+
+
+def test_a_group_beyond_the_budget_is_cut_into_as_few_parts_as_fit():
+    # 40 + 6 x 10 = 100 tokens do not fit 80; two parts of 40 + 30 do.
+    parts = split_micro_batches(groups_of([40], [[10] * 6]), 1, 80, share_prompt=True)
+
+    assert sorted(parts) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_prompt_beyond_the_budget_runs_once_for_each_response():
+    parts = split_micro_batches(groups_of([60], [[10] * 3]), 1, 50, share_prompt=True)
+
+    assert sorted(part for part in parts if part) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_row_comes_once_and_parts_of_groups_fit_the_budget(seed):
+    generator = random.Random(seed)
+    prompts = [generator.randint(1, WIDTH) for _ in range(generator.randint(1, 8))]
+    responses = [[generator.randint(0, WIDTH) for _ in range(generator.randint(1, 6))] for _ in prompts]
+    order = list(range(sum(map(len, responses))))
+    generator.shuffle(order)
+    batch = groups_of(prompts, responses, order)
+    budget = generator.randint(8, 6 * WIDTH)
+
+    parts = split_micro_batches(batch, 1, budget, share_prompt=True)
+
+    assert sorted(row for part in parts for row in part) == list(range(len(batch)))
+    assert all(len(part) <= 1 or true_tokens(batch, part) <= budget for part in parts)
+
+
+def test_a_fixed_size_keeps_groups_whole_where_they_fit_and_cuts_larger_ones_evenly():
+    # Rows 0, 2 and 4 are one prompt's; five rows of another go into 3 + 2.
+    batch = groups_of([9, 9], [[1] * 3, [1] * 5], order=[0, 3, 1, 4, 2, 5, 6, 7])
+
+    assert split_micro_batches(batch, 3, share_prompt=True) == [[0, 2, 4], [1, 3], [5, 6, 7]]
 
 
 def ranks_split(rank, world_size):

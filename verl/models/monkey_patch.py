@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.models.attention import ATTENTION, VISION_ATTENTION, PackedLayout
+from verl.models.attention import ATTENTION, VISION_ATTENTION
 from verl.models.causal_head import DeferredLogits, DeferringHead
-from verl.models.vision import EncodedMedia, encode_media
+from verl.models.layouts import Layout, PackedLayout
+from verl.models.vision import EncodedMedia, MediaShare, encode_media
 
 MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -83,11 +84,16 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
         *args: Any,
         read: Callable[[DeferredLogits], Any] | None = None,
         cu_seqlens: Tensor | None = None,
+        packed_layout: Layout | None = None,
+        local_tokens: Tensor | None = None,
         image_order: list[int] | None = None,
         video_order: list[int] | None = None,
+        media_share: MediaShare | None = None,
         **kwargs: Any,
     ) -> Any:
-        if read is None or cu_seqlens is None:
+        if cu_seqlens is not None:
+            packed_layout = PackedLayout.of(cu_seqlens)
+        if read is None or packed_layout is None:
             return original(self, *args, **kwargs)
         media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
         with contextlib.ExitStack() as stack:
@@ -95,13 +101,13 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
                 if media_owner is None:
                     raise NotImplementedError(f"{type(self).__name__} is not known to read media")
                 owner = self.get_submodule(media_owner)
-                stack.enter_context(
-                    _given_features(owner, encode_media(owner, media, image_order, video_order))
-                )
+                features = encode_media(owner, media, image_order, video_order, media_share)
+                stack.enter_context(_given_features(owner, features))
+                kwargs |= _told_of(features, media)
+            if local_tokens is not None:
+                stack.enter_context(_running_only(local_tokens, self.get_decoder()))
             stack.enter_context(deferred(self))
-            logits = original(
-                self, *args, packed_layout=PackedLayout.of(cu_seqlens), use_cache=False, **kwargs
-            ).logits
+            logits = original(self, *args, packed_layout=packed_layout, use_cache=False, **kwargs).logits
         if not isinstance(logits, DeferredLogits):
             raise NotImplementedError(
                 f"{type(self).__name__} computes its logits outside of its output embedding"
@@ -137,8 +143,49 @@ def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iter
             delattr(owner, f"get_{kind}_features")
 
 
+def _told_of(features: dict[str, EncodedMedia], media: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Pixels for a forward that asks for the features of what it has pixels of: of all kinds there are."""
+    pixels = next(media[key] for key in ("pixel_values", "pixel_values_videos") if key in media)
+    arguments = {"pixel_values": "image", "pixel_values_videos": "video"}
+    return {key: media.get(key, pixels) if kind in features else None for key, kind in arguments.items()}
+
+
 def _give(encoded: EncodedMedia, *_: Any, **__: Any) -> EncodedMedia:
     return encoded
+
+
+@contextlib.contextmanager
+def _running_only(tokens: Tensor, decoder: nn.Module) -> Iterator[None]:
+    """The decoder runs some tokens of the line it is given: those that this rank holds, (n,) int64 places.
+
+    Media have been put into the whole line by then.
+    """
+    handle = decoder.register_forward_pre_hook(functools.partial(_take_tokens, tokens), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _take_tokens(
+    tokens: Tensor, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    if args:
+        raise NotImplementedError(
+            f"{type(decoder).__name__} is called without naming its inputs, so a line cannot be divided"
+            " over ranks"
+        )
+    taken = dict(kwargs)
+    for name in ("input_ids", "inputs_embeds", "visual_pos_masks"):  # (1, N, ...)
+        if kwargs.get(name) is not None:
+            taken[name] = kwargs[name].index_select(1, tokens)
+    taken["position_ids"] = kwargs["position_ids"].index_select(-1, tokens)
+    levels = kwargs.get("deepstack_visual_embeds")  # Qwen3-VL only: (media tokens, D) each
+    if levels is not None:
+        is_media = kwargs["visual_pos_masks"][0]  # (N,)
+        rows = (is_media.cumsum(0) - 1)[tokens][is_media[tokens]]  # of the media tokens among the taken ones
+        taken["deepstack_visual_embeds"] = [level.index_select(0, rows) for level in levels]
+    return args, taken
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ entry here. A model that reads images or videos needs one: add it to `MODEL_TYPE
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.models.attention import ATTENTION, VISION_ATTENTION
 from verl.models.causal_head import DeferredLogits, DeferringHead
+from verl.models.layouts import SharedLayout
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -27,8 +29,10 @@ from verl.models.monkey_patch import (
     plain_attention,
     set_attention,
 )
+from verl.models.row_attention import AttentionRule
 from verl.models.vision import dummy_row
 from verl.utils.scalar_model import is_scalar
+from verl.utils.sequence_parallel.groups import SequenceParallel
 
 CHECKED_TOKENS = 8  # at the end of each row, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
@@ -61,6 +65,41 @@ def model_type_of(config: PretrainedConfig) -> ModelType:
     return MODEL_TYPES.get(config.model_type, ModelType())
 
 
+def why_prompts_stay_apart(config: PretrainedConfig) -> str | None:
+    """What in the attention of a model keeps its rows from sharing a prompt; None if nothing does."""
+    text = config.get_text_config()
+    return SharedLayout.of([(text.max_position_embeddings, ())]).refuses(_attention_rule(text))
+
+
+def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
+    """Refuse to divide lines over ranks where the model's attention does not allow it.
+
+    Raises:
+        ValueError: `ulysses_size` does not divide the attention heads, or a ring cannot follow the attention.
+    """
+    text = config.get_text_config()
+    if text.num_attention_heads % sp.ulysses_size:
+        raise ValueError(
+            f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
+            f" of {config.model_type}: choose another, or use `ring_size`"
+        )
+    rule = _attention_rule(text)
+    if sp.ring_size > 1 and (
+        rule.softcap is not None or (rule.window or math.inf) < text.max_position_embeddings
+    ):
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
+            " window or a soft cap: use `ulysses_size`"
+        )
+
+
+def _attention_rule(text: PretrainedConfig) -> AttentionRule:
+    """The narrowest that a layer of a language model follows."""
+    types = getattr(text, "layer_types", None) or ["sliding_attention"]
+    window = getattr(text, "sliding_window", None) if "sliding_attention" in types else None
+    return AttentionRule(1.0, window=window, softcap=getattr(text, "attn_logit_softcapping", None))
+
+
 def prepare_model(model: PreTrainedModel) -> None:
     """Give a model packed attention and the fused head; works on the meta device, before FSDP.
 
@@ -68,7 +107,9 @@ def prepare_model(model: PreTrainedModel) -> None:
     to::
 
         model(
-            input_ids=(1, N), position_ids=(1, N) or (4, 1, N), cu_seqlens=(rows + 1,),
+            input_ids=(1, N), position_ids=(1, N) or (4, 1, N),
+            cu_seqlens=(rows + 1,),  # or packed_layout=…, see `verl.models.layouts`
+            local_tokens=(n,),  # the places that this rank runs of a line that is divided over ranks
             read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
             pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
         ) -> what `read` returned: TokenLogProbs of (M,)

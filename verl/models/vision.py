@@ -4,13 +4,21 @@
 Under FSDP every rank must run the tower equally often, whether its rows hold images, videos, both or
 neither. So images and videos go through together, and rows without media are joined by a row with a small
 blank image (`dummy_row`).
+
+Where ranks hold the same rows, each encodes some of the frames (`MediaShare`); a tower's attention stays
+inside a frame, so the features are the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from verl.utils.seqlen_balancing import cut_evenly
+from verl.utils.sequence_parallel.groups import SequenceParallel
+from verl.utils.sequence_parallel.ulysses import gather_rows
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,21 @@ class EncodedMedia:
     deepstack_features: list[tuple[Tensor, ...]] | None = (
         None  # the same for each level, where a model has levels
     )
+
+
+@dataclass(frozen=True, eq=False)
+class MediaShare:
+    """How the frames of all images and videos are divided over the ranks of a line, in their order."""
+
+    images: int  # media that are images; the others are videos
+    tokens: tuple[int, ...]  # of each image, then of each video
+    counts: tuple[int, ...]  # tokens that each rank encodes
+    sp: SequenceParallel
+
+    def gather(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """From the features of this rank's grids to those of all media; the ranks' gradients are summed."""
+        own = torch.cat(list(features))[: self.counts[self.sp.index]]  # none of a blank image
+        return gather_rows(own, self.counts, self.sp, sum_gradients=True).split(self.tokens)
 
 
 class DummyRow(NamedTuple):
@@ -36,6 +59,7 @@ def encode_media(
     media: dict[str, Tensor],
     image_order: list[int] | None = None,
     video_order: list[int] | None = None,
+    share: MediaShare | None = None,
 ) -> dict[str, EncodedMedia]:
     """Features of all images and videos by one call of the vision tower.
 
@@ -44,6 +68,7 @@ def encode_media(
         media: `pixel_values` with `image_grid_thw`, `pixel_values_videos` with `video_grid_thw`, or both.
         image_order: For each image in the tokens, which of the given ones it is; the given order by default.
         video_order: The same for videos.
+        share: `media` are this rank's share of all, from `share_media`, and the others' are gathered.
 
     Returns:
         Features under "image" and "video", as far as they were given.
@@ -51,20 +76,72 @@ def encode_media(
     pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
     grids = [media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]
     encoded = owner.get_image_features(torch.cat(pixels), torch.cat(grids), return_dict=True)
+    pooled = encoded.pooler_output
     levels = getattr(encoded, "deepstack_features", None)  # Qwen3-VL only
     images = len(media["image_grid_thw"]) if "image_grid_thw" in media else 0
+    if share is not None:
+        images, pooled = share.images, share.gather(pooled)
+        levels = None if levels is None else [share.gather(level) for level in levels]
     features = {}
     for kind, start, stop, order in (
         ("image", 0, images, image_order),
-        ("video", images, len(encoded.pooler_output), video_order),
+        ("video", images, len(pooled), video_order),
     ):
         if stop > start:
             chosen = range(start, stop) if order is None else [start + index for index in order]
             features[kind] = EncodedMedia(
-                tuple(encoded.pooler_output[index] for index in chosen),
+                tuple(pooled[index] for index in chosen),
                 None if levels is None else [tuple(level[index] for index in chosen) for level in levels],
             )
     return features
+
+
+def share_media(
+    config: Any, media: dict[str, Tensor], sp: SequenceParallel
+) -> tuple[dict[str, Tensor], MediaShare]:
+    """This rank's share of the frames of all media; every rank of a line gives the same media.
+
+    The frames stay in order and are cut where the largest share of patches is smallest. A rank without frames
+    gets a blank image, so that every rank runs the tower.
+
+    Args:
+        config: A vision-language model's transformers config.
+        media: As `encode_media` reads them.
+        sp: This rank's place.
+
+    Returns:
+        `pixel_values` and `image_grid_thw` of this rank, of images and videos alike, and how all is divided.
+    """
+    grids = torch.cat([media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]).cpu()
+    pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
+    merged = config.vision_config.spatial_merge_size**2  # patches of a token
+    frames = grids[:, 1:].prod(-1).repeat_interleave(grids[:, 0])  # (F,): patches of each
+    bounds = cut_evenly(frames.tolist(), sp.size)
+    ends = torch.nn.functional.pad(frames.cumsum(0), (1, 0))[bounds]  # (size + 1,): in patches
+    share = MediaShare(
+        len(media["image_grid_thw"]) if "image_grid_thw" in media else 0,
+        tuple((grids.prod(-1) // merged).tolist()),
+        tuple((ends.diff() // merged).tolist()),
+        sp,
+    )
+    first, last = bounds[sp.index : sp.index + 2]
+    if first == last:
+        blank = dummy_row(config)
+        return {"pixel_values": blank.pixel_values, "image_grid_thw": blank.image_grid_thw}, share
+    stops = grids[:, 0].cumsum(0)  # of each medium, in frames
+    held = stops.clamp(first, last) - (stops - grids[:, 0]).clamp(first, last)  # its frames on this rank
+    own = torch.cat([held[:, None], grids[:, 1:]], 1)[held > 0]
+    start, stop = ends[sp.index : sp.index + 2].tolist()
+    return {"pixel_values": _stretch(pixels, start, stop), "image_grid_thw": own}, share
+
+
+def _stretch(parts: list[Tensor], start: int, stop: int) -> Tensor:
+    """Rows `start` to `stop` of the parts joined, without joining the rest."""
+    rows = []
+    for part in parts:
+        rows.append(part[max(start, 0) : max(stop, 0)])
+        start, stop = start - len(part), stop - len(part)
+    return torch.cat(rows)
 
 
 def dummy_row(config: Any, rows: int = 1, columns: int = 1) -> DummyRow:

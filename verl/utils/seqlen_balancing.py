@@ -21,6 +21,13 @@ def workload(length: int) -> int:
     return LINEAR_WORK * length + length * length
 
 
+def shared_workload(prompt: int, lengths: Sequence[int]) -> int:
+    """Work of a forward pass over sequences of `lengths` that share the tokens of their prompt."""
+    responses = sum(length - prompt for length in lengths)
+    attention = prompt**2 + sum(length**2 - prompt**2 for length in lengths)
+    return LINEAR_WORK * (prompt + responses) + attention
+
+
 def balance(costs: Sequence[float], parts: int, equal_size: bool = False) -> list[list[int]]:
     """Divide items into parts whose sums of costs are close.
 
@@ -63,13 +70,17 @@ def _negative_spread(division: list[Part]) -> float:
     return division[0][0] - division[-1][0]
 
 
-def balance_groups(lengths: Sequence[int], groups: Sequence[object], parts: int) -> list[list[int]]:
+def balance_groups(
+    lengths: Sequence[int], groups: Sequence[object], parts: int, prompts: Sequence[int] | None = None
+) -> list[list[int]]:
     """Divide sequences over ranks so that each gets as many, the work is close, and no group is split.
 
     Args:
         lengths: Tokens of each sequence.
         groups: Which group each sequence belongs to; any hashable.
         parts: Number of ranks.
+        prompts: Tokens of each sequence's prompt, where the sequences of a group share it; None where each
+            runs its own.
 
     Returns:
         For each rank the indices of its sequences, group after group.
@@ -87,10 +98,45 @@ def balance_groups(lengths: Sequence[int], groups: Sequence[object], parts: int)
             f"{len(members)} groups of {sorted(sizes)} sequences cannot be divided over {parts} ranks"
             " as whole groups"
         )
-    costs = [sum(workload(lengths[row]) for row in rows) for rows in members]
+    if prompts is None:
+        costs = [sum(workload(lengths[row]) for row in rows) for rows in members]
+    else:
+        costs = [shared_workload(prompts[rows[0]], [lengths[row] for row in rows]) for rows in members]
     return [
         [row for group in part for row in members[group]] for part in balance(costs, parts, equal_size=True)
     ]
+
+
+def cut_evenly(costs: Sequence[int], parts: int) -> list[int]:
+    """Cut a sequence of items into stretches so that the largest sum of costs is as small as it can be.
+
+    Args:
+        costs: Of each item, in order; not negative.
+        parts: How many; later ones may be empty.
+
+    Returns:
+        (parts + 1,) the first item of each stretch, and the number of items.
+    """
+    low, high = max([-(-sum(costs) // parts), *costs]), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_stretches(costs, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    starts = _stretches(costs, low)
+    return starts + [len(costs)] * (parts + 1 - len(starts))
+
+
+def _stretches(costs: Sequence[int], limit: int) -> list[int]:
+    """Where stretches begin that are as long as their sum, at most `limit`, allows; one at least."""
+    starts, total = [0], 0
+    for item, cost in enumerate(costs):
+        total += cost
+        if total > limit:
+            starts.append(item)
+            total = cost
+    return starts
 
 
 def length_metrics(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -3,7 +3,9 @@
 
 Rows are packed into one line of tokens, run through the prepared model
 (`verl.models.registry.prepare_model`), and the results are put back. Only tokens that predict a response
-token reach the head. Sharding the line over sequence-parallel ranks belongs between packing and the model.
+token reach the head. With sequence parallelism every rank of a line is called with the same rows, runs its
+share of the frames through the vision tower and of the tokens through the language model, and returns the
+results of all.
 """
 
 from collections.abc import Callable
@@ -13,12 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.causal_head import DeferredLogits
-from verl.models.registry import model_type_of
-from verl.models.vision import dummy_row
+from verl.models.layouts import Layout, PackedLayout, SharedLayout
+from verl.models.registry import check_sequence_parallel, model_type_of, why_prompts_stay_apart
+from verl.models.sequence_layouts import sequence_layout
+from verl.models.vision import dummy_row, share_media
 from verl.protocol import DataProto
 from verl.utils.head_logits import HeadLogits
-from verl.utils.padding import pack, unpack
+from verl.utils.padding import unpack
+from verl.utils.rank_logger import get_logger
+from verl.utils.sequence_parallel.groups import SequenceParallel
+from verl.utils.sequence_parallel.sharding import ShardPlan, shard_plan
 from verl.utils.torch_functional import TokenLogProbs
+from verl.workers.line_rows import LineRows
+from verl.workers.micro_batches import rows_of_prompts
+from verl.workers.packed_line import PackedLine, separate_rows, shared_prompts
+
+logger = get_logger(__name__)
 
 FEATURE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -31,37 +43,20 @@ class MediaFeatures(Protocol):
         ...
 
 
-class PackedLine(NamedTuple):
-    """One line of tokens of all rows."""
-
-    input_ids: Tensor  # (N,)
-    position_ids: Tensor  # (rows, N): one row, or four for M-RoPE
-    cu_lengths: Tensor  # (B + 1,) int32
-
-    def joined(self, input_ids: Tensor) -> "PackedLine":
-        """With one more row of tokens at the end, counted from zero."""
-        length = len(input_ids)
-        positions = torch.arange(length, device=input_ids.device).expand(len(self.position_ids), -1)
-        return PackedLine(
-            torch.cat([self.input_ids, input_ids]),
-            torch.cat([self.position_ids, positions], 1),
-            torch.cat([self.cu_lengths, self.cu_lengths[-1:] + length]),
-        )
-
-
 class ModelInputs(NamedTuple):
     """A micro-batch as the model reads it."""
 
     arguments: dict[str, Any]  # of the model's packed forward
-    positions: Tensor  # (B, T): the packed token of each place; meaningless on padding
-    ends: Tensor  # (B,): the last packed token of each row
+    places: Tensor  # (B, T): the packed token of each place; for padding, the row's token before it
+    plan: ShardPlan | None  # None where this rank runs the whole line
 
 
 class PackedForward:
     """Runs micro-batches through a prepared model.
 
     A micro-batch of no rows is run for the sake of FSDP's collectives, see `micro_batches`. Every method
-    reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if it is there.
+    reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if it is there; where prompts
+    are shared also `response_mask` and `uid`, without which each row has its own.
 
     Example::
 
@@ -79,6 +74,8 @@ class PackedForward:
         config: Any,
         media: MediaFeatures | None = None,
         device: torch.device | str = "cpu",
+        share_prompt: bool = False,
+        sp: SequenceParallel | None = None,
     ) -> None:
         """Hold the model.
 
@@ -87,9 +84,23 @@ class PackedForward:
             config: Its transformers config.
             media: Decodes the rows' media; None if rows hold text only.
             device: Where the model computes.
+            share_prompt: Run the prompt once for the rows of a micro-batch that have the same `uid` and the
+                same prompt. A model whose attention does not allow it runs it for each, and the log says so.
+            sp: The ranks that divide each line; None if every rank runs whole lines. Results are the same on
+                all of them, and a loss of them gives each rank the gradient of its own tokens, so the
+                gradient is the sum over the ranks of a line.
+
+        Raises:
+            ValueError: The model's attention cannot be divided like that.
         """
         self.model, self.config, self.media, self.device = model, config, media, device
         self.model_type = model_type_of(config)
+        self.sp = SequenceParallel.none() if sp is None else sp
+        check_sequence_parallel(config, self.sp)
+        reason = why_prompts_stay_apart(config) if share_prompt else None
+        if reason is not None:
+            logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
+        self.shares_prompts = share_prompt and reason is None
 
     def log_probs(
         self,
@@ -116,13 +127,13 @@ class PackedForward:
         response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
         targets = micro.batch["responses"].to(self.device)[response_mask.bool()]
         inputs = self._inputs(micro)
-        rows = _rows_before(inputs, response_mask)
+        rows = self._rows_before(inputs, response_mask)
         head = None if reference is None else reference._head_logits(inputs, rows, temperature)
 
         def read(logits: DeferredLogits) -> TokenLogProbs:
             return logits.log_probs(
-                targets,
-                rows,
+                rows.own(targets),
+                rows.local,
                 temperature,
                 with_entropy=with_entropy,
                 with_sum_squares=with_sum_squares,
@@ -130,8 +141,11 @@ class PackedForward:
             )
 
         result: TokenLogProbs = self._run(inputs, read)
-        others = (None if part is None else unpack(part, response_mask) for part in result[1:])
-        return TokenLogProbs(unpack(result.log_probs, response_mask), *others)
+        log_probs, *others = (
+            None if part is None else unpack(rows.joined(part), response_mask) for part in result
+        )
+        assert log_probs is not None, "log-probabilities are always computed"
+        return TokenLogProbs(log_probs, *others)
 
     def values(self, micro: DataProto) -> Tensor:
         """The score of the state before each response token: at the token before it.
@@ -144,17 +158,24 @@ class PackedForward:
         """
         response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
         inputs = self._inputs(micro)
-        rows = _rows_before(inputs, response_mask)
-        return unpack(self._run(inputs, lambda logits: logits.values(rows)), response_mask)
+        return unpack(self._values_at(inputs, self._rows_before(inputs, response_mask)), response_mask)
 
     def last_values(self, micro: DataProto) -> Tensor:
         """The score of each sequence, at its last attended token: (B,) float32."""
         inputs = self._inputs(micro)
-        return self._run(inputs, lambda logits: logits.values(inputs.ends))
+        return self._values_at(inputs, LineRows.of(inputs.places[:, -1], inputs.plan, self.sp))
+
+    def _values_at(self, inputs: ModelInputs, rows: LineRows) -> Tensor:
+        return rows.joined(self._run(inputs, lambda logits: logits.values(rows.local)))
 
     @torch.no_grad()
-    def _head_logits(self, inputs: ModelInputs, rows: Tensor, temperature: float) -> HeadLogits:
-        return self._run(inputs, lambda logits: logits.head_logits(rows, temperature))
+    def _head_logits(self, inputs: ModelInputs, rows: LineRows, temperature: float) -> HeadLogits:
+        return self._run(inputs, lambda logits: logits.head_logits(rows.local, temperature))
+
+    def _rows_before(self, inputs: ModelInputs, response_mask: Tensor) -> LineRows:
+        """The packed token before each response token, which predicts it."""
+        before = inputs.places[:, -response_mask.shape[1] - 1 : -1][response_mask.bool()]
+        return LineRows.of(before, inputs.plan, self.sp)
 
     def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
         """What `read` makes of the logits inside the forward pass, where FSDP has the head at hand."""
@@ -162,21 +183,35 @@ class PackedForward:
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
         """Pack the rows into a line, and decode their media."""
-        mask = micro.batch["attention_mask"].to(self.device)
-        packed = pack(micro.batch["input_ids"].to(self.device), mask)
-        positions = self._packed_positions(micro.batch["position_ids"].to(self.device), mask)
-        line = PackedLine(packed.values, positions, packed.cu_lengths)
+        line = self._line(micro)
         line, media = self._with_media(line, micro)
         positions = line.position_ids if len(line.position_ids) == 1 else line.position_ids[:, None]
-        arguments = {
+        arguments: dict[str, Any] = {
             "input_ids": line.input_ids[None],
             "position_ids": positions,
-            "cu_seqlens": line.cu_lengths,
         }
-        return ModelInputs(arguments | media, packed.positions, packed.cu_lengths[1:] - 1)
+        plan = None if self.sp.size == 1 else shard_plan(line.groups, self.sp, self.device)
+        if plan is None:
+            arguments["packed_layout"] = _layout(line, self.device)
+        else:
+            arguments |= {"packed_layout": sequence_layout(plan, self.sp), "local_tokens": plan.local}
+        return ModelInputs(arguments | media, line.places, plan)
 
-    def _packed_positions(self, positions: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) or (B, 4, T) to (rows, N)."""
+    def _line(self, micro: DataProto) -> PackedLine:
+        """The rows as one line, the prompts of those that have the same one shared."""
+        tensors = micro.batch
+        input_ids, mask = tensors["input_ids"].to(self.device), tensors["attention_mask"].to(self.device)
+        positions = self._position_rows(tensors["position_ids"].to(self.device))
+        if self.shares_prompts and "response_mask" in tensors:
+            prompt_width = input_ids.shape[1] - tensors["response_mask"].shape[1]
+            prompts = [columns[:, :prompt_width] for columns in (input_ids, mask, *positions)]
+            members = _with_equal_prompts(rows_of_prompts(micro), prompts)
+            if any(len(rows) > 1 for rows in members):
+                return shared_prompts(input_ids, mask, positions, members, prompt_width)
+        return separate_rows(input_ids, mask, positions)
+
+    def _position_rows(self, positions: Tensor) -> Tensor:
+        """(B, T) or (B, 4, T) to (rows, B, T)."""
         rows = self.model_type.position_rows
         if positions.ndim == 2:
             positions = positions[:, None].expand(-1, rows, -1)
@@ -184,12 +219,13 @@ class PackedForward:
             raise ValueError(
                 f"`position_ids` must have {rows} rows for {self.config.model_type}, got {positions.shape[1]}"
             )
-        return positions.transpose(0, 1)[:, mask.bool()]
+        return positions.transpose(0, 1)
 
     def _with_media(self, line: PackedLine, micro: DataProto) -> tuple[PackedLine, dict[str, Any]]:
         """The rows' media, each distinct one once, and one more row where FSDP needs something to run."""
-        rows = micro.non_tensor_batch.get("multi_modal_data", ())
-        rows = [row for row in rows if row and any(row.values())]
+        media = micro.non_tensor_batch.get("multi_modal_data")
+        shown = () if media is None else [media[row] for row in line.shown]
+        rows = [row for row in shown if row and any(row.values())]
         if rows:
             return line, self._features(rows)
         if self.model_type.media_owner is not None:
@@ -225,12 +261,29 @@ class PackedForward:
         return self._to_device({name: torch.cat(values) for name, values in features.items()}) | order
 
     def _to_device(self, media: dict[str, Tensor]) -> dict[str, Any]:
-        return {name: value.to(self.device) for name, value in media.items()}
+        """The media that this rank encodes, and where others encode some, how they are divided."""
+        share = {}
+        if self.sp.size > 1:
+            media, share["media_share"] = share_media(self.config, media, self.sp)
+        return {name: value.to(self.device) for name, value in media.items()} | share
 
 
-def _rows_before(inputs: ModelInputs, response_mask: Tensor) -> Tensor:
-    """The packed token before each response token, which predicts it."""
-    return inputs.positions[:, -response_mask.shape[1] :][response_mask.bool()] - 1
+def _layout(line: PackedLine, device: torch.device | str) -> Layout:
+    """Which tokens of the line see which."""
+    return SharedLayout.of(line.groups, device) if line.is_shared else PackedLayout.of(line.cu_lengths)
+
+
+def _with_equal_prompts(candidates: list[list[int]], prompts: list[Tensor]) -> list[list[int]]:
+    """Groups in which all `prompts` (B, P) are equal to the first row's; the other rows stand alone."""
+    pairs = [(row, rows[0]) for rows in candidates for row in rows[1:]]
+    if not pairs:
+        return candidates
+    equal = [
+        torch.stack([(part[row] == part[first]).all() for part in prompts]).all() for row, first in pairs
+    ]
+    strangers = {row for (row, _), same in zip(pairs, torch.stack(equal).tolist(), strict=True) if not same}
+    members = [[row for row in rows if row not in strangers] for rows in candidates]
+    return members + [[row] for row in sorted(strangers)]
 
 
 def _media_key(row: dict[str, Any]) -> tuple:

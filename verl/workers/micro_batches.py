@@ -4,9 +4,14 @@
 Every rank of the group gets the same number of micro-batches, because each is a round of FSDP collectives.
 A rank that has fewer ends with empty ones: `PackedForward` runs an empty micro-batch over one token that
 nothing is asked of, so it takes part in the collectives and adds nothing to losses, gradients or results.
+
+Where prompts are shared, the rows of a prompt stay together as far as the size of a micro-batch allows, and
+the prompt's tokens count once.
 """
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,39 +21,100 @@ from verl.protocol import DataProto
 from verl.utils.seqlen_balancing import balance
 
 
+class Bundle(NamedTuple):
+    """Rows that run together, and the tokens that they are."""
+
+    rows: tuple[int, ...]
+    tokens: int
+
+
 def split_micro_batches(
     batch: DataProto,
     micro_batch_size: int,
     token_budget: int | None = None,
     group: dist.ProcessGroup | None = None,
+    share_prompt: bool = False,
 ) -> list[list[int]]:
     """Divide a batch into micro-batches, equally many on every rank.
 
     Collective over `group`: waits for the slowest rank.
 
     Args:
-        batch: Reads `attention_mask`.
+        batch: Reads `attention_mask`; with `share_prompt` also `response_mask`, and `uid` if it
+            is there.
         micro_batch_size: Rows in each, when there is no token budget.
         token_budget: Tokens in each, padding not counted; a longer row stands alone. None: by rows.
         group: Ranks that must agree on the number; all of them by default.
+        share_prompt: Keep the rows of a prompt together and count its tokens once.
 
     Returns:
         Row indices; each row of the batch once. Some lists may be empty.
     """
     if token_budget is None:
-        rows = list(range(len(batch)))
-        parts = [rows[start : start + micro_batch_size] for start in range(0, len(rows), micro_batch_size)]
+        bundles = rows_of_prompts(batch) if share_prompt else [[row] for row in range(len(batch))]
+        parts = _filled(bundles, micro_batch_size)
         count = _largest(len(parts), group)
         return parts + [[] for _ in range(count - len(parts))]
 
-    lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    count = _largest(max(1, -(-sum(lengths) // token_budget)), group)
+    bundles = _bundles(batch, token_budget, share_prompt)
+    costs = [bundle.tokens for bundle in bundles]
+    count = _largest(max(1, -(-sum(costs) // token_budget)), group)
     while True:
-        parts = balance(lengths, count)
-        too_long = any(len(part) > 1 and sum(lengths[row] for row in part) > token_budget for part in parts)
+        parts = balance(costs, count)
+        too_long = any(len(part) > 1 and sum(costs[item] for item in part) > token_budget for part in parts)
         if not _largest(int(too_long), group):
-            return parts[::-1]  # the fullest first, so that memory peaks at once; empty ones last
+            rows = [[row for item in part for row in bundles[item].rows] for part in parts]
+            return rows[::-1]  # the fullest first, so that memory peaks at once; empty ones last
         count += 1
+
+
+def rows_of_prompts(batch: DataProto) -> list[list[int]]:
+    """The rows of each prompt, by `uid`, in the order in which the prompts first appear.
+
+    Rows of a batch without `uid` have each their own prompt.
+    """
+    rows: dict[object, list[int]] = {}
+    for row, uid in enumerate(batch.non_tensor_batch.get("uid", range(len(batch)))):
+        rows.setdefault(uid, []).append(row)
+    return list(rows.values())
+
+
+def _filled(bundles: list[list[int]], size: int) -> list[list[int]]:
+    """Bundles one behind the other in parts of at most `size` rows; larger ones are cut evenly."""
+    parts: list[list[int]] = []
+    for rows in bundles:
+        for piece in _cut(rows, -(-len(rows) // size)):
+            if not parts or len(parts[-1]) + len(piece) > size:
+                parts.append([])
+            parts[-1].extend(piece)
+    return parts
+
+
+def _bundles(batch: DataProto, token_budget: int, share_prompt: bool) -> list[Bundle]:
+    """What is not divided: single rows, or the rows of a prompt in as few pieces as fit the budget."""
+    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    if not share_prompt:
+        return [Bundle((row,), length) for row, length in enumerate(lengths)]
+    width = batch.batch["response_mask"].shape[1]
+    prompts = batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
+    bundles = []
+    for rows in rows_of_prompts(batch):
+        prompt = prompts[rows[0]]
+        for count in range(1, len(rows) + 1):
+            pieces = [
+                Bundle(tuple(piece), prompt + sum(lengths[row] - prompt for row in piece))
+                for piece in _cut(rows, count)
+            ]
+            if all(piece.tokens <= token_budget for piece in pieces):
+                break
+        bundles.extend(pieces)
+    return bundles
+
+
+def _cut(rows: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Rows in `count` pieces whose numbers differ by at most one."""
+    bounds = [len(rows) * piece // count for piece in range(count + 1)]
+    return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def dynamic_token_budget(batch: DataProto, micro_batch_size: int) -> int:
