@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes from headers, pixels, features and tokens of media, against the models' real processors."""
 
+import os
 import pickle
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -15,10 +17,11 @@ from verl.utils.media_cache import MediaCache
 from verl.utils.media_sizes import process_image, resized_size
 from verl.utils.multimodal import MediaLoader, MediaOptions, expand_prompt
 from verl.utils.tokenizer import load_processor
-from verl.utils.video import choose_frames, probe_video, read_video
+from verl.utils.video import VideoOptions, choose_frames, probe_video, read_video
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 OPTIONS = MediaOptions(min_pixels=40 * 40, max_pixels=150 * 150, video_fps=2.0)
+BY_NUMBER = replace(OPTIONS, max_pixels=10**6, num_video_frames=6, tokens_per_frame=16)
 IMAGE_SIZES = [(20, 20), (64, 48), (300, 37), (151, 152), (500, 333), (28, 900)]
 VIDEOS = [(64, 48, 16), (200, 100, 9), (330, 32, 40), (48, 48, 1), (32, 64, 3)]
 
@@ -60,10 +63,13 @@ def processor_inputs(processor, loader, media):
     return text, processor(text=[text], return_tensors="pt", **given)
 
 
+@pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_counted_from_headers_are_those_the_processor_makes_from_pixels(family, processors, media):
+def test_tokens_counted_from_headers_are_those_the_processor_makes_from_pixels(
+    family, options, processors, media
+):
     processor = processors[family]
-    loader = MediaLoader(processor, OPTIONS)
+    loader = MediaLoader(processor, options)
 
     for one in [{"images": [i], "videos": []} for i in media["images"]] + [
         {"images": [], "videos": [v]} for v in media["videos"]
@@ -78,10 +84,11 @@ def test_tokens_counted_from_headers_are_those_the_processor_makes_from_pixels(f
                 assert getattr(shape, name).tolist() == expected[name].tolist()
 
 
+@pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, processors, media):
+def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, options, processors, media):
     processor = processors[family]
-    loader = MediaLoader(processor, OPTIONS)
+    loader = MediaLoader(processor, options)
     text, expected = processor_inputs(processor, loader, media)
 
     shape = loader.shape_of(loader.decode(media))
@@ -103,6 +110,41 @@ def test_seconds_of_a_temporal_patch_follow_from_the_frames_taken(processors, tm
     assert loader.measure(media).second_per_grid_ts.tolist() == [1.0]
     assert loader.features(media)["second_per_grid_ts"].tolist() == [1.0]
     assert loader.measure(media).video_grid_thw[0, 0] == 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_times_follow_from_the_frames_taken_by_number_too(family, processors, tmp_path):
+    # 40 frames at 8 per second, 4 of them: 0, 13, 26, 39. They are 0.8 a second, so that a patch of 2 lasts
+    # 2.5 s; the middles of the patches are (0 + 13) / 2 / 8 = 0.8125 s and (26 + 39) / 2 / 8 = 4.0625 s.
+    loader = MediaLoader(processors[family], replace(OPTIONS, num_video_frames=4))
+    media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 40)]}
+
+    for shape in (loader.measure(media), loader.shape_of(loader.decode(media))):
+        assert shape.second_per_grid_ts.tolist() == [2.5]
+        assert shape.timestamps == [[0.8125, 4.0625]]
+        assert shape.video_grid_thw[0, 0] == 2
+
+
+@pytest.mark.parametrize("tokens", [16, 24, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_frame_takes_more_tokens_than_its_budget(family, tokens, processors, tmp_path):
+    merged = processors[family].video_processor.merge_size ** 2
+    for least in (1, 10**6):
+        options = MediaOptions(least, 10**6, num_video_frames=4, tokens_per_frame=tokens)
+        loader = MediaLoader(processors[family], options)
+        for width, height in [(16, 16), (64, 48), (330, 32), (20, 400), (640, 360)]:
+            path = save_video(tmp_path / "a.mp4", width, height, 4)
+
+            ((_, rows, columns),) = loader.measure({"videos": [path]}).video_grid_thw.tolist()
+            features = loader.features({"videos": [path]})
+
+            assert rows * columns // merged <= tokens, (width, height, least)
+            assert features["video_grid_thw"].tolist() == [[2, rows, columns]]
+
+
+def test_a_budget_that_the_processor_would_not_keep_is_refused(processors):
+    with pytest.raises(ValueError, match="`tokens_per_frame` must be at least 16 for this model, got 15"):
+        MediaLoader(processors["qwen3_vl"], replace(OPTIONS, tokens_per_frame=15))
 
 
 def test_frames_are_taken_evenly_and_show_what_the_video_shows_then(processors, tmp_path):
@@ -132,7 +174,7 @@ def test_a_container_without_a_frame_count_has_its_packets_counted(tmp_path):
     info = probe_video(save_video(tmp_path / "a.mkv", 64, 48, 11))  # Matroska does not say it
 
     assert info == (11, 8.0, 64, 48)
-    assert choose_frames(info, 2.0) == [0, 3, 7, 10]
+    assert choose_frames(info, VideoOptions(1600, 22500, 28)) == [0, 3, 7, 10]
 
 
 @pytest.mark.parametrize(("width", "height", "num_frames"), VIDEOS[:3])
@@ -150,7 +192,7 @@ def test_frames_and_their_size_are_those_of_qwen_vl_utils(width, height, num_fra
     given = {"video": path, "fps": 2.0, "min_pixels": 1600, "max_pixels": 22500}
 
     expected, meta = fetch_video(given, image_patch_size=14, return_video_metadata=True)
-    video = read_video(path, 2.0, 1600, 22500, 28)
+    video = read_video(path, VideoOptions(1600, 22500, 28))
 
     assert video.meta["frames_indices"] == meta["frames_indices"].tolist()
     assert torch.equal(torch.from_numpy(video.frames).permute(0, 3, 1, 2).float(), expected)
@@ -202,6 +244,60 @@ def test_a_file_that_changed_is_decoded_again(processors, tmp_path):
     after = loader.decode({"images": [path]}).images[0]
 
     assert before.size == (64, 48) and after.size == (48, 64)
+
+
+def test_decoded_videos_outlive_the_run_in_their_folder(processors, tmp_path):
+    options = replace(OPTIONS, cache_dir=str(tmp_path / "frames"))
+    media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 16)]}
+    first = MediaLoader(processors["qwen2_5_vl"], options)
+    (frames, meta), shape = first.decode(media).videos[0], first.measure(media)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.utils.multimodal.read_video", None)  # decoding again would fail
+        patch.setattr("verl.utils.multimodal.probe_video", None)
+
+        again = MediaLoader(processors["qwen2_5_vl"], options)
+
+        assert (again.decode(media).videos[0][0] == frames).all() and again.decode(media).videos[0][1] == meta
+        assert again.measure(media).video_grid_thw.tolist() == shape.video_grid_thw.tolist()
+        others = [
+            replace(options, video_fps=4.0),
+            replace(options, num_video_frames=4),
+            replace(options, tokens_per_frame=16),
+            replace(options, max_pixels=10**4),
+        ]
+        for other in others:
+            with pytest.raises(TypeError, match="NoneType"):
+                MediaLoader(processors["qwen2_5_vl"], other).decode(media)
+
+
+def test_a_video_that_changed_on_disk_is_decoded_again_in_a_later_run(processors, tmp_path):
+    options = replace(OPTIONS, cache_dir=str(tmp_path / "frames"))
+    path = save_video(tmp_path / "a.mp4", 64, 48, 16)
+    before = MediaLoader(processors["qwen2_vl"], options).decode({"videos": [path]}).videos[0][0]
+    content = (tmp_path / "a.mp4").read_bytes()
+    save_video(tmp_path / "a.mp4", 64, 48, 16, seed=1)
+
+    loader = MediaLoader(processors["qwen2_vl"], options)
+    after = loader.decode({"videos": [path]}).videos[0][0]
+    of_bytes = loader.decode({"videos": [content]}).videos[0][0]
+
+    assert (after != before).any() and (of_bytes == before).all()
+
+
+def test_a_video_that_changes_while_it_is_read_is_an_error_and_is_not_kept(processors, tmp_path):
+    loader = MediaLoader(processors["qwen2_vl"], replace(OPTIONS, cache_dir=str(tmp_path / "frames")))
+    path = save_video(tmp_path / "a.mp4", 64, 48, 16)
+
+    def read_and_change(*args):
+        os.utime(path, ns=(1, 1))
+        return read_video(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.utils.multimodal.read_video", read_and_change)
+        with pytest.raises(ValueError, match=r"a\.mp4 cannot be read: ValueError: it changed while"):
+            loader.decode({"videos": [path]})
+
+    assert not list((tmp_path / "frames").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("method", ["decode", "measure"])

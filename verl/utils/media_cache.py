@@ -54,6 +54,26 @@ class Entry(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+def encode_entry(entry: Entry) -> bytes:
+    """The safetensors file of an entry."""
+    tensors = {name: tensor.contiguous() for name, tensor in entry.tensors.items()}
+    return save(tensors, {"meta": json.dumps(entry.meta)})
+
+
+def read_entry(path: Path) -> Entry | None:
+    """The entry of a file, mapped and not copied; None if there is no file.
+
+    Raises:
+        SafetensorError: The file is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            return Entry(tensors, json.loads(file.metadata()["meta"]))
+    except FileNotFoundError:
+        return None
+
+
 class MediaCache:
     """A bounded store for the processes of a run on one node, with a small one inside each process.
 
@@ -131,12 +151,12 @@ class MediaCache:
 
     def _get_or_publish(self, directory: Path, key: str, make: Callable[[], Entry]) -> Entry:
         path = directory / f"{key}.safetensors"
-        entry = _read(path)
+        entry = read_entry(path)
         if entry is not None:
             return entry
         try:
             with _locked(path.with_suffix(".lock")):
-                entry = _read(path)
+                entry = read_entry(path)
                 if entry is None:
                     entry = make()
                     self._publish(path, entry)
@@ -149,9 +169,7 @@ class MediaCache:
     def _publish(self, path: Path, entry: Entry) -> None:
         self._evict(path.parent, entry.size)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        content = save(
-            {name: t.contiguous() for name, t in entry.tensors.items()}, {"meta": json.dumps(entry.meta)}
-        )
+        content = encode_entry(entry)
         try:
             temporary.write_bytes(content)
             temporary.rename(path)
@@ -248,15 +266,6 @@ def _locked(path: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
-
-
-def _read(path: Path) -> Entry | None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            return Entry(tensors, json.loads(file.metadata()["meta"]))
-    except FileNotFoundError:
-        return None
 
 
 def _sizes(directory: Path) -> Iterator[tuple[Path, float, int]]:

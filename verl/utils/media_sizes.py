@@ -64,3 +64,14 @@ def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -
         height=height, width=width, factor=factor, min_pixels=smallest, max_pixels=largest, **frames
     )
     return [-(-num_frames // temporal), height // patch, width // patch]
+
+
+def smallest_budget(video_processor: Any) -> int:
+    """The smallest limit of tokens for each frame that the processor's own resizing keeps.
+
+    It enlarges what has fewer pixels than its lower limit. A frame that fits a budget has more than a quarter
+    of it, as both sides are rounded down to merged patches; one that is enlarged anyway has less than
+    2 limit + 2 merged patches, as both sides are rounded up.
+    """
+    factor = video_processor.patch_size * video_processor.merge_size
+    return -(-4 * video_processor.size["shortest_edge"] // factor**2)

@@ -8,38 +8,41 @@ of the model's own processor.
 """
 
 import hashlib
-import io
 import json
 import math
 import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import av.error
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from verl.utils.frame_cache import FrameCache
 from verl.utils.media_cache import Entry, MediaCache
-from verl.utils.media_sizes import image_grid, process_image, resized_size, video_grid
-from verl.utils.video import choose_frames, frame_size, probe_video, read_video, video_meta
-
-Reference = str | bytes | dict[str, Any]
-MediaData = Mapping[str, Sequence[Reference]] | None
-# what Pillow and PyAV raise on a file that is no image or video
-UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
-    av.error.FFmpegError,
+from verl.utils.media_options import MediaOptions
+from verl.utils.media_references import (
+    Reference,
+    content_id,
+    openable,
+    payload,
+    reading,
+    reading_unchanged,
 )
+from verl.utils.media_sizes import image_grid, process_image, resized_size, video_grid
+from verl.utils.video import (
+    VideoInfo,
+    choose_frames,
+    frame_size,
+    probe_video,
+    read_video,
+    video_meta,
+)
+
+MediaData = Mapping[str, Sequence[Reference]] | None
+BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
 FORMAT = "1"  # change it when the content of cached entries changes
 
 
@@ -73,28 +76,6 @@ class MediaShape:
     timestamps: list[list[float]]
 
 
-@dataclass(frozen=True)
-class MediaOptions:
-    """How media are read; equal in every process of a run, which is what lets them share the cache.
-
-    Attributes:
-        min_pixels: Smaller images and frames are enlarged.
-        max_pixels: Larger images and frames are reduced.
-        video_fps: Frames taken from a second of video.
-        run_id: Names the run's cache on each node; None caches in each process by itself.
-    """
-
-    min_pixels: int
-    max_pixels: int
-    video_fps: float = 2.0
-    run_id: str | None = None
-
-    @classmethod
-    def from_data(cls, data: Any, run_id: str | None = None) -> "MediaOptions":
-        """Take them from the `data` section of a config."""
-        return cls(data.min_pixels, data.max_pixels, data.video_fps, run_id)
-
-
 class MediaLoader:
     """Reads the media of prompts for one model.
 
@@ -105,6 +86,7 @@ class MediaLoader:
 
     Raises:
         NotImplementedError: The processor does not count tokens by merged patches, as Qwen's do.
+        ValueError: The processor would enlarge frames beyond `tokens_per_frame`.
     """
 
     def __init__(self, processor: Any, options: MediaOptions, cache: MediaCache | None = None) -> None:
@@ -115,17 +97,17 @@ class MediaLoader:
                 " and Qwen3-VL are"
             )
         self.processor = processor
-        self.min_pixels, self.max_pixels, self.video_fps = (
-            options.min_pixels,
-            options.max_pixels,
-            options.video_fps,
-        )
+        self.min_pixels, self.max_pixels = options.min_pixels, options.max_pixels
         self.cache = cache or MediaCache(options.run_id)
+        self._frame_cache = FrameCache(options.cache_dir) if options.cache_dir is not None else None
         video = processor.video_processor
-        self._video_factor = video.patch_size * video.merge_size
-        self._options = json.dumps(
-            [FORMAT, self.min_pixels, self.max_pixels, self.video_fps, self._video_factor]
-        )
+        self._videos = options.of_videos(video.patch_size * video.merge_size)
+        options.check_budget(video)
+        self._options = {
+            "image": json.dumps([FORMAT, self.min_pixels, self.max_pixels]),
+            "video": json.dumps([FORMAT, astuple(self._videos), os.environ.get(BUDGET_VARIABLE)]),
+            "video info": FORMAT,
+        }
         settings = processor.image_processor.to_json_string() + processor.video_processor.to_json_string()
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
 
@@ -153,13 +135,20 @@ class MediaLoader:
             return height, width
 
     def _header_video(self, ref: Reference) -> tuple[int, int, int, dict[str, Any]]:
+        info = self._video_info(ref)
         with reading("video", ref):
-            info = probe_video(payload(ref))
-            indices = choose_frames(info, self.video_fps)
-            size = frame_size(
-                len(indices), info.height, info.width, self.min_pixels, self.max_pixels, self._video_factor
-            )
+            indices = choose_frames(info, self._videos)
+            size = frame_size(len(indices), info.height, info.width, self._videos)
             return len(indices), *size, video_meta(info, indices)
+
+    def _video_info(self, ref: Reference) -> VideoInfo:
+        content = content_id("video", ref)
+
+        def make() -> Entry:
+            with reading_unchanged("video", ref, content):
+                return Entry({}, {"info": list(probe_video(payload(ref)))})
+
+        return VideoInfo(*self._keep(self._key("video info", content), make).meta["info"])
 
     def _shape(
         self, images: list[tuple[int, int]], videos: list[tuple[int, int, int, dict[str, Any]]]
@@ -212,17 +201,22 @@ class MediaLoader:
                 pixels = np.asarray(process_image(image, self.min_pixels, self.max_pixels))
             return Entry({"pixels": torch.from_numpy(pixels.copy())}, {})
 
-        return self.cache.get_or_make(self._key("image", ref), make).tensors["pixels"]
+        key = self._key("image", content_id("image", ref))
+        return self.cache.get_or_make(key, make).tensors["pixels"]
 
     def _video(self, ref: Reference) -> Entry:
+        content = content_id("video", ref)
+        key = self._key("video", content)
+
         def make() -> Entry:
-            with reading("video", ref):
-                video = read_video(
-                    payload(ref), self.video_fps, self.min_pixels, self.max_pixels, self._video_factor
-                )
+            with reading_unchanged("video", ref, content):
+                video = read_video(payload(ref), self._videos)
             return Entry({"frames": torch.from_numpy(video.frames)}, video.meta)
 
-        return self.cache.get_or_make(self._key("video", ref), make)
+        return self.cache.get_or_make(key, lambda: self._keep(key, make))
+
+    def _keep(self, key: str, make: Callable[[], Entry]) -> Entry:
+        return make() if self._frame_cache is None else self._frame_cache.get_or_make(key, make)
 
     def _image_features(self, ref: Reference) -> Entry:
         def make() -> Entry:
@@ -230,7 +224,8 @@ class MediaLoader:
             made = self.processor.image_processor(images=[image], return_tensors="pt")
             return Entry({name: made[name] for name in ("pixel_values", "image_grid_thw")}, {})
 
-        return self.cache.get_or_make(self._key("image", ref, self._processor_options), make)
+        key = self._key("image", content_id("image", ref), self._processor_options)
+        return self.cache.get_or_make(key, make)
 
     def _video_features(self, ref: Reference) -> Entry:
         def make() -> Entry:
@@ -248,17 +243,12 @@ class MediaLoader:
                 tensors["second_per_grid_ts"] = torch.tensor([seconds], dtype=torch.float32)
             return Entry(tensors, {})
 
-        return self.cache.get_or_make(self._key("video", ref, self._processor_options), make)
+        key = self._key("video", content_id("video", ref), self._processor_options)
+        return self.cache.get_or_make(key, make)
 
-    def _key(self, kind: str, ref: Reference, more: str = "") -> str:
-        digest = hashlib.blake2b(f"{kind} {self._options} {more} ".encode(), digest_size=20)
-        source = payload(ref)
-        if isinstance(source, bytes):
-            digest.update(source)
-        else:
-            with reading(kind, ref):
-                status = os.stat(source)
-            digest.update(f"{source} {status.st_size} {status.st_mtime_ns}".encode())
+    def _key(self, kind: str, content: bytes, more: str = "") -> str:
+        digest = hashlib.blake2b(f"{kind} {self._options[kind]} {more} ".encode(), digest_size=20)
+        digest.update(content)
         return digest.hexdigest()
 
 
@@ -359,33 +349,6 @@ def timestamps(meta: dict[str, Any], temporal_patch_size: int) -> list[float]:
     times = [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
     last = temporal_patch_size - 1
     return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
-
-
-# --- references
-
-
-@contextmanager
-def reading(kind: str, ref: Reference) -> Iterator[None]:
-    """Turn what a damaged or missing file raises into a ValueError that names the file."""
-    try:
-        yield
-    except UNREADABLE as error:
-        source = payload(ref)
-        name = source if isinstance(source, str) else f"of {len(source)} bytes"
-        raise ValueError(f"the {kind} {name} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def payload(ref: Reference) -> str | bytes:
-    """The path or the bytes that a reference holds."""
-    if isinstance(ref, dict):
-        return ref.get("bytes") or ref["path"]
-    return ref
-
-
-def openable(ref: Reference) -> str | io.BytesIO:
-    """What Pillow and PyAV open."""
-    source = payload(ref)
-    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _of(media: MediaData, kind: str) -> list[Reference]:
