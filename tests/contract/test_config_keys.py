@@ -172,8 +172,8 @@ SECTIONS = {
         "disable_log_stats": True,
         "disable_tqdm": False,
         "val_override_config": {},
-        "num_video_frames": 8,
-        "tokens_per_frame": 256,
+        "num_video_frames": None,  # Long-RL: 8; here `data.video_fps` decides unless it is set
+        "tokens_per_frame": None,  # Long-RL: 256
         "group_frames": 64,
         "max_frames_vllm": -1,
         "num_chunk_seq": -1,

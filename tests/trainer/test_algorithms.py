@@ -160,9 +160,8 @@ def test_remax_with_resampling_corrections_and_the_kl_over_the_vocabulary_in_the
         "worker.actor.adaptive_entropy.target_entropy=100.0",
         "worker.actor.entropy_coef=0.0",
     ]
-    unbroken, resumed = stopped_and_resumed(folder / "remax", arguments(folder, *options), steps=2)
+    unbroken = train(folder / "remax", *arguments(folder, *options), "trainer.max_steps=2")
 
-    assert_same(unbroken, resumed, (1, 2))
     assert unbroken[1]["actor/kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert unbroken[2]["actor/kl_penalty"] > 0
     assert unbroken[2]["actor/kl_coef"] < unbroken[1]["actor/kl_coef"]  # adaptive: the KL is below its target

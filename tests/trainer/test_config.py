@@ -167,15 +167,12 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
 @pytest.mark.parametrize(
     ("argument", "supported"),
     [
-        ("worker.actor.ulysses_size=2", "1"),
         ("worker.actor.model.lora.rank=8", "0"),
         ("worker.actor.cached_embeds_dir=/tmp", "null"),
         ("worker.actor.vila_model=true", "false"),
         ("worker.hybrid_engine=false", "true"),
-        ("worker.rollout.num_video_frames=512", "8"),
         ("worker.is_omni=true", "false"),
         ("trainer.diffusion=true", "false"),
-        ("data.cache_dir=/tmp", "null"),
     ],
 )
 def test_a_feature_that_is_not_built_is_refused_by_name_with_what_is_supported(minimal, argument, supported):

@@ -24,6 +24,7 @@ from verl.workers.model_config import FSDPConfig
 from verl.workers.rollout_config import DIFFUSION, VILA
 
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
+RANKS = f"the number of ranks that have other sequences, {WORLD} / sequence parallelism"
 NEVER = (-1, 0)  # values of `*_freq` and of limits that switch them off
 
 
@@ -56,7 +57,7 @@ class DataConfig:
         resolve=existing_folder,
     )
     cache_dir: str | None = option(
-        None, help="Folder of decoded video frames.", unavailable="cache of frames on disk"
+        None, help="Folder where decoded video frames are kept from run to run; null keeps none."
     )
     video_fps: float = option(2.0, help="Frames taken from a second of video.", minimum=0.01)
     max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
@@ -214,8 +215,13 @@ class PPOConfig:
 
     @property
     def dp_size(self) -> int:
-        """Ranks that train on different sequences."""
-        return self.world_size // self.worker.actor.ulysses_size
+        """Ranks, or groups of ranks that share sequences, that train on different sequences."""
+        return self.world_size // self.sp_size
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.worker.actor.ulysses_size * self.worker.actor.ring_size
 
     @property
     def loader_batch_size(self) -> int:
@@ -306,6 +312,8 @@ class PPOConfig:
         yield from divisible(
             WORLD, self.world_size, "`worker.rollout.tensor_parallel_size`", tensor_parallel_size
         )
+        shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
+        yield from divisible(WORLD, self.world_size, shared, self.sp_size)
         if self.num_engines > 0 and self.world_size % tensor_parallel_size == 0:
             key = "mini_rollout_batch_size" if self.data.mini_rollout_batch_size else "rollout_batch_size"
             engines = f"the number of rollout engines, {WORLD} / `worker.rollout.tensor_parallel_size`"
@@ -348,7 +356,7 @@ class PPOConfig:
         batch = f"`worker.{role}.global_batch_size` x `worker.rollout.n`"
         sequences = prompts * self.worker.rollout.n
         if sequences % self.dp_size:
-            yield from divisible(batch, sequences, f"the number of ranks, {WORLD}", self.dp_size)
+            yield from divisible(batch, sequences, RANKS, self.dp_size)
             return
         yield from divisible(
             f"{batch} / {WORLD}",

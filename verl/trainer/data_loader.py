@@ -184,17 +184,24 @@ def make_loaders(
     return Loaders(train, val)
 
 
+def media_options(config: PPOConfig) -> MediaOptions:
+    """How images and videos are read: the same in the loader's processes and in the workers."""
+    rollout = config.worker.rollout
+    return MediaOptions.from_data(
+        config.data, num_video_frames=rollout.num_video_frames, tokens_per_frame=rollout.tokens_per_frame
+    )
+
+
 def _media(config: PPOConfig, processor: Any | None, cache: MediaCache | None) -> dict[str, Any]:
     if processor is None:
         return {}
-    data, model = config.data, config.worker.actor.model
+    model = config.worker.actor.model
     assert model.model_path is not None, "the config was checked"
-    options = MediaOptions.from_data(data)
     model_config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
     positions = position_ids_for(model_config.model_type)
     if positions is not None:
         positions = partial(positions, constants=MropeConstants.from_config(model_config))
-    return {"media": MediaLoader(processor, options, cache), "position_ids": positions}
+    return {"media": MediaLoader(processor, media_options(config), cache), "position_ids": positions}
 
 
 def _check_size(dataset: RLHFDataset, batch_size: int, data: Any) -> None:

@@ -204,7 +204,8 @@ class RayPPOTrainer:
         group_size = group_size or self.config.worker.rollout.n
         mini_batch_prompts = self.config.trained_roles[role].global_batch_size
         mini_batch_rows = mini_batch_prompts * self.config.worker.rollout.n
-        return balance_over_ranks(batch, mini_batch_rows, group_size, self.config.dp_size)
+        share_prompt = self.config.worker.actor.share_prompt
+        return balance_over_ranks(batch, mini_batch_rows, group_size, self.config.dp_size, share_prompt)
 
     def check(self, batch: DataProto) -> None:
         """Compare the batch with the table of keys, with `trainer.debug=true`."""

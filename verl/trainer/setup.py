@@ -20,7 +20,7 @@ from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
-from verl.trainer.data_loader import PromptLoader, make_loaders
+from verl.trainer.data_loader import PromptLoader, make_loaders, media_options
 from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
@@ -31,7 +31,6 @@ from verl.utils.device import resolve_device
 from verl.utils.logger.base import Run
 from verl.utils.logger.tracker import Tracker
 from verl.utils.media_cache import MediaCache
-from verl.utils.multimodal import MediaOptions
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker, RunOptions
@@ -114,7 +113,7 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
         training_steps=training_steps,
         max_sequence_length=config.max_sequence_length,
         max_response_length=data.max_response_length,
-        media=MediaOptions(data.min_pixels, data.max_pixels, data.video_fps),
+        media=media_options(config),
         media_cache=cache,
         override_chat_template=data.override_chat_template,
         use_reference=config.use_reference,

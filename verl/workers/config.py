@@ -116,7 +116,13 @@ class ActorConfig:
         help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
     )
     ulysses_size: int = option(
-        1, help="Ranks that share one sequence.", minimum=1, unavailable="sequence parallelism"
+        1, help="Ranks that share one sequence by attention heads; must divide the heads.", minimum=1
+    )
+    ring_size: int = option(
+        1, help="Groups of `ulysses_size` ranks that pass keys and values of one sequence around.", minimum=1
+    )
+    share_prompt: bool = option(
+        True, help="Run a prompt once for all of its responses in training, where the model allows it."
     )
     use_torch_compile: bool = option(
         True,
@@ -199,7 +205,10 @@ class CriticConfig:
         help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
     )
     ulysses_size: int = option(
-        1, help="Ranks that share one sequence.", minimum=1, unavailable="sequence parallelism"
+        1,
+        help="Ranks that share one sequence.",
+        minimum=1,
+        inert="the actor's `ulysses_size` and `ring_size` hold for every model",
     )
     model: ModelConfig = option(ModelConfig, help="Which model, and how it is loaded.")
     optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate.")

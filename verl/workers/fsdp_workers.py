@@ -23,6 +23,7 @@ from verl.utils.fsdp_utils import full_named_tensors, torch_dtype
 from verl.utils.hub_names import HubNames
 from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader, MediaOptions
+from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.config import WorkerConfig
@@ -80,7 +81,10 @@ class FSDPWorker(Worker):
         """Load every model of the run, and the engine."""
         self._place_on_axes()
         self._load_tokenizer()
-        self.place = Place(self.device, self.world_size, self.media)
+        actor = self.config.actor
+        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, actor.ring_size)
+        self.group = data_parallel_group(sp)
+        self.place = Place(self.device, self.world_size, self.media, actor.share_prompt, sp)
         self.trained: list[HostedModel] = []
         self._init_reference()
         self._init_actor()
@@ -98,7 +102,7 @@ class FSDPWorker(Worker):
         if self.options.use_reference:
             config, actor = self.config.ref, self.config.actor
             self.reference_model = HostedModel("ref", actor.model, config.fsdp, config.offload, self.place)
-            self.reference = DataParallelPPOActor(actor, self.reference_model.forward, dist.group.WORLD)
+            self.reference = DataParallelPPOActor(actor, self.reference_model.forward, self.group)
 
     def _init_actor(self) -> None:
         config, options = self.config.actor, self.options
@@ -113,7 +117,7 @@ class FSDPWorker(Worker):
             bypass_correction=options.bypass_correction,
             is_reinforce=options.is_reinforce,
         )
-        self.actor = DataParallelPPOActor(config, self.policy.forward, dist.group.WORLD, training)
+        self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
 
     def _init_critic(self) -> None:
         config = self.config.critic
@@ -121,7 +125,7 @@ class FSDPWorker(Worker):
         self.critic = DataParallelPPOCritic(
             config,
             self.critic_model.forward,
-            dist.group.WORLD,
+            self.group,
             *self.critic_model.training,
             rollout_n=self.config.rollout.n,
             max_response_length=self.options.max_response_length,
@@ -144,7 +148,7 @@ class FSDPWorker(Worker):
             config,
             self.prime_model.forward,
             self.prime_reference.forward,
-            dist.group.WORLD,
+            self.group,
             rollout_n=self.config.rollout.n,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -165,7 +169,7 @@ class FSDPWorker(Worker):
             load_reward_tokenizer(model.tokenizer_path, model.trust_remote_code),
             self.tokenizer,
             config,
-            dist.group.WORLD,
+            self.group,
             policy_model_type=self.policy.model.config.model_type,
         )
 
@@ -313,7 +317,10 @@ class FSDPWorker(Worker):
     def _place_on_axes(self) -> None:
         """Say which part of a batch this rank gets in training and in sampling."""
         tp_size = self.config.rollout.tensor_parallel_size
-        self.set_axis("train", self.rank, self.world_size, is_first=True)
+        sp_size = self.config.actor.ulysses_size * self.config.actor.ring_size
+        self.set_axis(
+            "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
+        )
         self.set_axis(
             "rollout", self.rank // tp_size, self.world_size // tp_size, is_first=self.rank % tp_size == 0
         )
@@ -339,7 +346,7 @@ class FSDPWorker(Worker):
         """The share of the device's peak that an update of these sequences reached, if known."""
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
         mfu = hosted.flops.mfu(lengths, seconds, num_response_tokens=num_response_tokens)
-        return {} if mfu is None else {f"perf/mfu_{hosted.role}": mfu}
+        return {} if mfu is None else {f"perf/mfu_{hosted.role}": mfu / self.place.sp.size}
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model
@@ -362,3 +369,15 @@ class FSDPWorker(Worker):
                 if hosted is not None:
                     stack.enter_context(hosted.loaded(with_optimizer and number == 0))
             yield
+
+
+def data_parallel_group(sp: SequenceParallel) -> dist.ProcessGroup:
+    """The ranks that have other sequences than this one, itself included; collective over the world."""
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the process group is set up"
+    if sp.size == 1:
+        return everyone
+    if sp.dp_group is not None:
+        return sp.dp_group
+    alone: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return alone[dist.get_rank()]

@@ -2,7 +2,7 @@
 """A model as a worker process holds it: sharded, with what trains it, on the device while it is used."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fsdp_utils import loaded_on_device, make_mesh
 from verl.utils.multimodal import MediaLoader
 from verl.utils.optim import build_optimizer, build_scheduler
+from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.workers.forward import PackedForward
 from verl.workers.model_builder import build_model
 from verl.workers.model_config import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
@@ -29,6 +30,8 @@ class Place:
     device: torch.device
     world_size: int
     media: MediaLoader | None  # decodes the rows' media; None where there is no processor
+    share_prompt: bool = False  # run a prompt once for all of its responses
+    sp: SequenceParallel = field(default_factory=SequenceParallel)
 
 
 class HostedModel:
@@ -82,7 +85,9 @@ class HostedModel:
         if optim is not None:
             self.optimizer = build_optimizer(self.model, optim)
             self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
-        self.forward = PackedForward(self.model, self.model.config, place.media, place.device)
+        self.forward = PackedForward(
+            self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp
+        )
         self.flops = FlopsCounter(self.model.config, device=place.device)
         with self.loaded():
             check_model(self.model)

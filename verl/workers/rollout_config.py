@@ -15,7 +15,6 @@ SAMPLING_PARAMETERS = (  # vLLM's; others are handed on to it, so this list only
     *("stop", "stop_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
 )
 VILA = "VILA models"
-FIXED_FRAMES = "fixed number of frames (see `data.video_fps`)"
 DIFFUSION = "diffusion models"
 
 
@@ -53,8 +52,12 @@ class RolloutConfig:
         help="Sampling parameters for validation, such as n, temperature, top_p, max_tokens.",
         example={"temperature": 0.6, "top_p": 0.95, "n": 1},
     )
-    num_video_frames: int = option(8, help="Frames of a video.", unavailable=FIXED_FRAMES)
-    tokens_per_frame: int = option(256, help="Tokens of a video frame.", unavailable=VILA)
+    num_video_frames: int | None = option(
+        None, help="Frames of a video, spread evenly; null takes `data.video_fps` a second.", minimum=2
+    )
+    tokens_per_frame: int | None = option(
+        None, help="Tokens of a video frame at most; null is without limit but `data.max_pixels`.", minimum=1
+    )
     group_frames: int = option(64, help="Frames encoded at once.", unavailable=VILA)
     max_frames_vllm: int = option(-1, help="Frames the engine sees; -1 is all.", unavailable=VILA)
     num_chunk_seq: int = option(

@@ -181,7 +181,7 @@ class Updater:
         """
         settings = self.settings
         for rows in micro_batches(
-            mini_batch, settings.micro_batch_size, settings.dynamic_batching, self.group
+            self.forward, mini_batch, settings.micro_batch_size, settings.dynamic_batching, self.group
         ):
             micro_batch = mini_batch[rows].to(self.forward.device)
             loss = loss_share(micro_batch, denominators, metrics)
@@ -250,11 +250,18 @@ class MetricSums:
 
 
 def micro_batches(
-    batch: DataProto, size: int, dynamic_batching: bool, group: dist.ProcessGroup | None
+    forward: PackedForward,
+    batch: DataProto,
+    size: int,
+    dynamic_batching: bool,
+    group: dist.ProcessGroup | None,
 ) -> list[list[int]]:
-    """Rows of each micro batch: equally many on every rank, so that some may be empty."""
-    budget = dynamic_token_budget(batch, size) if dynamic_batching else None
-    return split_micro_batches(batch, size, budget, group)
+    """Rows of each micro batch: equally many on every rank, so that some may be empty.
+
+    Ranks that share a line hold a part of it each, so that the line may be longer by as many.
+    """
+    budget = dynamic_token_budget(batch, size) * forward.sp.size if dynamic_batching else None
+    return split_micro_batches(batch, size, budget, group, forward.shares_prompts)
 
 
 @torch.no_grad()
@@ -283,5 +290,5 @@ def forward_in_micro_batches(
         (B, ...) on CPU, in the order of the batch.
     """
     forward.model.eval()
-    parts = micro_batches(batch, size, dynamic_batching, group)
+    parts = micro_batches(forward, batch, size, dynamic_batching, group)
     return restore_order([function(batch[rows]).cpu() for rows in parts], parts)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs whose ranks share sequences log what a run logs whose ranks have different ones."""
+
+import sys
+
+import pytest
+
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.trainer.test_algorithms import REWARD
+from verl.models.tiny import save_tiny_model
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    save_tiny_model(folder / "model", "qwen2_5_vl")
+    write_questions(folder, "train", 16, seed=1, with_images=True)
+    write_questions(folder, "val", 5, seed=2, with_images=True)
+    return folder
+
+
+def run(folder, name, *options):
+    common = [
+        f"worker.reward.reward_function={REWARD}:compute_score",
+        f"worker.critic.model.model_path={folder / 'model'}",
+        "worker.critic.global_batch_size=2",
+        "worker.critic.fsdp.mp_param_dtype=fp32",
+        "worker.critic.optim.lr=1e-3",
+        "worker.ref.fsdp.mp_param_dtype=fp32",
+        "worker.ref.fsdp.torch_dtype=fp32",
+        "algorithm.adv_estimator=gae",
+        "algorithm.disable_kl=false",
+        "algorithm.use_kl_loss=true",
+        "trainer.val_before_train=false",
+        "trainer.val_freq=-1",
+        f"trainer.max_steps={STEPS}",
+    ]
+    return train(folder / name, *quickstart_arguments(folder, folder / "model", *common, *options))
+
+
+@pytest.fixture(scope="module")
+def apart(folder):
+    """Two ranks with different sequences, each prompt run with each of its responses."""
+    return run(folder, "apart", "worker.actor.share_prompt=false")
+
+
+def assert_equal(metrics, expected):
+    """To the rounding of float32: the same sequences were sampled, and the same was learned from them."""
+    for step in range(1, STEPS + 1):
+        found, wanted = learned(metrics[step]), learned(expected[step])
+        own = {key for key in wanted if not key.startswith(("global_seqlen/", "rollout/", "rollout_corr/"))}
+        assert {key: found[key] for key in own} == pytest.approx(
+            {key: wanted[key] for key in own}, rel=1e-3, abs=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["worker.actor.share_prompt=true"],
+        ["worker.actor.ulysses_size=2"],
+        ["worker.actor.ring_size=2"],
+    ],
+    ids=["shared prompts", "ulysses", "ring"],
+)
+def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options):
+    metrics = run(folder, options[0].split(".")[-1], *options)
+
+    assert_equal(metrics, apart)
