@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-text test test-slow test-gpu check style license config bench bench-algos learn build clean
+.PHONY: help demo demo-text test test-slow test-gpu check style license config bench bench-algos bench-long learn build clean
 
 help:                     ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
@@ -64,6 +64,10 @@ bench: $(INSTALLED)       ## what a step costs, beside the bare parts it is made
 
 bench-algos: $(INSTALLED) ## the time of each advantage estimator on a large batch
 	$(RUN) benchmarks/algorithms.py
+
+bench-long: $(INSTALLED)  ## shared prompts, activations of ranks that share sequences, seeking in videos
+	$(RUN) benchmarks/long.py
+	$(RUN) benchmarks/video.py --keyframe-seconds 2 --containers mp4
 
 learn: $(INSTALLED)       ## a tiny run with each estimator and each loss; writes the table in docs/algorithms.md (half an hour)
 	$(RUN) benchmarks/learning.py

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharing prompts and sharing sequences gain, on CPU with a tiny model.
+
+    python benchmarks/long.py [--prompt 1024] [--response 128] [--n 8] [--rounds 3]
+
+First the time of log-probs and of an update's forward and backward, for n responses to a prompt behind one
+copy of it, and each behind its own; medians of rounds in one process with one thread. Then the activations
+that a forward pass saves for backward, on each of 1, 2 and 4 ranks that share the sequences.
+The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from verl.models.registry import prepare_model
+from verl.models.tiny import save_tiny_model
+from verl.protocol import DataProto
+from verl.utils.hub_names import auto_class
+from verl.utils.sequence_parallel.groups import SequenceParallel
+from verl.workers.config import ModelConfig
+from verl.workers.forward import PackedForward
+from verl.workers.model_builder import load_model_config
+
+MESHES = {"sp 1": (1, 1), "sp 2, ulysses": (2, 1), "sp 2, ring": (1, 2), "sp 4, ulysses 2 x ring 2": (2, 2)}
+PORT = "29531"
+
+
+def load(folder: Path) -> nn.Module:
+    """The tiny model in float32, ready for packed passes."""
+    config = load_model_config(ModelConfig(model_path=str(folder)))
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32)
+    prepare_model(model)
+    return model
+
+
+def one_group(options: argparse.Namespace) -> DataProto:
+    """Random responses to one random prompt."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(8, 300, (1, options.prompt), generator=generator).expand(options.n, -1)
+    responses = torch.randint(8, 300, (options.n, options.response), generator=generator)
+    ids = torch.cat([prompt, responses], 1)
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
+        "responses": responses,
+        "response_mask": torch.ones_like(responses),
+    }
+    return DataProto.from_dict(tensors, {"uid": np.array(["prompt"] * options.n, dtype=object)})
+
+
+def seconds(forward: PackedForward, batch: DataProto) -> float:
+    """Of a log-prob pass and of an update's forward and backward."""
+    start = time.perf_counter()
+    with torch.no_grad():
+        forward.log_probs(batch, 1.0)
+    forward.log_probs(batch, 1.0).log_probs.sum().backward()
+    forward.model.zero_grad()
+    return time.perf_counter() - start
+
+
+def measure_sharing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Medians with and without sharing, in turns."""
+    model, batch = load(folder), one_group(options)
+    ways = {share: PackedForward(model, model.config, share_prompt=share) for share in (False, True)}
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(options.rounds + 1):
+        for share, forward in ways.items():
+            times[share].append(seconds(forward, batch))
+    repeated, shared = (statistics.median(times[share][1:]) for share in (False, True))
+    return {
+        "repeated_tokens": options.n * (options.prompt + options.response),
+        "shared_tokens": options.prompt + options.n * options.response,
+        "repeated_s": round(repeated, 3),
+        "shared_s": round(shared, 3),
+        "speed_up": round(repeated / shared, 2),
+    }
+
+
+def saved_mib(forward: PackedForward, batch: DataProto) -> float:
+    """MiB that a forward pass keeps for backward, without the parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in forward.model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward.log_probs(batch, 1.0).log_probs
+    result.sum().backward()
+    return sum(sizes.values()) / 2**20
+
+
+def measure_rank(
+    rank: int, ulysses: int, ring: int, folder: Path, options: argparse.Namespace, results: list[float]
+) -> None:
+    """One rank of a mesh; writes its figure into `results`."""
+    size = ulysses * ring
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    sp = SequenceParallel.build(range(size), ulysses, ring)
+    model = load(folder)
+    forward = PackedForward(model, model.config, share_prompt=True, sp=sp)
+    results[rank] = saved_mib(forward, one_group(options))
+    dist.destroy_process_group()
+
+
+def measure_mesh(ulysses: int, ring: int, folder: Path, options: argparse.Namespace) -> float:
+    """The largest of the ranks' figures."""
+    with mp.Manager() as manager:
+        results = manager.list([0.0] * (ulysses * ring))
+        arguments = (ulysses, ring, folder, options, results)
+        mp.start_processes(measure_rank, arguments, nprocs=ulysses * ring, start_method="spawn")
+        return max(results)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens")
+    parser.add_argument("--response", type=int, default=128, help="tokens of each response")
+    parser.add_argument("--n", type=int, default=8, help="responses")
+    parser.add_argument("--rounds", type=int, default=3, help="of the timing, after one that warms up")
+    options = parser.parse_args()
+    os.environ |= {"PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # of the ranks
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(save_tiny_model(Path(directory) / "model", "qwen2"))
+        sharing = measure_sharing(folder, options)
+        print("shared against repeated prompts:", sharing, flush=True)
+        saved: dict[str, dict[str, float]] = {}
+        for name, (ulysses, ring) in MESHES.items():
+            mib = measure_mesh(ulysses, ring, folder, options)
+            alone = saved.get("sp 1", {"mib": mib})["mib"]
+            saved[name] = {"mib": round(mib, 1), "of_linear": round(alone / mib / (ulysses * ring), 3)}
+            print(f"{name}: {saved[name]}", flush=True)
+    print(json.dumps({"sharing": sharing, "saved_activations": saved}))
+
+
+if __name__ == "__main__":
+    main()
