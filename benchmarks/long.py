@@ -6,12 +6,15 @@
 First the time of log-probs and of an update's forward and backward, for n responses to a prompt behind one
 copy of it, and each behind its own; medians of rounds in one process with one thread. Then the activations
 that a forward pass saves for backward, on each of 1, 2 and 4 ranks that share the sequences.
+With `--long-prompt TOKENS` instead the memory of a log-prob pass over one prompt of so many tokens, on 1 and
+on 4 ranks: what a process's peak rises above what it held before.
 The last line is JSON.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -105,6 +108,14 @@ def saved_mib(forward: PackedForward, batch: DataProto) -> float:
     return sum(sizes.values()) / 2**20
 
 
+def peak_mib(forward: PackedForward, batch: DataProto) -> float:
+    """MiB by which a log-prob pass raises the peak of this process's memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.no_grad():
+        forward.log_probs(batch, 1.0)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+
+
 def measure_rank(
     rank: int, ulysses: int, ring: int, folder: Path, options: argparse.Namespace, results: list[float]
 ) -> None:
@@ -116,7 +127,7 @@ def measure_rank(
     sp = SequenceParallel.build(range(size), ulysses, ring)
     model = load(folder)
     forward = PackedForward(model, model.config, share_prompt=True, sp=sp)
-    results[rank] = saved_mib(forward, one_group(options))
+    results[rank] = (peak_mib if options.long_prompt else saved_mib)(forward, one_group(options))
     dist.destroy_process_group()
 
 
@@ -129,6 +140,18 @@ def measure_mesh(ulysses: int, ring: int, folder: Path, options: argparse.Namesp
         return max(results)
 
 
+def measure_long_prompt(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The peak of one process, and the largest of four that share the prompt."""
+    options.prompt, options.n = options.long_prompt, 1
+    found: dict[str, dict[str, float]] = {}
+    for name in ("sp 4, ulysses 2 x ring 2", "sp 1"):
+        start = time.perf_counter()
+        mib = measure_mesh(*MESHES[name], folder, options)
+        found[name] = {"peak_mib": round(mib, 1), "seconds": round(time.perf_counter() - start, 1)}
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -138,11 +161,15 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=128, help="tokens of each response")
     parser.add_argument("--n", type=int, default=8, help="responses")
     parser.add_argument("--rounds", type=int, default=3, help="of the timing, after one that warms up")
+    parser.add_argument("--long-prompt", type=int, metavar="TOKENS", help="measure a log-prob pass over it")
     options = parser.parse_args()
     os.environ |= {"PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # of the ranks
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(save_tiny_model(Path(directory) / "model", "qwen2"))
+        if options.long_prompt:
+            print(json.dumps({"tokens": options.long_prompt, **measure_long_prompt(folder, options)}))
+            return
         sharing = measure_sharing(folder, options)
         print("shared against repeated prompts:", sharing, flush=True)
         saved: dict[str, dict[str, float]] = {}
