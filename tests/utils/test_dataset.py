@@ -297,8 +297,9 @@ def test_a_scan_ends_also_where_this_process_does_not_die_of_sigterm():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forked processes inherit it
     try:
         assert scan_rows(squares, 1003, 2, rows_for_one=10)[-1] == 1002**2
-        with pytest.raises(ZeroDivisionError):
-            scan_rows(inverses, 1003, 2, rows_for_one=10)
+        for _ in range(10):  # the first error may come before the last process has begun
+            with pytest.raises(ZeroDivisionError):
+                scan_rows(inverses, 1003, 2, rows_for_one=10)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 PARTS_FOR_EACH_PROCESS = 8  # rows with large videos are not spread evenly
@@ -32,11 +33,11 @@ def scan_rows(
     size = -(-num_rows // (workers * PARTS_FOR_EACH_PROCESS))
     parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
     # fork: the children have the opened files and the tokenizer of this process and need not load them again
-    with multiprocessing.get_context("fork").Pool(workers, _enter, (inspect,)) as pool:
-        found = [result for results in pool.imap(_inspect_part, parts) for result in results]
-        pool.close()
-        pool.join()  # they end by themselves; otherwise leaving the block sends them SIGTERM
-    return found
+    context = multiprocessing.get_context("fork")
+    # An executor ends its processes by a message. A `multiprocessing.Pool` that is left by an exception sends
+    # SIGTERM, which under Ray a child that has not come to `_enter` yet ignores, and waits for it forever.
+    with ProcessPoolExecutor(workers, context, initializer=_enter, initargs=(inspect,)) as pool:
+        return [result for results in pool.map(_inspect_part, parts) for result in results]
 
 
 def _enter(inspect: Callable[[range], list[Any]]) -> None:
