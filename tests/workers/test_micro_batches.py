@@ -135,3 +135,13 @@ def test_all_ranks_get_the_same_number_and_empty_ones_fill_up():
     assert [len(parts) for parts in first] == [len(parts) for parts in second] == [2, 4]
     assert sorted(row for part in second[1] for row in part) == [0, 1, 2]
     assert [] in second[1]
+
+
+@pytest.mark.parametrize("token_budget", [None, 8])
+def test_rows_whose_prompts_nobody_knows_are_divided_as_single_ones(token_budget):
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]])
+    batch = DataProto.from_dict({"attention_mask": mask}, {"uid": objects(["a", "a", "b", "b"])})
+
+    shared = split_micro_batches(batch, 2, token_budget, share_prompt=True)
+
+    assert shared == split_micro_batches(batch, 2, token_budget, share_prompt=False)

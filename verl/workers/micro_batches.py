@@ -40,8 +40,8 @@ def split_micro_batches(
     Collective over `group`: waits for the slowest rank.
 
     Args:
-        batch: Reads `attention_mask`; with `share_prompt` also `response_mask`, and `uid` if it
-            is there.
+        batch: Reads `attention_mask`; with `share_prompt` also `uid` and `response_mask`, without which no
+            prompt is shared.
         micro_batch_size: Rows in each, when there is no token budget.
         token_budget: Tokens in each, padding not counted; a longer row stands alone. None: by rows.
         group: Ranks that must agree on the number; all of them by default.
@@ -50,6 +50,7 @@ def split_micro_batches(
     Returns:
         Row indices; each row of the batch once. Some lists may be empty.
     """
+    share_prompt = share_prompt and "uid" in batch.non_tensor_batch and "response_mask" in batch.batch
     if token_budget is None:
         bundles = rows_of_prompts(batch) if share_prompt else [[row] for row in range(len(batch))]
         parts = _filled(bundles, micro_batch_size)
