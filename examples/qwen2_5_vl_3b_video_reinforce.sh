@@ -11,7 +11,7 @@ python3 -m verl.trainer.main \
     data.val_files=LongVideo-Reason/longvideo-reason@validation \
     data.video_key=videos \
     data.video_dir=${VIDEO_DIR} \
-    data.cache_dir=/tmp/video_frames \
+    data.cache_dir=outputs/video_frames \
     data.format_prompt=./examples/format_prompt/r1v.jinja \
     data.max_prompt_length=4096 \
     worker.actor.ulysses_size=4 \

@@ -205,3 +205,10 @@ def test_types_have_one_spelling(minimal):
 
     assert config.worker.actor.fsdp.mp_param_dtype == "fp32"
     assert config.worker.rollout.dtype == "bf16"
+
+
+def test_a_folder_of_frames_is_the_same_for_processes_in_any_directory(minimal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert load(minimal, "data.cache_dir=frames").data.cache_dir == str(tmp_path / "frames")
+    assert not (tmp_path / "frames").exists()

@@ -57,7 +57,9 @@ class DataConfig:
         resolve=existing_folder,
     )
     cache_dir: str | None = option(
-        None, help="Folder where decoded video frames are kept from run to run; null keeps none."
+        None,
+        help="Folder where decoded video frames are kept from run to run; null keeps none.",
+        resolve=writable_folder,
     )
     video_fps: float = option(2.0, help="Frames taken from a second of video.", minimum=0.01)
     max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
