@@ -12,6 +12,10 @@ ADV_ESTIMATOR_NAMES = (
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "sppo"),
     "tir_optimal_token_baseline",
 )
+TOKEN_BASELINES = (  # read sums of squared probabilities, which come with the old log-probs
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
 KL_NAMES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+", "full")
 
 

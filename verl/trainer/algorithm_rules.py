@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from verl.trainer.algorithm_config import TOKEN_BASELINES
+
 if TYPE_CHECKING:
     from verl.trainer.config import PPOConfig
 
 COMPARING = {  # estimators that compare the responses to one prompt
     *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline", "prime"),
+    *(*TOKEN_BASELINES, "prime"),
 }
 
 
@@ -77,7 +79,7 @@ def bypass(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if not algorithm.rollout_correction.bypass_mode:
         return
-    if algorithm.adv_estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+    if algorithm.adv_estimator in TOKEN_BASELINES:
         yield (
             "`algorithm.rollout_correction.bypass_mode` must be false with"
             f" `algorithm.adv_estimator={algorithm.adv_estimator}`, which needs the pass that it skips"

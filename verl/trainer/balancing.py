@@ -8,6 +8,7 @@ lengths.
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics
 from verl.utils.seqlen_balancing import balance, balance_groups, length_metrics, workload
+from verl.workers.micro_batches import prompt_lengths
 
 
 def balance_over_ranks(
@@ -28,7 +29,7 @@ def balance_over_ranks(
         The new order as row numbers, rank 0's first, and `global_seqlen/*`.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    prompts = _prompt_lengths(batch) if share_prompt else None
+    prompts = prompt_lengths(batch) if share_prompt else None
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     for first in range(0, len(lengths), mini_batch_rows):
         rows = slice(first, first + mini_batch_rows)
@@ -51,8 +52,3 @@ def share_rows(
         groups = [row // group_size for row in range(len(lengths))]
         return balance_groups(lengths, groups, parts, prompts)
     return balance([workload(length) for length in lengths], parts, equal_size=True)
-
-
-def _prompt_lengths(batch: DataProto) -> list[int]:
-    width = batch.batch["response_mask"].shape[1]
-    return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()

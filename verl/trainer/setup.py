@@ -18,6 +18,7 @@ from verl.protocol import DataProto
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.algorithm_config import TOKEN_BASELINES
 from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.data_loader import PromptLoader, make_loaders, media_options
@@ -35,8 +36,6 @@ from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker, RunOptions
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
-
-NEEDS_SUM_SQUARES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # estimators
 
 # Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
 WORKER_ENV = {
@@ -121,7 +120,7 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
         use_prime=config.use_prime,
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
         has_full_kl_in_rewards=has_full_kl and not has_kl_loss,
-        has_sum_squares=algorithm.adv_estimator in NEEDS_SUM_SQUARES,
+        has_sum_squares=algorithm.adv_estimator in TOKEN_BASELINES,
         bypass_correction=get_rollout_correction(correction) if correction.bypass_mode else None,
         is_reinforce=correction.bypass_mode and correction.loss_type == "reinforce",
         accuracy_key=algorithm.prime_accuracy_key,

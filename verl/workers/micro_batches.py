@@ -80,6 +80,12 @@ def rows_of_prompts(batch: DataProto) -> list[list[int]]:
     return list(rows.values())
 
 
+def prompt_lengths(batch: DataProto) -> list[int]:
+    """Tokens of each row's prompt; reads `attention_mask` and `response_mask`."""
+    width = batch.batch["response_mask"].shape[1]
+    return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
+
+
 def _filled(bundles: list[list[int]], size: int) -> list[list[int]]:
     """Bundles one behind the other in parts of at most `size` rows; larger ones are cut evenly."""
     parts: list[list[int]] = []
@@ -96,8 +102,7 @@ def _bundles(batch: DataProto, token_budget: int, share_prompt: bool) -> list[Bu
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
     if not share_prompt:
         return [Bundle((row,), length) for row, length in enumerate(lengths)]
-    width = batch.batch["response_mask"].shape[1]
-    prompts = batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
+    prompts = prompt_lengths(batch)
     bundles = []
     for rows in rows_of_prompts(batch):
         prompt = prompts[rows[0]]
