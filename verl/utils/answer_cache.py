@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts on disk that several processes share, such as what a judge answered.
 
-- An entry is a UTF-8 file that appears by rename: complete or not at all. Nobody locks anything, so the
-  directory may lie on a network file system and a process may be killed at any moment.
+- An entry is a UTF-8 file of a `shared_folder`.
 - Reading renews an entry's time. When the directory outgrows its bound, the entries that nobody has read for
   longest go first.
 - An empty file is what a crash of the machine can leave; it counts as missing.
 """
 
-import errno
 import os
 import re
 import threading
-import time
-import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from verl.utils.rank_logger import get_logger
+from verl.utils.shared_folder import SCANS_PER_BOUND, files_of, write_whole
 
 BLOCK = 4096  # bytes: what a short file takes on most file systems
 MAX_BYTES = 1 << 30
-FOLDER, FILE, TEMPORARY = map(re.compile, (r"[0-9a-f]{2}", r"[0-9a-f]{30,126}", r"[0-9a-f]{32}\.tmp"))
-LONGEST_WRITE_S = 3600
-SCANS_PER_BOUND = 16  # the directory is measured again after each 1/16 of its bound
+FILE = re.compile(r"[0-9a-f]{30,126}")
 
 logger = get_logger(__name__)
 
@@ -72,64 +65,32 @@ class AnswerCache:
         """
         assert text, "an empty entry is one that a crash left"
         content = text.encode("utf-8", "surrogatepass")
-        path = self._path(name)
-        temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._make_room(_size_on_disk(len(content)))
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())  # else the name may survive a crash of the machine without content
-            temporary.replace(path)
-        except OSError as error:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        if not write_whole(self._path(name), content, self._make_room):
             self._warn_once()
 
     def _path(self, name: str) -> Path:
         return self.directory / name[:2] / name[2:]
 
     def _make_room(self, coming: int) -> None:
+        coming = _size_on_disk(coming)
         with self._lock:
             if self._unmeasured is not None and self._unmeasured + coming < self.max_bytes // SCANS_PER_BOUND:
                 self._unmeasured += coming
                 return
             self._unmeasured = coming
-        files = sorted(_entries(self.directory), key=lambda entry: entry.read_at)
-        total = sum(entry.size for entry in files) + coming
-        for entry in files:
+        files = sorted(files_of(self.directory, FILE), key=lambda file: file.read_at)
+        total = sum(_size_on_disk(file.size) for file in files) + coming
+        for file in files:
             if total <= self.max_bytes * (SCANS_PER_BOUND - 1) // SCANS_PER_BOUND:
                 return
-            entry.path.unlink(missing_ok=True)
-            total -= entry.size
+            file.path.unlink(missing_ok=True)
+            total -= _size_on_disk(file.size)
 
     def _warn_once(self) -> None:
         with self._lock:
             is_news, self._is_full = not self._is_full, True
         if is_news:
             logger.warning("no room to store answers, which are asked for again: path=%s", self.directory)
-
-
-class _Entry(NamedTuple):
-    path: Path
-    read_at: float
-    size: int
-
-
-def _entries(directory: Path) -> Iterator[_Entry]:
-    """Every entry, and what killed processes were writing; nothing else that the directory may hold."""
-    for folder in directory.iterdir():
-        if not FOLDER.fullmatch(folder.name):
-            continue
-        for file in os.scandir(folder):
-            with suppress(FileNotFoundError):
-                status = file.stat()
-                is_left = TEMPORARY.fullmatch(file.name) and time.time() - status.st_mtime > LONGEST_WRITE_S
-                if is_left or FILE.fullmatch(file.name):
-                    yield _Entry(Path(file.path), status.st_mtime, _size_on_disk(status.st_size))
 
 
 def _size_on_disk(size: int) -> int:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files in a folder that several processes and nodes read and write without locks.
+
+- A file appears by rename: complete or not at all, so that the folder may lie on a network file system and a
+  process may be killed at any moment.
+- Files stand in subfolders of two hexadecimal digits, under the rest of a digest. Their reader renews their
+  time, so that those that nobody has read for longest can go first.
+- Whatever else the folder holds is left alone.
+"""
+
+import errno
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER, TEMPORARY = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{32}\.tmp")
+LONGEST_WRITE_S = 3600
+SCANS_PER_BOUND = 16  # a folder is measured again after each 1/16 of its bound
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SharedFile(NamedTuple):
+    """A file of the folder."""
+
+    path: Path
+    read_at: float  # seconds since the epoch
+    size: int  # bytes
+
+
+def files_of(directory: Path, name: re.Pattern[str]) -> Iterator[SharedFile]:
+    """Every file whose name matches, and what killed processes were writing."""
+    for folder in directory.iterdir():
+        if not FOLDER.fullmatch(folder.name):
+            continue
+        for file in os.scandir(folder):
+            with suppress(FileNotFoundError):
+                status = file.stat()
+                is_left = TEMPORARY.fullmatch(file.name) and time.time() - status.st_mtime > LONGEST_WRITE_S
+                if is_left or name.fullmatch(file.name):
+                    yield SharedFile(Path(file.path), status.st_mtime, status.st_size)
+
+
+def write_whole(path: Path, content: bytes, make_room: Callable[[int], None]) -> bool:
+    """Write a file that appears complete; False, and nothing is left, if the disk has no room.
+
+    Args:
+        path: Its folder is made if missing.
+        content: Of the file.
+        make_room: Called with the bytes that come, once the folder is there.
+
+    Raises:
+        OSError: It cannot be written for another reason; nothing is left.
+    """
+    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_room(len(content))
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else the name may survive a crash of the machine without content
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        if error.errno not in DISK_IS_FULL:
+            raise
+        return False
+    return True
