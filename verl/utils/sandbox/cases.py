@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of a program, and the row formats they come in.
+
+    {"inputs": [...], "outputs": [...], "fn_name": ...}            APPS, TACO, LiveCodeBench, Skywork-OR1
+    [{"input": ..., "output": ..., "testtype": ...}, ...]          LiveCodeBench's test cases
+    {"public_test_cases", "private_test_cases", "metadata"}        LiveCodeBench's rows
+    {"assert_case": [...]}                                         Skywork-OR1, MBPP
+    {"import_prefix", "test_code", "entry_point"}                  Skywork-OR1, LeetCode, HumanEval
+
+Each may be JSON text. Without `fn_name` a test gives stdin and expects stdout.
+"""
+
+import ast
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+FUNCTIONAL = "functional"  # LiveCodeBench's word for a test that calls a function
+
+
+@dataclass(frozen=True)
+class StdinCase:
+    """The program reads `stdin` and must write `stdout`."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class CallCase:
+    """The function, or the method of `Solution`, must return `expected` for `arguments`."""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+
+
+@dataclass(frozen=True)
+class AssertCase:
+    """After `before` the expression must have the value `expected`, which the program never sees.
+
+    An assertion that compares with a literal becomes this. Of any other one, `expression` is its condition
+    and `expected` is True: a program made to cheat could write that value itself.
+    """
+
+    before: str
+    expression: str
+    expected: Any
+    prefix: str = ""  # executed ahead of the program
+
+
+Case = StdinCase | CallCase | AssertCase
+
+
+def read_cases(tests: Any) -> list[Case]:
+    """Read the tests of a row in any of the formats above.
+
+    Raises:
+        ValueError: It is none of them, or it holds no test.
+    """
+    try:
+        cases = list(_cases(json.loads(tests) if isinstance(tests, str) else tests))
+    except (KeyError, TypeError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"these tests cannot be read: {type(error).__name__} {error}") from error
+    if not cases:
+        raise ValueError("a row of code needs at least one test")
+    return cases
+
+
+def _cases(tests: Any) -> Iterator[Case]:
+    if isinstance(tests, list | tuple):
+        for test in tests:
+            yield from _assertions(test) if isinstance(test, str) else [_input_and_output(test)]
+    elif "public_test_cases" in tests or "private_test_cases" in tests:
+        yield from _livecodebench(tests)
+    elif "inputs" in tests:
+        name = tests.get("fn_name")
+        for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+            yield _call(name, given, wanted) if name else StdinCase(_text(given), _text(wanted))
+    elif "test_code" in tests:
+        yield from _checks(tests["test_code"], tests["entry_point"], tests.get("import_prefix") or "")
+    elif "assert_case" in tests:
+        for test in tests["assert_case"]:
+            yield from _assertions(test)
+    else:
+        known = "inputs, assert_case, test_code, public_test_cases or a list of input and output"
+        raise ValueError(f"tests must have {known}, got the keys {sorted(tests)}")
+
+
+def _input_and_output(test: dict[str, Any], function: str | None = None) -> Case:
+    metadata = test.get("metadata") or {}
+    function = test.get("fn_name") or metadata.get("func_name") or function
+    if test.get("testtype", FUNCTIONAL if function else "") == FUNCTIONAL:
+        if not function:
+            raise ValueError("a functional test needs `fn_name`, or `func_name` in its `metadata`")
+        return _call(function, test["input"], test["output"])
+    return StdinCase(_text(test["input"]), _text(test["output"]))
+
+
+def _livecodebench(row: dict[str, Any]) -> Iterator[Case]:
+    metadata = row.get("metadata") or {}
+    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    for name in ("public_test_cases", "private_test_cases"):
+        for test in _unpacked(row.get(name) or []):
+            yield _input_and_output(test, metadata.get("func_name"))
+
+
+def _unpacked(tests: Any) -> list[dict[str, Any]]:
+    """A list, as such, as JSON, or as LiveCodeBench ships it: JSON pickled, compressed and in base 64."""
+    if not isinstance(tests, str):
+        return tests
+    if tests.lstrip().startswith("["):
+        return json.loads(tests)
+    try:
+        pickled = zlib.decompress(base64.b64decode(tests, validate=True))
+        return json.loads(_TextUnpickler(io.BytesIO(pickled)).load())
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"test cases must be a list, JSON or LiveCodeBench's packed form: {error}"
+        ) from error
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads a text and creates nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"packed test cases may hold text only, not {module}.{name}")
+
+
+def _text(value: Any) -> str:
+    """Input or output of a script: text, or lines of it."""
+    return "\n".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _call(name: str, given: Any, wanted: Any) -> CallCase:
+    """Arguments as a list, or one JSON value on each line; the result as such, in a list, or as JSON."""
+    if isinstance(given, str):
+        arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
+    else:
+        arguments = list(given.values()) if isinstance(given, dict) else list(given)
+    if isinstance(wanted, str) and isinstance(given, str):
+        return CallCase(name, arguments, json.loads(wanted))
+    if isinstance(wanted, list) and len(wanted) == 1 and not isinstance(given, str):
+        wanted = wanted[0]
+    return CallCase(name, arguments, wanted)
+
+
+def _assertions(code: str, before: str = "", prefix: str = "") -> Iterator[AssertCase]:
+    """Each assertion of a piece of code with the statements ahead of it, assertions left out."""
+    yield from _assertions_of(ast.parse(code).body, code, before, prefix)
+
+
+def _assertions_of(body: list[ast.stmt], code: str, before: str, prefix: str) -> Iterator[AssertCase]:
+    nested = any(_holds_assertion(node) for node in body if not isinstance(node, ast.Assert))
+    if nested:
+        yield AssertCase(f"{before}\n{code}", "True", True, prefix)
+        return
+    for node in body:
+        if isinstance(node, ast.Assert):
+            expression, expected = _expected(node.test)
+            yield AssertCase(before, expression, expected, prefix)
+        else:
+            before += f"\n{ast.unparse(node)}"
+
+
+def _checks(code: str, entry_point: str, prefix: str) -> Iterator[AssertCase]:
+    """The assertions of `def check(candidate)`."""
+    tree = ast.parse(code)
+    check = next(
+        (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None
+    )
+    if check is None:
+        yield from _assertions(code, prefix=prefix)
+        return
+    others = "\n".join(ast.unparse(node) for node in tree.body if node is not check)
+    before = f"{others}\n{check.args.args[0].arg} = {entry_point}"
+    call = f"{ast.unparse(check)}\ncheck({entry_point})"
+    yield from _assertions_of(check.body, call, before, prefix)
+
+
+def _holds_assertion(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
+
+
+def _expected(test: ast.expr) -> tuple[str, Any]:
+    """An expression and the literal that it is compared with; else the condition and True."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        for side, other in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+            try:
+                return ast.unparse(side), ast.literal_eval(other)
+            except ValueError:
+                continue  # not a literal
+    return f"bool({ast.unparse(test)})", True

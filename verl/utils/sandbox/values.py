@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python values as JSON that keeps their types: how a value leaves the sandbox without trusting its maker."""
+
+import json
+from typing import Any
+
+CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+OTHER = "other"
+
+
+def to_text(value: Any) -> str:
+    """Write a value; of what is no number, text, array or container of such, the type's name.
+
+    Raises:
+        ValueError: It contains itself or is nested too deeply.
+    """
+    try:
+        return json.dumps(_tagged(value))
+    except RecursionError as error:
+        raise ValueError("the value contains itself or is nested too deeply") from error
+
+
+def from_text(text: str) -> Any:
+    """Read what `to_text` wrote, or what somebody made up: nothing is executed.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    try:
+        return _untagged(json.loads(text))
+    except (RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not the text of a value: {error}") from error
+
+
+def from_json(text: str) -> Any:
+    """Read plain JSON, as tests write their arguments and results."""
+    return json.loads(text)
+
+
+def to_json(value: Any) -> str:
+    """Write plain JSON."""
+    return json.dumps(value)
+
+
+def _tagged(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind):
+            return {name: [_tagged(item) for item in value]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if hasattr(value, "tolist"):  # arrays and scalars of numpy
+        return _tagged(value.tolist())
+    return {OTHER: type(value).__name__}
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {_untagged(key): _untagged(item) for key, item in content}
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == OTHER:
+        return object()  # equals nothing
+    return CONTAINERS[kind](_untagged(item) for item in content)
