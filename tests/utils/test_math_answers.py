@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from verl.utils.math_answers import TimeLimitReached, last_boxed, same_answer, time_limit
+from verl.utils.math_answers import _comparer, last_boxed, same_answer
+from verl.utils.math_process import TimeLimitReached, time_limit
 
 
 @pytest.mark.parametrize(
@@ -82,6 +88,44 @@ def test_an_answer_that_explodes_is_wrong_after_the_time_limit(answer):
     assert not same_answer(answer, "5", time_limit_s=0.5)
 
     assert time.process_time() - start < 5.0
+
+
+def comparing_process():
+    same_answer("0.5", "1/2")  # starts it
+    return _comparer(os.getpid())._process
+
+
+def test_an_answer_that_fills_the_memory_is_wrong():
+    assert not same_answer(r"(1+\sqrt{2})^{1000000}", "5", time_limit_s=1.0)
+    assert same_answer("0.5", "1/2")
+
+
+def test_answers_are_compared_in_any_thread():
+    with ThreadPoolExecutor(4) as pool:
+        same = list(pool.map(lambda n: same_answer(f"{n}/2", str(n / 2)), range(20)))
+
+    assert same == [True] * 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGXCPU, signal.SIGSEGV])
+def test_a_comparison_that_takes_its_process_with_it_is_wrong_and_the_next_one_is_not(number):
+    process = comparing_process()
+    killer = threading.Timer(0.2, process.send_signal, [number])
+    killer.start()
+
+    assert not same_answer("9^{9^{9^{9}}}", "5", time_limit_s=30.0)
+    assert same_answer("0.5", "1/2")
+    assert comparing_process().pid != process.pid
+
+
+def test_the_kernel_ends_a_comparison_that_hears_no_alarm():
+    process = comparing_process()
+    same_answer("1", "2", time_limit_s=1.0)
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max cpu time")]
+
+    # Started, it has computed for a second or two; then 1 s of its own and 2 s of grace.
+    assert 3 <= int(line.split()[3]) <= 12
 
 
 def test_the_limit_reaches_code_that_catches_every_exception():
