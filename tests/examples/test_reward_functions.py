@@ -102,8 +102,8 @@ def test_dapo_charges_for_the_end_of_the_length_budget(length, overlong):
     assert scores["overall"] == pytest.approx(1.0 + 0.5 * overlong)
 
 
-# `llm_judge` needs a server: tests/workers/reward/test_llm_judge.py.
-RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "llm_judge")
+# `llm_judge` needs a server (tests/workers/reward/test_llm_judge.py), `code` tests (test_code_reward.py).
+RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("llm_judge", "code"))
 
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)

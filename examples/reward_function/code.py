@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs, judged by tests in a sandbox: the last ```python block of the text after the thoughts.
+
+overall = accuracy                  all tests passed, else 0; or passed ** power with `partial: true`
+
+passed                              share of the tests that passed
+wrong, crashed, timed_out, not_run  shares of the others; without a program all of them are `not_run`
+format                              1 if there is a ```python block, else 0
+
+The ground truth holds the tests, as Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP write them: stdin and
+stdout, calls of a function, or assertions (`verl/utils/sandbox/cases.py`). Skywork-OR1's graded reward is
+`partial: true, power: 4`. A test may take `cpu_s` seconds, all of a row `budget_s`; set
+`worker.reward.timeout_s` above that. Without isolation on the machine nothing is run and the call fails.
+"""
+
+import re
+from typing import Any
+
+from verl.utils.sandbox.outcome import Limits
+from verl.utils.sandbox.verdicts import Verdict, VerdictKind, judge
+
+REWARD_NAME = "code"
+REWARD_TYPE = "sequential"
+BLOCK = re.compile(r"```[Pp]ython[^\n]*\n(.*?)```", re.DOTALL)
+
+
+def last_program(response: str) -> str | None:
+    blocks = BLOCK.findall(response.rpartition("</think>")[2])
+    return blocks[-1] if blocks else None
+
+
+def shares(verdicts: list[Verdict]) -> dict[str, float]:
+    kinds = [verdict.kind for verdict in verdicts] or [VerdictKind.NOT_RUN]
+    return {str(kind): kinds.count(kind) / len(kinds) for kind in VerdictKind}
+
+
+def compute_score(
+    reward_input: dict[str, Any],
+    cpu_s: int = 6,
+    memory_mb: int = 1024,
+    budget_s: float = 60.0,
+    partial: bool = False,
+    power: float = 1.0,
+) -> dict[str, float]:
+    program = last_program(reward_input["response"])
+    limits = Limits(cpu_s=cpu_s, wall_s=2.5 * cpu_s, memory_mb=memory_mb)
+    tests, max_failures = reward_input["ground_truth"], None if partial else 1
+    verdicts = []
+    if program is not None:
+        verdicts = judge(program, tests, limits=limits, max_failures=max_failures, budget_s=budget_s)
+    scores = shares(verdicts)
+    accuracy = scores["passed"] ** power if partial else float(scores["passed"] == 1.0)
+    return {"overall": accuracy, "accuracy": accuracy, "format": float(program is not None), **scores}
