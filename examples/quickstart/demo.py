@@ -1,53 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a tiny model of random weights to name colours, with the whole system and nothing else.
 
+The colour is that of a shape in an image or in a sentence (`--text`), or that of the one of two squares in a
+video (`--video`) which moves.
+
 Makes the model and the questions, trains with `verl.trainer.main`, draws the curves, exports the last
 checkpoint, and asks the exported model one question. The last line printed is JSON.
 
-    python3 examples/quickstart/demo.py [--text] [--folder outputs/quickstart] [a.b=c ...]
+    python3 examples/quickstart/demo.py [--text | --video] [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from moving import NUM_SAMPLED, write_video_questions
 from PIL import Image
-from shapes import write_questions
+from shapes import IMAGE_SIZE, write_questions
 
+from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.utils.logger.file import read_log
+from verl.utils.video import VideoOptions, read_video
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ACCURACY = "val/accuracy_reward"
 
 
-def prepare(folder: Path, *, with_images: bool) -> None:
+def read_image(path: Path) -> dict[str, Any]:
+    """An image as a processor takes it."""
+    return {"images": [Image.open(path)]}
+
+
+def read_frames(path: Path) -> dict[str, Any]:
+    """The frames of a video that the trainer takes, as a processor takes them."""
+    frames, meta = read_video(
+        str(path), VideoOptions(IMAGE_SIZE**2, IMAGE_SIZE**2, 28, num_frames=NUM_SAMPLED)
+    )
+    facts = {key: value for key, value in meta.items() if key != "do_sample_frames"}
+    return {"videos": [frames], "video_metadata": [facts], "do_sample_frames": False}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the demos.
+
+    Attributes:
+        family: Of the tiny model.
+        model_class: That reads its export, in transformers.
+        write: Writes questions into a folder: their name, number and seed follow.
+        media: Column of the rows that names media, and the folder beside them where these are.
+        read: Reads a file of that folder for a processor.
+        guesses: The accuracy of answers that look at less than they should.
+        options: What differs from `demo.yaml`.
+    """
+
+    family: str
+    model_class: str
+    write: Callable[[Path, str, int, int], Path]
+    media: str
+    read: Callable[[Path], dict[str, Any]]
+    guesses: dict[str, float]
+    options: tuple[str, ...] = ()
+
+
+VL_CLASS = "AutoModelForImageTextToText"
+ONE_COLOUR = {"one colour for all": 0.25}
+KINDS = {
+    "image": Kind(
+        "qwen2_5_vl", VL_CLASS, partial(write_questions, with_images=True), "images", read_image, ONE_COLOUR
+    ),
+    "text": Kind(
+        "qwen2",
+        "AutoModelForCausalLM",
+        partial(write_questions, with_images=False),
+        "images",
+        read_image,
+        ONE_COLOUR,
+    ),
+    "video": Kind(
+        "qwen2_5_vl",
+        VL_CLASS,
+        write_video_questions,
+        "videos",
+        read_frames,
+        ONE_COLOUR | {"one of the two colours, whichever moves": 0.5},
+        (
+            f"worker.rollout.num_video_frames={NUM_SAMPLED}",
+            "data.rollout_batch_size=32",
+            "worker.actor.global_batch_size=32",
+            "trainer.max_steps=200",
+            "worker.actor.optim.lr=5e-4",
+            # A model that does not see motion yet lives on the form alone. If that pays little beside the
+            # entropy bonus, it answers with any word, and tries the right colour too rarely to learn it.
+            "worker.reward.reward_function_kwargs={format_weight: 0.5}",
+        ),
+    ),
+}
+
+
+def prepare(folder: Path, kind: Kind, seed: int) -> None:
     """Write the random model, 256 training questions and 64 held-out ones."""
-    save_tiny_model(folder / "model", "qwen2_5_vl" if with_images else "qwen2")
-    write_questions(folder, "train", 256, seed=1, with_images=with_images)
-    write_questions(folder, "val", 64, seed=2, with_images=with_images)
+    save_tiny_model(folder / "model", kind.family, seed=seed)
+    kind.write(folder, "train", 256, 2 * seed + 1)
+    kind.write(folder, "val", 64, 2 * seed + 2)
 
 
-def train(folder: Path, name: str, overrides: list[str]) -> Path:
+def train(folder: Path, name: str, seed: int, overrides: list[str]) -> Path:
     """Run the trainer as a user would; returns the folder of its checkpoints."""
     checkpoints = folder / "checkpoints"
     command = [
         sys.executable, "-m", "verl.trainer.main", f"config={HERE / 'demo.yaml'}",
         f"data.train_files={folder / 'train.jsonl'}",
         f"data.val_files={folder / 'val.jsonl'}",
-        f"data.image_dir={folder / 'images'}",
+        f"data.image_dir={folder / KINDS[name].media}",
+        f"data.seed={seed + 1}",
+        f"worker.rollout.seed={seed + 1}",
         f"worker.actor.model.model_path={folder / 'model'}",
         f"worker.reward.reward_function={HERE / 'reward.py'}:compute_score",
         f"trainer.experiment_name={name}",
         f"trainer.save_checkpoint_path={checkpoints}",
         "trainer.find_last_checkpoint=false",
+        *KINDS[name].options,
         *overrides,
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
@@ -60,7 +146,7 @@ def curve(log: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def draw_curves(log: list[dict], path: Path) -> None:
+def draw_curves(log: list[dict], guesses: dict[str, float], path: Path) -> None:
     """Held-out accuracy, reward, entropy, and the distance of the engine from the trainer, as a PNG."""
     matplotlib.use("Agg")
     panels = {
@@ -79,8 +165,9 @@ def draw_curves(log: list[dict], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         if limits:
             axis.set_ylim(limits[0] - 0.03, limits[1] + 0.03)
-    axes[0, 0].axhline(0.25, color="grey", linestyle="--", linewidth=1)
-    axes[0, 0].annotate("one colour for all", (0, 0.26), color="grey", fontsize=9)
+    for guess, accuracy in guesses.items():
+        axes[0, 0].axhline(accuracy, color="grey", linestyle="--", linewidth=1)
+        axes[0, 0].annotate(guess, (0, accuracy + 0.01), color="grey", fontsize=9)
     axes[1, 1].set_yscale("log")
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -99,58 +186,69 @@ def export(checkpoint: Path) -> Path:
 
 
 @torch.no_grad()
-def ask(model_path: Path, folder: Path, *, with_images: bool) -> tuple[str, str, str]:
+def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
     """Ask the exported model the first held-out question: that, its response and the right answer."""
-    # After verl, which makes torchvision's CUDA build importable on a CPU-only torch.
-    from transformers import (  # noqa: PLC0415
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoProcessor,
-        AutoTokenizer,
-    )
+    import transformers  # noqa: PLC0415 - after verl, which makes torchvision's CUDA build importable on CPU
 
     row = json.loads((folder / "val.jsonl").read_text().splitlines()[0])
-    question = row["problem"].removeprefix("<image>")
-    content = [{"type": "text", "text": question}]
-    if with_images:
-        reader = AutoProcessor.from_pretrained(model_path)
-        model = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32)
-        content.insert(0, {"type": "image"})
-        media = {"images": [Image.open(folder / "images" / row["images"][0])]}
-    else:
-        reader = AutoTokenizer.from_pretrained(model_path)
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        media = {}
-    messages = [{"role": "user", "content": content if with_images else question}]
+    reader = transformers.AutoProcessor.from_pretrained(model_path)  # the tokenizer, if it reads no media
+    model = getattr(transformers, kind.model_class).from_pretrained(model_path, dtype=torch.float32)
+    question = re.sub("<(image|video)>", "", row["problem"])
+    content, media = [{"type": "text", "text": question}], {}
+    if kind.media in row:
+        content.insert(0, {"type": kind.media.removesuffix("s")})
+        media = kind.read(folder / kind.media / row[kind.media][0])
+    messages = [{"role": "user", "content": content}]
     text = reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     inputs = reader(text=[text], return_tensors="pt", **media)
+    inputs |= find_positions(model.config, inputs)
     output = model.generate(**inputs, max_new_tokens=1, do_sample=False)
-    return (
-        question,
-        reader.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True),
-        row["answer"],
+    response = reader.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return question, response, row["answer"]
+
+
+def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The positions that the model was trained with: after a video, transformers would give others.
+
+    See `verl/models/position_ids.py`; nothing for models whose positions are 0, 1, 2, ...
+    """
+    function = position_ids_for(config.model_type)
+    if function is None:
+        return {}
+    names = [name for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if name in inputs]
+    grids = {name: torch.as_tensor(inputs[name]) for name in names}
+    positions = function(inputs["input_ids"][0], MropeConstants.from_config(config), **grids)  # (4, L)
+    return {"position_ids": positions.unsqueeze(1)}
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The demo's own arguments, and those for the trainer."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--text", dest="name", action="store_const", const="text", help="questions in words")
+    kinds.add_argument("--video", dest="name", action="store_const", const="video", help="... about videos")
+    parser.set_defaults(name="image")
+    parser.add_argument("--folder", type=Path, default=None, help="where everything goes")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, questions and sampling")
+    return parser.parse_known_args()
 
 
 def main() -> None:
     """Prepare, train, draw, export, ask."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--text", action="store_true", help="a language model and questions in words")
-    parser.add_argument("--folder", type=Path, default=None, help="where everything goes")
-    arguments, overrides = parser.parse_known_args()
-    name = "text" if arguments.text else "image"
+    arguments, overrides = parse_arguments()
+    name, kind = arguments.name, KINDS[arguments.name]
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / name).resolve()
 
     start = time.time()
-    prepare(folder, with_images=not arguments.text)
-    checkpoints = train(folder, name, overrides)
+    prepare(folder, kind, arguments.seed)
+    checkpoints = train(folder, name, arguments.seed, overrides)
     log = read_log(checkpoints)
-    draw_curves(log, folder / "curves.png")
+    draw_curves(log, kind.guesses, folder / "curves.png")
     steps, accuracies = curve(log, ACCURACY)
     checkpoint = checkpoints / f"global_step_{steps[-1]}"
-    question, response, answer = ask(export(checkpoint), folder, with_images=not arguments.text)
+    question, response, answer = ask(export(checkpoint), folder, kind)
 
     before, after = accuracies[0], accuracies[-1]
     print(f"\nAccuracy on held-out questions: {before:.2f} before, {after:.2f} after {steps[-1]} steps")

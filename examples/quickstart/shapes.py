@@ -16,7 +16,7 @@ def draw(rng: random.Random, colour: str, shape: str) -> Image.Image:
     """A shape of any size and place, its colour a little off, on a grey of any lightness."""
     grey = rng.randint(0, 255)
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (grey, grey, grey))
-    fill = tuple(max(0, min(255, channel + rng.randint(-20, 20))) for channel in COLOURS[colour])
+    fill = vary(rng, colour)
     size = rng.randint(24, 44)
     left, top = rng.randint(0, IMAGE_SIZE - size), rng.randint(0, IMAGE_SIZE - size)
     box = (left, top, left + size, top + size)
@@ -28,6 +28,11 @@ def draw(rng: random.Random, colour: str, shape: str) -> Image.Image:
     else:
         pen.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=fill)
     return image
+
+
+def vary(rng: random.Random, colour: str) -> tuple[int, ...]:
+    """A colour of that name, a little off."""
+    return tuple(max(0, min(255, channel + rng.randint(-20, 20))) for channel in COLOURS[colour])
 
 
 def write_questions(folder: Path, name: str, count: int, seed: int, *, with_images: bool) -> Path:
@@ -51,6 +56,10 @@ def write_questions(folder: Path, name: str, count: int, seed: int, *, with_imag
             row = {"problem": f"Look: {' '.join(words)}. What colour?", "answer": colour}
         rows.append(row)
     rng.shuffle(rows)
-    path = folder / f"{name}.jsonl"
+    return save_rows(rows, folder / f"{name}.jsonl")
+
+
+def save_rows(rows: list[dict], path: Path) -> Path:
+    """Write one JSON object a line; returns the file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
