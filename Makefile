@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-text test test-slow test-gpu check style license config bench bench-algos bench-long learn build clean
+.PHONY: help demo demo-text demo-video test test-slow test-gpu check style license config bench bench-algos bench-long learn build clean
 
 help:                     ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
@@ -31,6 +31,9 @@ demo: $(INSTALLED)        ## train a tiny vision-language model and show that it
 
 demo-text: $(INSTALLED)   ## the same with a tiny language model
 	$(RUN) examples/quickstart/demo.py --text
+
+demo-video: $(INSTALLED)  ## the same with videos: which of two squares moves
+	$(RUN) examples/quickstart/demo.py --video
 
 test: $(INSTALLED)        ## the whole CPU suite
 	$(RUN) -m pytest
@@ -65,8 +68,9 @@ bench: $(INSTALLED)       ## what a step costs, beside the bare parts it is made
 bench-algos: $(INSTALLED) ## the time of each advantage estimator on a large batch
 	$(RUN) benchmarks/algorithms.py
 
-bench-long: $(INSTALLED)  ## shared prompts, activations of ranks that share sequences, seeking in videos
+bench-long: $(INSTALLED)  ## shared prompts, activations of ranks that share sequences, features computed once, seeking
 	$(RUN) benchmarks/long.py
+	$(RUN) benchmarks/embeddings.py
 	$(RUN) benchmarks/video.py --keyframe-seconds 2 --containers mp4
 
 learn: $(INSTALLED)       ## a tiny run with each estimator and each loss; writes the table in docs/algorithms.md (half an hour)

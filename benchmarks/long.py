@@ -7,7 +7,7 @@ First the time of log-probs and of an update's forward and backward, for n respo
 copy of it, and each behind its own; medians of rounds in one process with one thread. Then the activations
 that a forward pass saves for backward, on each of 1, 2 and 4 ranks that share the sequences.
 With `--long-prompt TOKENS` instead the memory of a log-prob pass over one prompt of so many tokens, on 1 and
-on 4 ranks: what a process's peak rises above what it held before.
+on 4 ranks: what a process's peak rises above what it held after a short pass.
 The last line is JSON.
 """
 
@@ -37,6 +37,8 @@ from verl.workers.model_builder import load_model_config
 
 MESHES = {"sp 1": (1, 1), "sp 2, ulysses": (2, 1), "sp 2, ring": (1, 2), "sp 4, ulysses 2 x ring 2": (2, 2)}
 PORT = "29531"
+LARGE = {"intermediate_size": 680, "num_key_value_heads": 1}  # about as Qwen2.5-7B's 5.3 and 1/7 of its width
+WARM_UP = 256  # tokens of a first pass, which loads kernels and opens connections
 
 
 def load(folder: Path) -> nn.Module:
@@ -47,12 +49,13 @@ def load(folder: Path) -> nn.Module:
     return model
 
 
-def one_group(options: argparse.Namespace) -> DataProto:
-    """Random responses to one random prompt."""
+def one_group(options: argparse.Namespace, prompt: int | None = None) -> DataProto:
+    """Random responses to one random prompt of `prompt` tokens, or of the options'."""
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(8, 300, (1, options.prompt), generator=generator).expand(options.n, -1)
+    length = options.prompt if prompt is None else prompt
+    prompts = torch.randint(8, 300, (1, length), generator=generator).expand(options.n, -1)
     responses = torch.randint(8, 300, (options.n, options.response), generator=generator)
-    ids = torch.cat([prompt, responses], 1)
+    ids = torch.cat([prompts, responses], 1)
     tensors = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
@@ -127,7 +130,11 @@ def measure_rank(
     sp = SequenceParallel.build(range(size), ulysses, ring)
     model = load(folder)
     forward = PackedForward(model, model.config, share_prompt=True, sp=sp)
-    results[rank] = (peak_mib if options.long_prompt else saved_mib)(forward, one_group(options))
+    if options.long_prompt:
+        peak_mib(forward, one_group(options, prompt=WARM_UP))
+        results[rank] = peak_mib(forward, one_group(options))
+    else:
+        results[rank] = saved_mib(forward, one_group(options))
     dist.destroy_process_group()
 
 
@@ -164,9 +171,11 @@ def main() -> None:
     parser.add_argument("--long-prompt", type=int, metavar="TOKENS", help="measure a log-prob pass over it")
     options = parser.parse_args()
     os.environ |= {"PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # of the ranks
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back at once: a peak is what is in use
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        folder = Path(save_tiny_model(Path(directory) / "model", "qwen2"))
+        proportions = LARGE if options.long_prompt else {}
+        folder = Path(save_tiny_model(Path(directory) / "model", "qwen2", **proportions))
         if options.long_prompt:
             print(json.dumps({"tokens": options.long_prompt, **measure_long_prompt(folder, options)}))
             return

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import ctypes
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.utils.sequence_parallel.sharding import LineGroup, packed_groups, shard_plan
 from verl.utils.sequence_parallel.ulysses import gather_rows, heads_to_tokens, tokens_to_heads
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 3)]
 LINES = {
     "one token": [LineGroup(1)],
@@ -194,3 +197,58 @@ def test_groups_and_exchanges_are_right_on_four_processes():
         assert gather[1] == [[3 * value + 6 for value in row] for row in held]
         assert gather[2] == [4] * len(held)
         assert gather[3] == 0
+
+
+def gather_in_pieces(rank, world_size):
+    """For several divisions the pieces that went wrong, and the memory beside the result of 8 and of 1."""
+    sp = SequenceParallel.build(range(world_size), world_size, 1, gather_pieces=3)
+    assert sp.gather_pieces == 3 and SequenceParallel.none().gather_pieces == 1
+    wrong = []
+    for counts in ((5, 2, 0, 7), (0, 3, 0, 0), (4, 4, 4, 4), (1, 6, 2, 1)):
+        counts = counts[:world_size]
+        for pieces, sum_gradients in itertools.product((1, 2, 3, 7, 50), (False, True)):
+            if not gathers_exactly(counts, pieces, sum_gradients, sp):
+                wrong.append((counts, pieces, sum_gradients))
+    counts = (4096,) + (0,) * (world_size - 1)
+    return wrong, [memory_beside_the_result(counts, pieces, sp) for pieces in (8, 1)]
+
+
+def gathers_exactly(counts, pieces, sum_gradients, sp):
+    """Whether rows and gradients are those of plain slices; numbers are whole, so sums have one result."""
+    generator = torch.Generator().manual_seed(sum(counts))
+    whole = torch.randint(-9, 9, (sum(counts), 2, 3), generator=generator).float()
+    weights = torch.randint(-9, 9, (sp.size, *whole.shape), generator=generator).float()  # of each rank
+    at = slice(sum(counts[: sp.index]), sum(counts[: sp.index + 1]))
+    own = whole[at].transpose(1, 2).contiguous().requires_grad_()  # in another order of memory
+
+    joined = gather_rows(own.transpose(1, 2), counts, sp, sum_gradients, pieces)
+    (joined * weights[sp.index]).sum().backward()
+
+    used = weights.sum(0) if sum_gradients else weights[sp.index]
+    return torch.equal(joined, whole) and torch.equal(own.grad.transpose(1, 2), used[at])
+
+
+def memory_beside_the_result(counts, pieces, sp):
+    """MiB that a gather and its backward pass need at the same time, beside what they leave."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # what is freed leaves the process at once
+    own = torch.ones(counts[sp.index], 4096, requires_grad=True)  # 64 MiB on the rank that has them
+    before = resident("VmRSS")
+    joined = gather_rows(own, counts, sp, sum_gradients=True, pieces=pieces)
+    joined.backward(torch.ones_like(joined))
+    left = resident("VmRSS") - before
+    return resident("VmHWM") - before - left
+
+
+def resident(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+    return int(line.split()[1]) / 1024
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rows_gathered_in_pieces_are_the_same_and_need_less_memory(world_size):
+    results = run_distributed(gather_in_pieces, world_size)
+
+    for wrong, (in_pieces, at_once) in results:
+        assert wrong == []
+        assert at_once >= 64 * world_size  # every rank holds the most rows of a rank for each
+        assert in_pieces <= 0.4 * at_once

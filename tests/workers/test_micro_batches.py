@@ -7,9 +7,23 @@ import torch
 from tests.helpers.distributed import run_distributed
 from verl.protocol import DataProto
 from verl.utils.plain_data import objects
-from verl.workers.micro_batches import dynamic_token_budget, restore_order, split_micro_batches
+from verl.workers.micro_batches import (
+    MicroBatchLimit,
+    RowCounts,
+    agreed_splits,
+    restore_order,
+    split_rows,
+)
 
 WIDTH = 64
+
+
+def split_micro_batches(batch, size, token_budget=None, share_prompt=False):
+    """A batch in micro-batches, as many on every rank."""
+    counts = RowCounts.of(batch, share_prompt)
+    limit = MicroBatchLimit(rows=size) if token_budget is None else MicroBatchLimit(tokens=token_budget)
+    (split,) = agreed_splits(lambda least: [split_rows(counts, range(len(batch)), limit, least)])
+    return split
 
 
 def batch_of(lengths):
@@ -36,10 +50,6 @@ def test_every_row_comes_once_and_only_a_single_row_exceeds_the_budget(seed):
 def test_few_micro_batches_are_made_where_the_budget_allows():
     # 8 rows of 16 tokens and 64 tokens for each micro-batch: exactly two.
     assert len(split_micro_batches(batch_of([16] * 8), 1, 64)) == 2
-
-
-def test_the_budget_is_that_of_the_padded_rows():
-    assert dynamic_token_budget(batch_of([3, 4]), 2) == 2 * WIDTH
 
 
 def test_results_return_to_the_order_of_the_batch():

@@ -89,19 +89,23 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
         image_order: list[int] | None = None,
         video_order: list[int] | None = None,
         media_share: MediaShare | None = None,
+        media_features: dict[str, EncodedMedia] | None = None,
+        only_encode: bool = False,
         **kwargs: Any,
     ) -> Any:
         if cu_seqlens is not None:
             packed_layout = PackedLayout.of(cu_seqlens)
+        media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
+        if only_encode:
+            return encode_media(self.get_submodule(media_owner or ""), media, share=media_share)
         if read is None or packed_layout is None:
             return original(self, *args, **kwargs)
-        media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
         with contextlib.ExitStack() as stack:
-            if media:
+            if media or media_features:
                 if media_owner is None:
                     raise NotImplementedError(f"{type(self).__name__} is not known to read media")
                 owner = self.get_submodule(media_owner)
-                features = encode_media(owner, media, image_order, video_order, media_share)
+                features = media_features or encode_media(owner, media, image_order, video_order, media_share)
                 stack.enter_context(_given_features(owner, features))
                 kwargs |= _told_of(features, media)
             if local_tokens is not None:
@@ -144,8 +148,12 @@ def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iter
 
 
 def _told_of(features: dict[str, EncodedMedia], media: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Pixels for a forward that asks for the features of what it has pixels of: of all kinds there are."""
-    pixels = next(media[key] for key in ("pixel_values", "pixel_values_videos") if key in media)
+    """Pixels for a forward that asks for the features of what it has pixels of: of all kinds there are.
+
+    Where all features were computed before, any tensor stands for the pixels.
+    """
+    given = (media[key] for key in ("pixel_values", "pixel_values_videos") if key in media)
+    pixels = next(given, torch.empty(0))
     arguments = {"pixel_values": "image", "pixel_values_videos": "video"}
     return {key: media.get(key, pixels) if kind in features else None for key, kind in arguments.items()}
 

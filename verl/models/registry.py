@@ -112,6 +112,8 @@ def prepare_model(model: PreTrainedModel) -> None:
             local_tokens=(n,),  # the places that this rank runs of a line that is divided over ranks
             read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
             pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
+            # or media_features={"image": EncodedMedia, "video": EncodedMedia}, computed before by
+            # model(pixel_values=…, image_grid_thw=…, only_encode=True)
         ) -> what `read` returned: TokenLogProbs of (M,)
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is

@@ -30,6 +30,17 @@ class EncodedMedia:
         None  # the same for each level, where a model has levels
     )
 
+    @classmethod
+    def of_joined(cls, features: Sequence[Tensor], hidden_size: int) -> "EncodedMedia":
+        """The inverse of `joined`."""
+        pooled, *levels = zip(*(part.split(hidden_size, -1) for part in features), strict=True)
+        return cls(pooled, levels or None)
+
+    def joined(self) -> list[Tensor]:
+        """For each image (tokens, hidden size x (1 + levels)): its levels side by side."""
+        levels = (self.pooler_output, *(self.deepstack_features or []))
+        return [torch.cat(parts, -1) for parts in zip(*levels, strict=True)]
+
 
 @dataclass(frozen=True, eq=False)
 class MediaShare:
@@ -43,7 +54,8 @@ class MediaShare:
     def gather(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """From the features of this rank's grids to those of all media; the ranks' gradients are summed."""
         own = torch.cat(list(features))[: self.counts[self.sp.index]]  # none of a blank image
-        return gather_rows(own, self.counts, self.sp, sum_gradients=True).split(self.tokens)
+        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, pieces=self.sp.gather_pieces)
+        return gathered.split(self.tokens)
 
 
 class DummyRow(NamedTuple):
@@ -71,7 +83,7 @@ def encode_media(
         share: `media` are this rank's share of all, from `share_media`, and the others' are gathered.
 
     Returns:
-        Features under "image" and "video", as far as they were given.
+        Features under "image" and "video", as far as the tokens show them.
     """
     pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
     grids = [media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]
@@ -87,8 +99,8 @@ def encode_media(
         ("image", 0, images, image_order),
         ("video", images, len(pooled), video_order),
     ):
-        if stop > start:
-            chosen = range(start, stop) if order is None else [start + index for index in order]
+        chosen = range(start, stop) if order is None else [start + index for index in order]
+        if chosen:
             features[kind] = EncodedMedia(
                 tuple(pooled[index] for index in chosen),
                 None if levels is None else [tuple(level[index] for index in chosen) for level in levels],

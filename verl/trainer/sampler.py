@@ -43,6 +43,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.on_progress = on_progress
         self.response_length = config.data.max_response_length
+        self.encodes_first = config.worker.actor.model.freeze_vision_tower
         self.skip_special_tokens = config.worker.reward.skip_special_tokens
 
     def sample(self, prompts: DataProto, options: SamplingOptions) -> tuple[DataProto, Scoring]:
@@ -60,6 +61,8 @@ class Sampler:
         total = len(prompts) * n
         responses: dict[int, FinishedResponse] = {}  # by the row of the sequence
         unfinished = dict.fromkeys(row_of, n)
+        if self.encodes_first and any(prompts.non_tensor_batch["multi_modal_data"]):
+            list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
         for finished in self.workers.generate(prompts.select([], SAMPLED_FROM), options):
             for response in finished:
                 row = row_of[response.uid]

@@ -134,7 +134,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
-def full_named_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def full_named_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None, within: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the whole tensor of each weight, gathered one by one.
 
     Every rank must iterate to the end, in step: each tensor is a collective. Names are those in memory
@@ -144,10 +146,12 @@ def full_named_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> It
     Args:
         model: Sharded or not.
         dtype: What floating-point weights are cast to before they are gathered; None keeps theirs.
+        within: How their names begin.
     """
     tensors = sharded_parameters(model) | persistent_buffers(model)
     for name, tensor in tensors.items():
-        yield name, _gather(tensor.detach(), dtype)
+        if name.startswith(within):
+            yield name, _gather(tensor.detach(), dtype)
 
 
 def _gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

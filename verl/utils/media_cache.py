@@ -137,6 +137,15 @@ class MediaCache:
         self._keep(key, entry)
         return entry
 
+    def get(self, key: str) -> Entry | None:
+        """The entry under `key`, if somebody made it and it is still kept."""
+        if key in self._local or self.directory is None:
+            return self._local.get(key)
+        entry = read_entry(self.directory / f"{key}.safetensors")
+        if entry is not None:
+            self._keep(key, entry)
+        return entry
+
     def close(self) -> None:
         """Let go of the directory; the owner or the last user removes it. Harmless to repeat."""
         self._local.clear()

@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl.utils.frame_cache import FrameCache
 from verl.utils.media_cache import Entry, MediaCache
+from verl.utils.media_folder import MediaFolder
 from verl.utils.media_options import MediaOptions
 from verl.utils.media_references import (
     Reference,
@@ -99,7 +99,7 @@ class MediaLoader:
         self.processor = processor
         self.min_pixels, self.max_pixels = options.min_pixels, options.max_pixels
         self.cache = cache or MediaCache(options.run_id)
-        self._frame_cache = FrameCache(options.cache_dir) if options.cache_dir is not None else None
+        self._folder = MediaFolder(options.cache_dir) if options.cache_dir is not None else None
         video = processor.video_processor
         self._videos = options.of_videos(video.patch_size * video.merge_size)
         options.check_budget(video)
@@ -195,6 +195,19 @@ class MediaLoader:
             name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()
         }
 
+    def feature_key(self, kind: str, ref: Reference) -> str:
+        """Names the model's inputs for an image or a video: its content and all that shapes them.
+
+        Args:
+            kind: "image" or "video".
+            ref: The medium.
+        """
+        return self._key(kind, content_id(kind, ref), self._processor_options)
+
+    def features_of(self, kind: str, ref: Reference) -> dict[str, Tensor]:
+        """The model's inputs for one image or video, as `features` gives those of a row."""
+        return (self._image_features if kind == "image" else self._video_features)(ref).tensors
+
     def _image(self, ref: Reference) -> Tensor:
         def make() -> Entry:
             with reading("image", ref), Image.open(openable(ref)) as image:
@@ -216,7 +229,7 @@ class MediaLoader:
         return self.cache.get_or_make(key, lambda: self._keep(key, make))
 
     def _keep(self, key: str, make: Callable[[], Entry]) -> Entry:
-        return make() if self._frame_cache is None else self._frame_cache.get_or_make(key, make)
+        return make() if self._folder is None else self._folder.get_or_make(key, make)
 
     def _image_features(self, ref: Reference) -> Entry:
         def make() -> Entry:
@@ -224,8 +237,7 @@ class MediaLoader:
             made = self.processor.image_processor(images=[image], return_tensors="pt")
             return Entry({name: made[name] for name in ("pixel_values", "image_grid_thw")}, {})
 
-        key = self._key("image", content_id("image", ref), self._processor_options)
-        return self.cache.get_or_make(key, make)
+        return self.cache.get_or_make(self.feature_key("image", ref), make)
 
     def _video_features(self, ref: Reference) -> Entry:
         def make() -> Entry:
@@ -243,8 +255,7 @@ class MediaLoader:
                 tensors["second_per_grid_ts"] = torch.tensor([seconds], dtype=torch.float32)
             return Entry(tensors, {})
 
-        key = self._key("video", content_id("video", ref), self._processor_options)
-        return self.cache.get_or_make(key, make)
+        return self.cache.get_or_make(self.feature_key("video", ref), make)
 
     def _key(self, kind: str, content: bytes, more: str = "") -> str:
         digest = hashlib.blake2b(f"{kind} {self._options[kind]} {more} ".encode(), digest_size=20)

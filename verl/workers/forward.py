@@ -5,10 +5,11 @@ Rows are packed into one line of tokens, run through the prepared model
 (`verl.models.registry.prepare_model`), and the results are put back. Only tokens that predict a response
 token reach the head. With sequence parallelism every rank of a line is called with the same rows, runs its
 share of the frames through the vision tower and of the tokens through the language model, and returns the
-results of all.
+results of all; or with rows of its own, where the micro-batch says so (`WholeRows`).
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,9 +27,12 @@ from verl.utils.rank_logger import get_logger
 from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.utils.sequence_parallel.sharding import ShardPlan, shard_plan
 from verl.utils.torch_functional import TokenLogProbs
+from verl.workers.frozen_tower import FrozenTower
+from verl.workers.line_division import LineDivision
 from verl.workers.line_rows import LineRows
 from verl.workers.micro_batches import rows_of_prompts
 from verl.workers.packed_line import PackedLine, separate_rows, shared_prompts
+from verl.workers.passes import BLANK, WholeRows, has_media
 
 logger = get_logger(__name__)
 
@@ -76,6 +80,7 @@ class PackedForward:
         device: torch.device | str = "cpu",
         share_prompt: bool = False,
         sp: SequenceParallel | None = None,
+        tower: FrozenTower | None = None,
     ) -> None:
         """Hold the model.
 
@@ -89,11 +94,13 @@ class PackedForward:
             sp: The ranks that divide each line; None if every rank runs whole lines. Results are the same on
                 all of them, and a loss of them gives each rank the gradient of its own tokens, so the
                 gradient is the sum over the ranks of a line.
+            tower: Gives the features of media that it holds, in place of the model's own tower.
 
         Raises:
             ValueError: The model's attention cannot be divided like that.
         """
         self.model, self.config, self.media, self.device = model, config, media, device
+        self.tower = tower
         self.model_type = model_type_of(config)
         self.sp = SequenceParallel.none() if sp is None else sp
         check_sequence_parallel(config, self.sp)
@@ -101,6 +108,19 @@ class PackedForward:
         if reason is not None:
             logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
         self.shares_prompts = share_prompt and reason is None
+
+    @cached_property
+    def division(self) -> LineDivision:
+        """Chooses how the ranks of a line share a pass."""
+        return LineDivision(self.sp.size)
+
+    def media_tokens(self, batch: DataProto) -> list[int]:
+        """(B,) tokens of each row that stand for media which the model's own tower encodes."""
+        ids = batch.batch["input_ids"]
+        if self.model_type.media_owner is None or self._holds_features:
+            return [0] * len(ids)
+        is_media = (ids == self.config.image_token_id) | (ids == self.config.video_token_id)  # (B, T)
+        return is_media.sum(-1).tolist()
 
     def log_probs(
         self,
@@ -128,7 +148,7 @@ class PackedForward:
         targets = micro.batch["responses"].to(self.device)[response_mask.bool()]
         inputs = self._inputs(micro)
         rows = self._rows_before(inputs, response_mask)
-        head = None if reference is None else reference._head_logits(inputs, rows, temperature)
+        head = None if reference is None else reference._head_logits(inputs, micro, rows, temperature)
 
         def read(logits: DeferredLogits) -> TokenLogProbs:
             return logits.log_probs(
@@ -169,7 +189,12 @@ class PackedForward:
         return rows.joined(self._run(inputs, lambda logits: logits.values(rows.local)))
 
     @torch.no_grad()
-    def _head_logits(self, inputs: ModelInputs, rows: LineRows, temperature: float) -> HeadLogits:
+    def _head_logits(
+        self, inputs: ModelInputs, micro: DataProto, rows: LineRows, temperature: float
+    ) -> HeadLogits:
+        """Of another model's inputs; features of media are this model's own."""
+        if "media_features" in inputs.arguments:
+            inputs = self._inputs(micro)
         return self._run(inputs, lambda logits: logits.head_logits(rows.local, temperature))
 
     def _rows_before(self, inputs: ModelInputs, response_mask: Tensor) -> LineRows:
@@ -190,7 +215,8 @@ class PackedForward:
             "input_ids": line.input_ids[None],
             "position_ids": positions,
         }
-        plan = None if self.sp.size == 1 else shard_plan(line.groups, self.sp, self.device)
+        is_whole = self.sp.size == 1 or WholeRows.of(micro) is not None
+        plan = None if is_whole else shard_plan(line.groups, self.sp, self.device)
         if plan is None:
             arguments["packed_layout"] = _layout(line, self.device)
         else:
@@ -225,29 +251,39 @@ class PackedForward:
         """The rows' media, each distinct one once, and one more row where FSDP needs something to run."""
         media = micro.non_tensor_batch.get("multi_modal_data")
         shown = () if media is None else [media[row] for row in line.shown]
-        rows = [row for row in shown if row and any(row.values())]
+        rows = [row for row in shown if has_media(row)]
+        if not rows and self.model_type.media_owner is not None and not self._holds_features:
+            line, rows = line.joined(dummy_row(self.config).input_ids.to(self.device)), [BLANK]
         if rows:
-            return line, self._features(rows)
-        if self.model_type.media_owner is not None:
-            dummy = dummy_row(self.config)
-            media = {"pixel_values": dummy.pixel_values, "image_grid_thw": dummy.image_grid_thw}
-            return line.joined(dummy.input_ids.to(self.device)), self._to_device(media)
+            return line, self._held_features(rows) if self._holds_features else self._features(rows, micro)
         if not len(line.input_ids):
             return line.joined(line.input_ids.new_zeros(1)), {}
         return line, {}
 
-    def _features(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Model inputs for the rows' media, and which of them each place in the tokens shows."""
-        if self.model_type.media_owner is None or self.media is None:
-            raise ValueError(f"rows hold media, which {self.config.model_type} is not known to read")
+    @property
+    def _holds_features(self) -> bool:
+        """Whether the features of all media are at hand; then no rank runs the model's tower."""
+        return self.tower is not None and self.tower.held is not None
+
+    def _held_features(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self.tower is not None, "it holds the media of the batch"
+        return {"media_features": self.tower.features(rows)}
+
+    def _features(self, rows: list[dict[str, Any]], micro: DataProto) -> dict[str, Any]:
+        """Model inputs for the rows' media, and which of them each place in the tokens shows.
+
+        Where ranks encode together, there are inputs for the media of all of their rows.
+        """
+        whole = WholeRows.of(micro)
+        together = None if whole is None else whole.media
         order: dict[str, list[int]] = {"image_order": [], "video_order": []}
         counts = {"image_order": 0, "video_order": 0}
         first: dict[Any, dict[str, range]] = {}  # where a distinct row's media stand among all
         features: dict[str, list[Tensor]] = {}
-        for row in rows:
+        for row in rows if together is None else together:
             key = _media_key(row)
             if key not in first:
-                values = self.media.features(row)
+                values = self._row_features(row)
                 first[key] = {}
                 for name, grid in (("image_order", "image_grid_thw"), ("video_order", "video_grid_thw")):
                     number = len(values[grid]) if grid in values else 0
@@ -256,14 +292,25 @@ class PackedForward:
                 for name in FEATURE_KEYS:
                     if name in values:
                         features.setdefault(name, []).append(values[name])
-            for name, places in first[key].items():
+        for row in rows:
+            for name, places in first[_media_key(row)].items():
                 order[name].extend(places)
-        return self._to_device({name: torch.cat(values) for name, values in features.items()}) | order
+        media = {name: torch.cat(values) for name, values in features.items()}
+        is_shared = self.sp.size > 1 and (whole is None or together is not None)
+        return self._to_device(media, is_shared) | order
 
-    def _to_device(self, media: dict[str, Tensor]) -> dict[str, Any]:
+    def _row_features(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        if not has_media(row):
+            dummy = dummy_row(self.config)
+            return {"pixel_values": dummy.pixel_values, "image_grid_thw": dummy.image_grid_thw}
+        if self.model_type.media_owner is None or self.media is None:
+            raise ValueError(f"rows hold media, which {self.config.model_type} is not known to read")
+        return self.media.features(row)
+
+    def _to_device(self, media: dict[str, Tensor], is_shared: bool) -> dict[str, Any]:
         """The media that this rank encodes, and where others encode some, how they are divided."""
         share = {}
-        if self.sp.size > 1:
+        if is_shared:
             media, share["media_share"] = share_media(self.config, media, self.sp)
         return {name: value.to(self.device) for name, value in media.items()} | share
 

@@ -8,61 +8,39 @@ the device while it works; the work itself stands in `actor/`, `rollout/` and `m
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import backend_of, memory_metrics, reset_peak_memory, set_device, set_seed
 from verl.utils.fsdp_utils import full_named_tensors, torch_dtype
 from verl.utils.hub_names import HubNames
-from verl.utils.media_cache import MediaCache
-from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader, MediaOptions
+from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader
 from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
+from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
 from verl.workers.config import WorkerConfig
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.hosted_model import HostedModel, Place
-from verl.workers.model_config import ModelConfig
+from verl.workers.model_config import ModelConfig, OptimConfig
 from verl.workers.prime.dp_prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.reward_model.conversation import load_reward_tokenizer
 from verl.workers.reward_model.dp_reward_model import RewardModelScorer, check_has_score
 from verl.workers.rollout.base import (
+    EmbeddedMedia,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
     SamplingOptions,
     build_rollout_engine,
 )
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What a worker needs to know of the options outside `worker`."""
-
-    device: str  # "cuda" or "cpu"
-    training_steps: int
-    max_sequence_length: int
-    max_response_length: int
-    media: MediaOptions
-    media_cache: MediaCache  # opens the directory of the node where it is unpickled
-    override_chat_template: str | None
-    use_reference: bool
-    use_critic: bool
-    use_prime: bool
-    kl_loss: KLLoss | None
-    has_full_kl_in_rewards: bool  # the KL over the vocabulary comes with the old log-probs
-    has_sum_squares: bool  # so do the sums of squared probabilities
-    bypass_correction: RolloutCorrection | None  # `bypass_mode`: what the loss itself corrects
-    is_reinforce: bool  # `bypass_mode` with `loss_type=reinforce`
-    accuracy_key: str  # the reward function's value that `prime` learns from
-    seed: int
+from verl.workers.run_options import RunOptions
 
 
 class FSDPWorker(Worker):
@@ -82,10 +60,14 @@ class FSDPWorker(Worker):
         self._place_on_axes()
         self._load_tokenizer()
         actor = self.config.actor
-        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, actor.ring_size)
+        pieces = max(1, self.config.rollout.num_chunk_seq)
+        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, actor.ring_size, pieces)
         self.group = data_parallel_group(sp)
-        self.place = Place(self.device, self.world_size, self.media, actor.share_prompt, sp)
-        self.trained: list[HostedModel] = []
+        self.place = Place(
+            self.device, self.world_size, self.media, actor.share_prompt, sp, actor.cached_embeds_dir
+        )
+        self.hosted: list[HostedModel] = []
+        self.num_encoded = 0  # media that frozen towers had encoded when it was last said
         self._init_reference()
         self._init_actor()
         if self.options.use_critic:
@@ -101,12 +83,12 @@ class FSDPWorker(Worker):
         self.reference_model = None
         if self.options.use_reference:
             config, actor = self.config.ref, self.config.actor
-            self.reference_model = HostedModel("ref", actor.model, config.fsdp, config.offload, self.place)
+            self.reference_model = self._hosted("ref", config, actor.model)
             self.reference = DataParallelPPOActor(actor, self.reference_model.forward, self.group)
 
     def _init_actor(self) -> None:
         config, options = self.config.actor, self.options
-        self.policy = self._trained_model("actor", config, config.model)
+        self.policy = self._hosted("actor", config, config.model, optim=config.optim)
         self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
         training = ActorTraining(
             *self.policy.training,
@@ -121,7 +103,7 @@ class FSDPWorker(Worker):
 
     def _init_critic(self) -> None:
         config = self.config.critic
-        self.critic_model = self._trained_model("critic", config, config.model, head="scalar")
+        self.critic_model = self._hosted("critic", config, config.model, optim=config.optim, head="scalar")
         self.critic = DataParallelPPOCritic(
             config,
             self.critic_model.forward,
@@ -141,8 +123,8 @@ class FSDPWorker(Worker):
             check_prime_tokenizer(load_tokenizer(*arguments), self.tokenizer)
         # The frozen copy computes in the type of the one that learns: their difference is the reward.
         fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
-        self.prime_model = self._trained_model("prime", config, model)
-        self.prime_reference = HostedModel("prime", model, fsdp, config.offload, self.place)
+        self.prime_model = self._hosted("prime", config, model, optim=config.optim)
+        self.prime_reference = self._hosted("prime", replace(config, fsdp=fsdp), model)
         optimizer, scheduler = self.prime_model.training
         self.prime = DataParallelPrimeModel(
             config,
@@ -161,9 +143,7 @@ class FSDPWorker(Worker):
         model = config.model
         assert model.tokenizer_path is not None, "it is the model's"
         check_has_score(config)
-        self.reward_model = HostedModel(
-            "reward_model", model, config.fsdp, config.offload, self.place, head="scalar"
-        )
+        self.reward_model = self._hosted("reward_model", config, model, head="scalar")
         self.scorer = RewardModelScorer(
             self.reward_model.forward,
             load_reward_tokenizer(model.tokenizer_path, model.trust_remote_code),
@@ -173,20 +153,33 @@ class FSDPWorker(Worker):
             policy_model_type=self.policy.model.config.model_type,
         )
 
-    def _trained_model(self, role: str, config: Any, model: ModelConfig, head: str = "causal") -> HostedModel:
-        """A model that is updated and saved."""
+    def _hosted(
+        self,
+        role: str,
+        config: Any,
+        model: ModelConfig,
+        *,
+        optim: OptimConfig | None = None,
+        head: str = "causal",
+    ) -> HostedModel:
+        """A model of the run; with an optimizer it is updated and saved."""
         hosted = HostedModel(
             role,
             model,
             config.fsdp,
             config.offload,
             self.place,
-            optim=config.optim,
+            optim=optim,
             training_steps=self.options.training_steps,
             head=head,
         )
-        self.trained.append(hosted)
+        self.hosted.append(hosted)
         return hosted
+
+    @property
+    def trained(self) -> list[HostedModel]:
+        """The models that are updated and saved, the policy first."""
+        return [hosted for hosted in self.hosted if hosted.optimizer is not None]
 
     @register(Dispatch.ALL, phase="sync_weights")
     def sync_weights(self) -> None:
@@ -201,6 +194,22 @@ class FSDPWorker(Worker):
         """Give the engine's device memory to training."""
         self.engine.sleep()
 
+    @register(Dispatch.SHARD, phase="encode", streaming=True)
+    def encode_media(self, prompts: DataProto) -> Iterator[int]:
+        """Let a frozen vision tower encode the prompts' media, for all that follows in the step.
+
+        Args:
+            prompts: Reads `multi_modal_data`.
+
+        Returns:
+            The number of media that this rank's line computed, once.
+        """
+        assert self.policy.tower is not None, "called with a frozen vision tower only"
+        before = self.policy.tower.num_encoded
+        with self.policy.loaded():
+            self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
+        yield self.policy.tower.num_encoded - before
+
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample responses to this engine's prompts; produces them as they finish.
@@ -211,7 +220,7 @@ class FSDPWorker(Worker):
         """
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         requests = [
-            RolloutRequest(uid, ids, self._decode(media)) for uid, ids, media in zip(*columns, strict=True)
+            RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
         ]
         yield from self.engine.generate(requests, sampling)
 
@@ -224,7 +233,7 @@ class FSDPWorker(Worker):
         """
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
-        with self._loaded(self.policy, reference):
+        with self._loaded(batch, self.policy, reference):
             found = self.actor.compute_log_probs(
                 batch,
                 self.config.rollout.temperature,
@@ -241,45 +250,45 @@ class FSDPWorker(Worker):
     @register(Dispatch.SHARD, phase="ref")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute the log-probs of the responses under the reference: `ref_log_probs` (B, R)."""
-        with self._loaded(self.reference_model):
+        with self._loaded(batch, self.reference_model):
             found = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": found.log_probs})
 
     @register(Dispatch.SHARD, phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
         """Estimate what follows each response token: `values` (B, R)."""
-        with self._loaded(self.critic_model):
+        with self._loaded(batch, self.critic_model):
             return DataProto.from_dict({"values": self.critic.compute_values(batch)})
 
     @register(Dispatch.SHARD, phase="reward_model")
     def compute_reward_model_scores(self, batch: DataProto) -> DataProto:
         """Score the responses by the reward model: `reward_model_scores` (B,)."""
-        with self._loaded(self.reward_model):
+        with self._loaded(batch, self.reward_model):
             return DataProto.from_dict({"reward_model_scores": self.scorer.score(batch)})
 
     @register(Dispatch.SHARD, phase="prime_ref")
     def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute the log-probs under the process reward model's frozen copy: `prime_ref_log_probs`."""
-        with self._loaded(self.prime_reference):
+        with self._loaded(batch, self.prime_reference):
             return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
 
     @register(Dispatch.SHARD, phase="process_rewards")
     def compute_process_rewards(self, batch: DataProto) -> DataProto:
         """Reward each response token by the process reward model: `process_rewards` (B, R)."""
-        with self._loaded(self.prime_model):
+        with self._loaded(batch, self.prime_model):
             return DataProto.from_dict({"process_rewards": self.prime.compute_process_rewards(batch)})
 
     @register(Dispatch.SHARD, phase="update_prime")
     def update_prime(self, batch: DataProto) -> dict[str, float]:
         """Update the process reward model; the metrics are equal on all ranks."""
-        with self._loaded(self.prime_model, with_optimizer=True):
+        with self._loaded(batch, self.prime_model, with_optimizer=True):
             return self.prime.update(batch)
 
     @register(Dispatch.SHARD, phase="update_critic")
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """Update the value model; the metrics are equal on all ranks."""
         start = time.perf_counter()
-        with self._loaded(self.critic_model, with_optimizer=True):
+        with self._loaded(batch, self.critic_model, with_optimizer=True):
             metrics = self.critic.update(batch)
         seconds = (time.perf_counter() - start) / self.config.critic.ppo_epochs
         return metrics | self._mfu(self.critic_model, batch, seconds, num_response_tokens=0)
@@ -290,14 +299,14 @@ class FSDPWorker(Worker):
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
         reference = self.reference_model if self.actor.reads_reference else None
-        with self._loaded(self.policy, reference, with_optimizer=True):
+        with self._loaded(batch, self.policy, reference, with_optimizer=True):
             metrics = self.actor.update(
                 batch, self.config.rollout.temperature, entropy_coef=entropy_coef, seed=seed
             )
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
         responses = int(batch.batch["response_mask"].sum())
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
-        return metrics | memory_metrics(self.options.device)
+        return metrics | memory_metrics(self.options.device) | self._encoded_media()
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def save_checkpoint(self, folder: str, model_only: bool) -> None:
@@ -334,11 +343,27 @@ class FSDPWorker(Worker):
         if self.processor is not None:
             self.media = MediaLoader(self.processor, options.media, options.media_cache)
 
-    def _decode(self, media: MediaData) -> DecodedMedia | None:
+    def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
+        """A prompt's media for the engine: what the frozen tower made of them, or their pixels."""
         if not media:
             return None
+        if self.policy.tower is not None and self.engine.takes_embeddings:
+            known = self.policy.tower.known(media)  # None if the cache had no room for it
+            if known is not None:
+                return EmbeddedMedia(*([entry.tensors for entry in known[kind]] for kind in known))
         assert self.media is not None, "the loader refuses media where the model has no processor"
         return self.media.decode(media)
+
+    def _encoded_media(self) -> dict[str, float]:
+        """How many images and videos were encoded since the last call, by all frozen towers together."""
+        towers = [hosted.tower for hosted in self.hosted if hosted.tower is not None]
+        if not towers:
+            return {}
+        own = sum(tower.num_encoded for tower in towers) if self.place.sp.index == 0 else 0
+        count = torch.tensor(own - self.num_encoded, device=self.device)
+        self.num_encoded = own
+        dist.all_reduce(count)
+        return {"perf/encoded_media": float(count)}
 
     def _mfu(
         self, hosted: HostedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
@@ -359,15 +384,23 @@ class FSDPWorker(Worker):
             tokenizer_path=model.tokenizer_path,
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
+            takes_embeddings=self.policy.tower is not None,
         )
 
     @contextmanager
-    def _loaded(self, *models: HostedModel | None, with_optimizer: bool = False) -> Iterator[None]:
-        """Have these models on the device inside the block, and the first one's optimizer if asked for."""
+    def _loaded(
+        self, batch: DataProto, *models: HostedModel | None, with_optimizer: bool = False
+    ) -> Iterator[None]:
+        """Have these models on the device inside the block, and the first one's optimizer if asked for.
+
+        The media of the batch are at hand as features where a model's vision tower is frozen.
+        """
+        media = batch.non_tensor_batch.get("multi_modal_data", ())
         with ExitStack() as stack:
             for number, hosted in enumerate(models):
                 if hosted is not None:
                     stack.enter_context(hosted.loaded(with_optimizer and number == 0))
+                    stack.enter_context(hosted.holding(media))
             yield
 
 

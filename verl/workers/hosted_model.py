@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as a worker process holds it: sharded, with what trains it, on the device while it is used."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from verl.models.registry import check_model
+from verl.models.registry import check_model, model_type_of
 from verl.utils.checkpoint.fsdp_checkpoint import Restored, load_shards, save_huggingface_files, save_shards
 from verl.utils.flops_counter import FlopsCounter
-from verl.utils.fsdp_utils import loaded_on_device, make_mesh
-from verl.utils.multimodal import MediaLoader
+from verl.utils.fsdp_utils import loaded_on_device, make_mesh, torch_dtype
+from verl.utils.multimodal import MediaData, MediaLoader
 from verl.utils.optim import build_optimizer, build_scheduler
 from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.workers.forward import PackedForward
+from verl.workers.frozen_tower import FrozenTower
 from verl.workers.model_builder import build_model
 from verl.workers.model_config import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 
@@ -32,6 +34,7 @@ class Place:
     media: MediaLoader | None  # decodes the rows' media; None where there is no processor
     share_prompt: bool = False  # run a prompt once for all of its responses
     sp: SequenceParallel = field(default_factory=SequenceParallel)
+    embeds_dir: str | None = None  # keeps what frozen vision towers compute
 
 
 class HostedModel:
@@ -40,6 +43,7 @@ class HostedModel:
     Attributes:
         model: The sharded model.
         forward: The packed forward pass through it.
+        tower: Its vision tower, if it has one that is frozen.
         optimizer, scheduler: What updates it; None for a frozen model.
         flops: What its passes cost.
     """
@@ -85,8 +89,9 @@ class HostedModel:
         if optim is not None:
             self.optimizer = build_optimizer(self.model, optim)
             self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
+        self.tower = self._frozen_tower(model)
         self.forward = PackedForward(
-            self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp
+            self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp, self.tower
         )
         self.flops = FlopsCounter(self.model.config, device=place.device)
         with self.loaded():
@@ -97,6 +102,18 @@ class HostedModel:
         """What updates the model."""
         assert self.optimizer is not None and self.scheduler is not None, f"{self.role} is never updated"
         return self.optimizer, self.scheduler
+
+    def _frozen_tower(self, model: ModelConfig) -> FrozenTower | None:
+        config, place = self.model.config, self.place
+        is_frozen = model.freeze_vision_tower and model_type_of(config).vision_tower is not None
+        if not is_frozen or place.media is None:
+            return None
+        dtype = torch_dtype(self.fsdp.mp_param_dtype)
+        return FrozenTower(self.model, config, place.media, place.device, dtype, place.sp, place.embeds_dir)
+
+    def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:
+        """Have what its frozen tower makes of the rows' media at hand inside the block; every rank enters."""
+        return nullcontext() if self.tower is None else self.tower.holding(rows)
 
     def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
         """Have the model, and its optimizer if asked for, on the device inside the block."""
@@ -125,4 +142,6 @@ class HostedModel:
 
     def load(self, folder: Path) -> Restored:
         """Go on from `folder/role`, saved by any number of ranks."""
+        if self.tower is not None:
+            self.tower.forget()
         return load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)

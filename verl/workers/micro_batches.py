@@ -7,10 +7,13 @@ nothing is asked of, so it takes part in the collectives and adds nothing to los
 
 Where prompts are shared, the rows of a prompt stay together as far as the size of a micro-batch allows, and
 the prompt's tokens count once.
+
+Everything but `agreed_splits` is computed from token counts alone, alike on all ranks that know the rows.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.utils.seqlen_balancing import balance
+from verl.utils.seqlen_balancing import balance, shared_workload
+
+Split = list[list[int]]  # the rows of each micro-batch
 
 
 class Bundle(NamedTuple):
@@ -28,45 +33,97 @@ class Bundle(NamedTuple):
     tokens: int
 
 
-def split_micro_batches(
-    batch: DataProto,
-    micro_batch_size: int,
-    token_budget: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    share_prompt: bool = False,
-) -> list[list[int]]:
-    """Divide a batch into micro-batches, equally many on every rank.
+class MicroBatchLimit(NamedTuple):
+    """How much a micro-batch may hold; one of the two is given."""
 
-    Collective over `group`: waits for the slowest rank.
+    rows: int | None = None
+    tokens: int | None = None  # padding not counted; a longer row stands alone
 
-    Args:
-        batch: Reads `attention_mask`; with `share_prompt` also `uid` and `response_mask`, without which no
-            prompt is shared.
-        micro_batch_size: Rows in each, when there is no token budget.
-        token_budget: Tokens in each, padding not counted; a longer row stands alone. None: by rows.
-        group: Ranks that must agree on the number; all of them by default.
-        share_prompt: Keep the rows of a prompt together and count its tokens once.
 
-    Returns:
-        Row indices; each row of the batch once. Some lists may be empty.
-    """
-    share_prompt = share_prompt and "uid" in batch.non_tensor_batch and "response_mask" in batch.batch
-    if token_budget is None:
-        bundles = rows_of_prompts(batch) if share_prompt else [[row] for row in range(len(batch))]
-        parts = _filled(bundles, micro_batch_size)
-        count = _largest(len(parts), group)
-        return parts + [[] for _ in range(count - len(parts))]
+@dataclass(frozen=True)
+class RowCounts:
+    """What the division of a batch's rows depends on."""
 
-    bundles = _bundles(batch, token_budget, share_prompt)
+    lengths: tuple[int, ...]  # (B,) tokens of each row
+    prompts: tuple[int, ...]  # (B,) tokens of each row's prompt; zero where each row runs its own
+    group_ids: tuple[int, ...]  # (B,) rows of the same share their prompt
+    media: tuple[int, ...]  # (B,) tokens of each row that stand for media to be encoded
+    prompt_ids: tuple[int, ...]  # (B,) rows with the same have the same media
+
+    @classmethod
+    def of(cls, batch: DataProto, share_prompt: bool, media: Sequence[int] | None = None) -> "RowCounts":
+        """Count the tokens of a batch.
+
+        Args:
+            batch: Reads `attention_mask`; with `share_prompt` also `uid` and `response_mask`, without which
+                no prompt is shared.
+            share_prompt: Rows of the same `uid` share their prompt.
+            media: (B,) tokens of each row that stand for media to be encoded; none by default.
+        """
+        lengths = tuple(batch.batch["attention_mask"].sum(-1).tolist())
+        prompts, group_ids = (0,) * len(lengths), tuple(range(len(lengths)))
+        prompt_ids = _prompt_ids(batch)
+        if share_prompt and "uid" in batch.non_tensor_batch and "response_mask" in batch.batch:
+            prompts, group_ids = tuple(prompt_lengths(batch)), prompt_ids
+        return cls(lengths, prompts, group_ids, tuple(media or [0] * len(lengths)), prompt_ids)
+
+    def among(self, rows: Sequence[int]) -> list[list[int]]:
+        """Those of the rows that share a prompt, in the order of the groups."""
+        groups: dict[int, list[int]] = {}
+        for row in rows:
+            groups.setdefault(self.group_ids[row], []).append(row)
+        return [groups[group] for group in sorted(groups)]
+
+    def tokens(self, group: Sequence[int]) -> int:
+        """Tokens of rows that share their prompt."""
+        prompt = self.prompts[group[0]]
+        return prompt + sum(self.lengths[row] - prompt for row in group)
+
+    def work(self, rows: Sequence[int]) -> int:
+        """Work of a forward pass over a line of these rows, see `workload`; the vision tower's left out."""
+        groups = self.among(rows)
+        return sum(
+            shared_workload(self.prompts[group[0]], [self.lengths[row] for row in group]) for group in groups
+        )
+
+    def encoded(self, rows: Sequence[int]) -> int:
+        """Tokens that the media of these rows make, each medium once."""
+        return sum({self.prompt_ids[row]: self.media[row] for row in rows}.values())
+
+
+def split_rows(counts: RowCounts, rows: Sequence[int], limit: MicroBatchLimit, at_least: int = 1) -> Split:
+    """Divide rows into as few micro-batches as hold them, at least `at_least`; some may be empty."""
+    if limit.tokens is None:
+        assert limit.rows is not None, "one of the two is given"
+        parts = _filled(counts.among(rows), limit.rows)
+        return parts + [[] for _ in range(at_least - len(parts))]
+    bundles = _bundles(counts, rows, limit.tokens)
     costs = [bundle.tokens for bundle in bundles]
-    count = _largest(max(1, -(-sum(costs) // token_budget)), group)
+    count = max(at_least, -(-sum(costs) // limit.tokens))
     while True:
         parts = balance(costs, count)
-        too_long = any(len(part) > 1 and sum(costs[item] for item in part) > token_budget for part in parts)
-        if not _largest(int(too_long), group):
-            rows = [[row for item in part for row in bundles[item].rows] for part in parts]
-            return rows[::-1]  # the fullest first, so that memory peaks at once; empty ones last
+        if all(len(part) <= 1 or sum(costs[item] for item in part) <= limit.tokens for part in parts):
+            split = [[row for item in part for row in bundles[item].rows] for part in parts]
+            return split[::-1]  # the fullest first, so that memory peaks at once; empty ones last
         count += 1
+
+
+def agreed_splits(
+    divide: Callable[[int], list[Split]], group: dist.ProcessGroup | None = None
+) -> list[Split]:
+    """Divide so that every split of every rank has as many micro-batches; collective over `group`.
+
+    Args:
+        divide: Makes one or more splits, each of at least the given number of micro-batches.
+        group: Ranks that must agree; all of them by default.
+    """
+    count = 1
+    while True:
+        splits = divide(count)
+        needed = largest(max(map(len, splits)), group)
+        if needed == count:
+            return splits
+        count = needed
 
 
 def rows_of_prompts(batch: DataProto) -> list[list[int]]:
@@ -80,6 +137,12 @@ def rows_of_prompts(batch: DataProto) -> list[list[int]]:
     return list(rows.values())
 
 
+def _prompt_ids(batch: DataProto) -> tuple[int, ...]:
+    """(B,) the number of each row's prompt, in the order of `rows_of_prompts`."""
+    numbers = {row: number for number, rows in enumerate(rows_of_prompts(batch)) for row in rows}
+    return tuple(numbers[row] for row in range(len(batch)))
+
+
 def prompt_lengths(batch: DataProto) -> list[int]:
     """Tokens of each row's prompt; reads `attention_mask` and `response_mask`."""
     width = batch.batch["response_mask"].shape[1]
@@ -90,42 +153,29 @@ def _filled(bundles: list[list[int]], size: int) -> list[list[int]]:
     """Bundles one behind the other in parts of at most `size` rows; larger ones are cut evenly."""
     parts: list[list[int]] = []
     for rows in bundles:
-        for piece in _cut(rows, -(-len(rows) // size)):
+        for piece in cut(rows, -(-len(rows) // size)):
             if not parts or len(parts[-1]) + len(piece) > size:
                 parts.append([])
             parts[-1].extend(piece)
     return parts
 
 
-def _bundles(batch: DataProto, token_budget: int, share_prompt: bool) -> list[Bundle]:
+def _bundles(counts: RowCounts, rows: Sequence[int], token_budget: int) -> list[Bundle]:
     """What is not divided: single rows, or the rows of a prompt in as few pieces as fit the budget."""
-    lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    if not share_prompt:
-        return [Bundle((row,), length) for row, length in enumerate(lengths)]
-    prompts = prompt_lengths(batch)
     bundles = []
-    for rows in rows_of_prompts(batch):
-        prompt = prompts[rows[0]]
-        for count in range(1, len(rows) + 1):
-            pieces = [
-                Bundle(tuple(piece), prompt + sum(lengths[row] - prompt for row in piece))
-                for piece in _cut(rows, count)
-            ]
+    for group in counts.among(rows):
+        for count in range(1, len(group) + 1):
+            pieces = [Bundle(tuple(piece), counts.tokens(piece)) for piece in cut(group, count)]
             if all(piece.tokens <= token_budget for piece in pieces):
                 break
         bundles.extend(pieces)
     return bundles
 
 
-def _cut(rows: Sequence[int], count: int) -> list[Sequence[int]]:
+def cut(rows: Sequence[int], count: int) -> list[Sequence[int]]:
     """Rows in `count` pieces whose numbers differ by at most one."""
     bounds = [len(rows) * piece // count for piece in range(count + 1)]
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def dynamic_token_budget(batch: DataProto, micro_batch_size: int) -> int:
-    """The tokens of `micro_batch_size` rows with their padding: EasyR1's measure for dynamic batching."""
-    return micro_batch_size * batch.batch["attention_mask"].shape[-1]
 
 
 def restore_order(results: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
@@ -142,7 +192,7 @@ def restore_order(results: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> 
     return torch.cat(list(results))[order.argsort()]
 
 
-def _largest(value: int, group: dist.ProcessGroup | None) -> int:
+def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest value of all ranks."""
     if not dist.is_initialized():
         return value

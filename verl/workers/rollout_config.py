@@ -61,7 +61,10 @@ class RolloutConfig:
     group_frames: int = option(64, help="Frames encoded at once.", unavailable=VILA)
     max_frames_vllm: int = option(-1, help="Frames the engine sees; -1 is all.", unavailable=VILA)
     num_chunk_seq: int = option(
-        -1, help="Pieces in which videos are gathered.", unavailable="chunked gather of videos"
+        -1,
+        help="Pieces in which features of media are gathered over the ranks of a sequence; -1 is one.",
+        minimum=1,
+        also=(-1,),
     )
     audio_max_length: int = option(10000, help="Audio samples at most.", unavailable="audio")
     open_ended_reward: bool = option(

@@ -6,6 +6,7 @@ batch contributes its share, divided by the tokens or sequences of the whole min
 (`algorithms/aggregation.py`), and shares and gradients are summed.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from verl.utils.fsdp_utils import clip_grad_norm
 from verl.utils.masking import masked_sum
 from verl.utils.rank_logger import get_logger
 from verl.workers.forward import PackedForward
-from verl.workers.micro_batches import dynamic_token_budget, restore_order, split_micro_batches
+from verl.workers.line_division import LineLimits
+from verl.workers.micro_batches import RowCounts
+from verl.workers.passes import Passes
 
 logger = get_logger(__name__)
 
@@ -156,7 +159,9 @@ class Updater:
                 norms.append(self._step())
         learning_rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
-        return metrics.reduce(self.group, len(norms)) | self._update_metrics(norms, learning_rate)
+        return metrics.reduce(self.group, len(norms), line=self.forward.sp.group) | self._update_metrics(
+            norms, learning_rate
+        )
 
     def _check_rows(self, rows: int) -> None:
         settings = self.settings
@@ -179,14 +184,22 @@ class Updater:
         Gradients are reduced over ranks after every micro batch: keeping them until the last one would hold
         an unsharded gradient of the whole model on every device.
         """
-        settings = self.settings
-        for rows in micro_batches(
-            self.forward, mini_batch, settings.micro_batch_size, settings.dynamic_batching, self.group
-        ):
-            micro_batch = mini_batch[rows].to(self.forward.device)
-            loss = loss_share(micro_batch, denominators, metrics)
+        settings, sp = self.settings, self.forward.sp
+        passes = divide(
+            self.forward,
+            mini_batch,
+            size=settings.micro_batch_size,
+            dynamic_batching=settings.dynamic_batching,
+            group=self.group,
+        )
+        by_line = metrics.computed_by(sp.size)
+        counted = metrics if passes.is_whole else by_line
+        for micro_batch in passes.micro_batches(mini_batch):
+            if sp.size > 1:
+                by_line.add_share(f"perf/sp_whole_rows_{settings.role}", passes.is_whole)
+            loss = loss_share(micro_batch.to(self.forward.device), denominators, counted)
             # FSDP averages gradients over all ranks; the gradient of the loss is the sum of theirs, of the
-            # shares of other rows and, under sequence parallelism, of the tokens of the same rows.
+            # shares of other rows and, where a line is divided, of the tokens of the same rows.
             (loss * self.world_size).backward()
 
     def _step(self) -> float:
@@ -228,40 +241,76 @@ class MetricSums:
         self._tokens: dict[str, Tensor] = {}  # sums over response tokens
         self._num_tokens: dict[str, Tensor] = {}
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._ranks = 1
+
+    def computed_by(self, ranks: int) -> "MetricSums":
+        """The same sums, for values that several ranks of a line compute alike and add each."""
+        sums = copy.copy(self)
+        sums._ranks = ranks
+        return sums
 
     def add_loss(self, name: str, share: Tensor) -> None:
         """Add a micro batch's share of the loss of its mini batch."""
-        self._losses[name] = self._losses.get(name, self._zero) + share.detach()
+        self._losses[name] = self._losses.get(name, self._zero) + share.detach() / self._ranks
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add values of response tokens, or of sequences: any shape, with its mask."""
-        self._tokens[name] = self._tokens.get(name, self._zero) + masked_sum(values.detach().double(), mask)
-        self._num_tokens[name] = self._num_tokens.get(name, self._zero) + mask.sum()
+        self._add_mean(name, masked_sum(values.detach().double(), mask), mask.sum())
 
-    def reduce(self, group: dist.ProcessGroup | None, num_updates: int) -> dict[str, float]:
-        """Sum over the ranks and return means: losses over updates, the rest over what was counted."""
+    def add_share(self, name: str, is_so: bool) -> None:
+        """Add one of the things of which a share is so."""
+        self._add_mean(name, self._zero + is_so, self._zero + 1)
+
+    def _add_mean(self, name: str, total: Tensor, count: Tensor) -> None:
+        self._tokens[name] = self._tokens.get(name, self._zero) + total / self._ranks
+        self._num_tokens[name] = self._num_tokens.get(name, self._zero) + count / self._ranks
+
+    def reduce(
+        self, group: dist.ProcessGroup | None, num_updates: int, line: dist.ProcessGroup | None = None
+    ) -> dict[str, float]:
+        """Sum over the ranks and return means: losses over updates, the rest over what was counted.
+
+        Args:
+            group: The data-parallel ranks; None for all.
+            num_updates: Mini batches.
+            line: The ranks that share the same rows, if there are several.
+        """
         tables = (self._losses, self._tokens, self._num_tokens)
         sums = torch.stack([value for table in tables for value in table.values()])
         dist.all_reduce(sums, group=group)
+        if line is not None:
+            dist.all_reduce(sums, group=line)
         totals = iter(sums.tolist())
         losses, tokens, counts = ({name: next(totals) for name in table} for table in tables)
         means = {name: total / num_updates for name, total in losses.items()}
         return means | {name: total / max(counts[name], 1.0) for name, total in tokens.items()}
 
 
-def micro_batches(
+def divide(
     forward: PackedForward,
     batch: DataProto,
+    *,
     size: int,
     dynamic_batching: bool,
     group: dist.ProcessGroup | None,
-) -> list[list[int]]:
-    """Rows of each micro batch: equally many on every rank, so that some may be empty.
+) -> Passes:
+    """Divide a batch into micro batches and, under sequence parallelism, among the ranks of a line.
 
-    Ranks that share a line hold a part of it each, so that the line may be longer by as many.
+    Every rank must call it: the ranks agree on the number of micro batches, so that some may be empty.
     """
-    budget = dynamic_token_budget(batch, size) * forward.sp.size if dynamic_batching else None
-    return split_micro_batches(batch, size, budget, group, forward.shares_prompts)
+    sp = forward.sp
+    counts = RowCounts.of(batch, forward.shares_prompts, forward.media_tokens(batch) if sp.size > 1 else None)
+    width = batch.batch["attention_mask"].shape[-1]
+    response_width = batch.batch["response_mask"].shape[-1] if "response_mask" in batch.batch else 0
+    limits = LineLimits.of(
+        counts,
+        size=size,
+        dynamic_batching=dynamic_batching,
+        prompt_width=width - response_width,
+        response_width=response_width,
+        ranks=sp.size,
+    )
+    return Passes(forward.division.plan(counts, limits), sp, group)
 
 
 @torch.no_grad()
@@ -290,5 +339,6 @@ def forward_in_micro_batches(
         (B, ...) on CPU, in the order of the batch.
     """
     forward.model.eval()
-    parts = micro_batches(forward, batch, size, dynamic_batching, group)
-    return restore_order([function(batch[rows]).cpu() for rows in parts], parts)
+    passes = divide(forward, batch, size=size, dynamic_batching=dynamic_batching, group=group)
+    results = [function(micro_batch).cpu() for micro_batch in passes.micro_batches(batch)]
+    return passes.joined(results, forward.device)

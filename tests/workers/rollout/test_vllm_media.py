@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoProcessor
 
-from tests.workers.rollout.media import largest_media_difference, media_requests
+from tests.workers.rollout.media import embedded, largest_media_difference, media_requests
 from tests.workers.rollout.reference import (
     change_weights,
     collect,
@@ -26,7 +26,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory, single_process):
     path = save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
-    engine = build_rollout_engine(rollout_config(limit_images=2), setup_of(path))
+    engine = build_rollout_engine(rollout_config(limit_images=2), setup_of(path, takes_embeddings=True))
     yield engine, load_model(path), AutoProcessor.from_pretrained(path)
     engine.close()
 
@@ -41,6 +41,21 @@ def test_log_probs_equal_the_models_after_each_sync_with_the_same_media(family):
         responses = collect(engine, requests, SamplingOptions(n=2, temperature=temperature, max_tokens=12))
 
         largest, differences = largest_media_difference(model, processor, requests, responses, temperature)
+        assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}
+
+
+def test_features_give_the_log_probs_of_their_pixels_after_each_sync(family):
+    engine, model, processor = family
+    assert engine.takes_embeddings
+    requests = media_requests(processor.tokenizer)
+
+    for seed in (3, 4):
+        change_weights(model, seed)
+        engine.sync_weights(hub_tensors(model))
+        features = [embedded(model, processor, request) for request in requests]
+        responses = collect(engine, features, SamplingOptions(n=2, max_tokens=12))
+
+        largest, differences = largest_media_difference(model, processor, requests, responses)
         assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}
 
 

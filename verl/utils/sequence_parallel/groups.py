@@ -32,6 +32,7 @@ class SequenceParallel:
     ulysses_group: dist.ProcessGroup | None = None  # by ulysses_index
     ring_group: dist.ProcessGroup | None = None  # by ring_index
     dp_group: dist.ProcessGroup | None = None  # ranks with the same index, by dp_index
+    gather_pieces: int = 1  # exchanges in which features of media are gathered
 
     @classmethod
     def none(cls) -> "SequenceParallel":
@@ -39,13 +40,16 @@ class SequenceParallel:
         return cls()
 
     @classmethod
-    def build(cls, ranks: Sequence[int], ulysses_size: int, ring_size: int) -> "SequenceParallel":
+    def build(
+        cls, ranks: Sequence[int], ulysses_size: int, ring_size: int, gather_pieces: int = 1
+    ) -> "SequenceParallel":
         """Divide ranks into lines; collective over the whole world, whichever ranks are given.
 
         Args:
             ranks: Global ranks in order; this process is one of them.
             ulysses_size: Ranks that share the attention heads of a piece of a line.
             ring_size: Pieces of a line.
+            gather_pieces: Exchanges in which features of media are gathered, see `gather_rows`.
 
         Raises:
             ValueError: The ranks do not divide into lines.
@@ -71,6 +75,7 @@ class SequenceParallel:
             _own_group([[line[i] for i in part] for line in lines for part in by_ulysses]),
             _own_group([[line[i] for i in part] for line in lines for part in by_ring]),
             _own_group([[line[i] for line in lines] for i in inside]),
+            gather_pieces,
         )
 
     @property

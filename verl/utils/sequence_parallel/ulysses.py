@@ -9,12 +9,11 @@ Every function is collective over its group, in the forward and in the backward 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from verl.utils.sequence_parallel.groups import SequenceParallel
@@ -62,9 +61,16 @@ def heads_to_tokens(out: Tensor, sp: SequenceParallel) -> Tensor:
 
 
 def gather_rows(
-    values: Tensor, counts: Sequence[int], sp: SequenceParallel, sum_gradients: bool = False
+    values: Tensor,
+    counts: Sequence[int],
+    sp: SequenceParallel,
+    sum_gradients: bool = False,
+    pieces: int = 1,
 ) -> Tensor:
     """Join the rows that the ranks of a line hold, by their index.
+
+    What crosses processes is padded to the rank with the most rows. In several pieces the buffers for it are
+    that many times smaller, so that beside the result little more is held than the result.
 
     Args:
         values: (m, ...) of this rank.
@@ -73,6 +79,8 @@ def gather_rows(
         sum_gradients: False if every rank computes the same from the result, as it does with results of the
             whole line: a rank then takes the gradient of its own rows. True if each rank uses the rows for
             its own tokens, as it does with features of media: the ranks' gradients are summed.
+        pieces: Exchanges, one after the other, in which the rows are gathered, and their gradients summed;
+            no more than the most rows of a rank.
 
     Returns:
         (sum of counts, ...), the same on every rank.
@@ -80,7 +88,7 @@ def gather_rows(
     assert len(values) == counts[sp.index], "counts[index] rows are this rank's"
     if sp.group is None or not sum(counts):
         return values
-    return _GatherRows.apply(values, tuple(counts), sp, sum_gradients)
+    return _GatherRows.apply(values, tuple(counts), sp, sum_gradients, pieces)
 
 
 def _exchange(tensor: Tensor, sp: SequenceParallel) -> Tensor:
@@ -107,23 +115,65 @@ class _Exchange(torch.autograd.Function):
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, counts: tuple[int, ...], sp: SequenceParallel, sum_gradients: bool
+        ctx: Any,
+        values: Tensor,
+        counts: tuple[int, ...],
+        sp: SequenceParallel,
+        sum_gradients: bool,
+        pieces: int,
     ) -> Tensor:
-        ctx.counts, ctx.sp, ctx.sum_gradients = counts, sp, sum_gradients
-        longest = max(counts)
-        padded = F.pad(values, (0, 0) * (values.ndim - 1) + (0, longest - len(values)))
-        out = padded.new_empty(len(counts) * longest, *values.shape[1:])
-        dist.all_gather_into_tensor(out, padded.contiguous(), group=sp.group)
-        return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
+        ctx.counts, ctx.sp, ctx.sum_gradients, ctx.pieces = counts, sp, sum_gradients, pieces
+        joined = values.new_empty(sum(counts), *values.shape[1:])
+        for rows, length in _stretches(counts, pieces):
+            theirs = [part[rows] for part in joined.split(counts)]
+            _gather_into(theirs, _padded([values[rows]], length), sp)
+        return joined
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         counts, sp = ctx.counts, ctx.sp
+        parts = grad.split(counts)
         if not ctx.sum_gradients:
-            return grad.split(counts)[sp.index], None, None, None
-        longest = max(counts)
-        padding = (0, 0) * (grad.ndim - 1)
-        padded = torch.cat([F.pad(part, (*padding, 0, longest - len(part))) for part in grad.split(counts)])
-        own = padded.new_empty(longest, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, padded, group=sp.group)
-        return own[: counts[sp.index]], None, None, None
+            return parts[sp.index], None, None, None, None
+        own = grad.new_empty(parts[sp.index].shape)
+        for rows, length in _stretches(counts, ctx.pieces):
+            _sum_into(own[rows], _padded([part[rows] for part in parts], length), sp)
+        return own, None, None, None, None
+
+
+def _stretches(counts: Sequence[int], pieces: int) -> Iterator[tuple[slice, int]]:
+    """At most `pieces` stretches of each rank's rows, and the length of each; every rank finds the same."""
+    most = max(counts)
+    length = -(-most // pieces)
+    for start in range(0, most, length):
+        stop = min(start + length, most)
+        yield slice(start, stop), stop - start
+
+
+def _padded(parts: Sequence[Tensor], length: int) -> Tensor:
+    """(parts * length, ...): the parts in order, each with empty rows behind it."""
+    joined = parts[0].new_zeros(len(parts) * length, *parts[0].shape[1:])
+    for part, place in zip(parts, joined.split(length), strict=True):
+        place[: len(part)] = part
+    return joined
+
+
+def _gather_into(parts: Sequence[Tensor], padded: Tensor, sp: SequenceParallel) -> None:
+    """Fill each rank's part from what it has padded here, (length, ...)."""
+    received = padded.new_empty(len(parts) * len(padded), *padded.shape[1:])
+    dist.all_gather_into_tensor(received, padded, group=sp.group)
+    for part, theirs in zip(parts, received.split(len(padded)), strict=True):
+        part.copy_(theirs[: len(part)])
+
+
+def _sum_into(own: Tensor, padded: Tensor, sp: SequenceParallel) -> None:
+    """Fill this rank's part with the sum of what the ranks have for it.
+
+    Args:
+        own: (m, ...).
+        padded: (size * length, ...): what this rank has for each, in its order.
+        sp: This rank's place.
+    """
+    received = padded.new_empty(len(padded) // sp.size, *padded.shape[1:])
+    dist.reduce_scatter_tensor(received, padded, group=sp.group)
+    own.copy_(received[: len(own)])

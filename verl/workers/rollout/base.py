@@ -56,14 +56,27 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class EmbeddedMedia:
+    """What a vision tower made of one prompt's media, in place of pixels.
+
+    Attributes:
+        images: For each image `features` (tokens, hidden size x (1 + levels)) and `grid_thw` (1, 3).
+        videos: For each video these, `second_per_grid_ts` (1,) and `timestamps` (temporal patches,).
+    """
+
+    images: list[dict[str, Tensor]]
+    videos: list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
 class RolloutRequest:
     """One prompt.
 
     Attributes:
         uid: Comes back with each response.
         prompt_token_ids: One pad token for each image or video, not expanded.
-        media: Decoded media with `images` (list of PIL images) and `videos` (list of frames and metadata), or
-            None.
+        media: Decoded media with `images` (list of PIL images) and `videos` (list of frames and metadata),
+            `EmbeddedMedia` for an engine that takes them, or None.
     """
 
     uid: Any
@@ -95,6 +108,7 @@ class RolloutEngine(Protocol):
     """Samples responses with a copy of the policy. One object in each worker process."""
 
     dtype: torch.dtype  # of its weights
+    takes_embeddings: bool  # whether it reads `EmbeddedMedia`
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
@@ -147,6 +161,7 @@ class EngineSetup:
         tokenizer_path: Where tokenizer and processor are, if not with the model.
         trust_remote_code: Whether to run code that comes with the model.
         override_config: Options of the model's config to replace.
+        takes_embeddings: Media will come as `EmbeddedMedia`, if the engine takes them.
     """
 
     model_path: str
@@ -156,6 +171,7 @@ class EngineSetup:
     tokenizer_path: str | None = None
     trust_remote_code: bool = False
     override_config: Mapping[str, Any] = field(default_factory=dict)
+    takes_embeddings: bool = False
 
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")

@@ -78,6 +78,7 @@ class HFRollout:
             )
         self.device = setup.device
         self.dtype = torch_dtype(config.dtype)
+        self.takes_embeddings = False
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
         self.hf_config = AutoConfig.from_pretrained(

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from verl.utils.fsdp_utils import torch_dtype
+from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout import vllm_patches, weight_sync
 from verl.workers.rollout.base import (
+    EmbeddedMedia,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -24,7 +27,16 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 
+logger = get_logger(__name__)
+
 CPU_SEQUENCES = 256  # how many sequences the CPU cache is made for; vLLM runs that many at once
+READS_EMBEDDINGS = (0, 32)  # the first vLLM that was read for it
+VIDEO_FACTS = {  # what vLLM asks of an embedded video beside features and grid
+    "qwen2_vl": (),
+    "qwen2_5_vl": ("second_per_grid_ts",),
+    "qwen3_vl": ("timestamps",),
+    "qwen3_vl_moe": ("timestamps",),
+}
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
 
 
@@ -62,6 +74,7 @@ class VLLMRollout:
         self.engine = self.llm.llm_engine
         self.model = self.llm.apply_model(lambda model: model)[0]
         vllm_patches.scale_logits(self.model, self.scale)
+        self.takes_embeddings = setup.takes_embeddings and reads_embeddings(vllm.__version__, self.hf_config)
         self.asleep: set[str] = set()
         self.synced = False
 
@@ -149,7 +162,8 @@ class VLLMRollout:
                 f"`worker.rollout.limit_images` ({self.limit_images}) must be at least the images of a"
                 f" prompt, {request.uid} has {images}"
             )
-        parsed = parse_model_prompt(self.engine.model_config, vllm_prompt(request))
+        prompt = vllm_prompt(request, self.hf_config.model_type)
+        parsed = parse_model_prompt(self.engine.model_config, prompt)
         return self.engine.renderer.render_cmpl([parsed])[0]
 
     def _step_until_finished(self) -> list[Any]:
@@ -194,6 +208,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         mm_processor_cache_gb=0,  # no prompt comes twice in a step; it would hold 4 GiB in each process
     )
     arguments |= vllm_patches.media_arguments()
+    if setup.takes_embeddings:
+        arguments["enable_mm_embeds"] = True
     if setup.override_config:
         arguments["hf_overrides"] = partial(overridden, overrides=dict(setup.override_config))
     if config.limit_images and media_token_ids(hf_config):
@@ -230,11 +246,26 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     return max(4 * sequence_bytes, min(CPU_SEQUENCES * sequence_bytes, MAX_CPU_CACHE_BYTES))
 
 
-def vllm_prompt(request: RolloutRequest) -> dict[str, Any]:
+def reads_embeddings(version: str, hf_config: Any) -> bool:
+    """Whether vLLM reads features in place of all that a model sees, videos included."""
+    can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
+    can = can and hf_config.model_type in VIDEO_FACTS
+    if not can:
+        logger.warning(
+            "the rollout engine encodes media again: model=%s vllm=%s take no features",
+            hf_config.model_type,
+            version,
+        )
+    return can
+
+
+def vllm_prompt(request: RolloutRequest, model_type: str) -> dict[str, Any]:
     """A prompt as vLLM reads it."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
     if request.media is None:
         return prompt
+    if isinstance(request.media, EmbeddedMedia):
+        return prompt | {"multi_modal_data": embedded_data(request.media, model_type)}
     data = {"image": list(request.media.images), "video": list(request.media.videos)}
     data = {modality: items for modality, items in data.items() if items}
     if data:
@@ -244,6 +275,21 @@ def vllm_prompt(request: RolloutRequest) -> dict[str, Any]:
             "do_sample_frames": False
         }  # frames were chosen when the video was decoded
     return prompt
+
+
+def embedded_data(media: EmbeddedMedia, model_type: str) -> dict[str, Any]:
+    """Features as vLLM reads them, with what the positions or the tokens of videos follow from."""
+    data: dict[str, Any] = {}
+    for kind, items in (("image", media.images), ("video", media.videos)):
+        if not items:
+            continue
+        joined = {name: torch.cat([item[name] for item in items]) for name in ("features", "grid_thw")}
+        data[kind] = {f"{kind}_embeds": joined["features"], f"{kind}_grid_thw": joined["grid_thw"]}
+        for name in VIDEO_FACTS[model_type] if kind == "video" else ():
+            values = [item[name] for item in items]
+            is_number = name == "second_per_grid_ts"
+            data[kind][name] = torch.cat(values) if is_number else [value.tolist() for value in values]
+    return data
 
 
 def sampling_params(sampling: SamplingOptions, banned: list[int], sample: int) -> Any:

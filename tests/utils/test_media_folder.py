@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from verl.utils.frame_cache import FrameCache
 from verl.utils.media_cache import Entry
+from verl.utils.media_folder import MediaFolder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -35,14 +35,14 @@ def refuse():
 
 def use_keys(directory, seed, results):
     """Ask for 20 entries in an order of its own."""
-    cache = FrameCache(directory)
+    cache = MediaFolder(directory)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(seed)).tolist()
     found = [(number, cache.get_or_make(key_of(number), lambda n=number: entry(n))) for number in order]
     results.put(all((e.tensors["frames"] == number).all() for number, e in found))
 
 
 def write_for_ever(directory, ready):
-    cache = FrameCache(directory)
+    cache = MediaFolder(directory)
     for number in range(10**6):
         cache.get_or_make(key_of(number), lambda n=number: entry(n % 256, 100_000))
         if number == 20:
@@ -50,22 +50,22 @@ def write_for_ever(directory, ready):
 
 
 def test_an_entry_is_made_once_and_found_by_every_later_user(tmp_path):
-    made = FrameCache(tmp_path / "new" / "folder").get_or_make(key_of(7), lambda: entry(7))
+    made = MediaFolder(tmp_path / "new" / "folder").get_or_make(key_of(7), lambda: entry(7))
 
-    found = FrameCache(str(tmp_path / "new" / "folder")).get_or_make(key_of(7), refuse)
+    found = MediaFolder(str(tmp_path / "new" / "folder")).get_or_make(key_of(7), refuse)
 
     assert torch.equal(found.tensors["frames"], made.tensors["frames"]) and found.meta == {"value": 7}
 
 
 def test_an_entry_without_tensors_keeps_its_values_exactly(tmp_path):
     values = {"info": [86_400, 30_000 / 1001, 1920, 1080]}
-    FrameCache(tmp_path).get_or_make(key_of(1), lambda: Entry({}, values))
+    MediaFolder(tmp_path).get_or_make(key_of(1), lambda: Entry({}, values))
 
-    assert FrameCache(tmp_path).get_or_make(key_of(1), refuse) == Entry({}, values)
+    assert MediaFolder(tmp_path).get_or_make(key_of(1), refuse) == Entry({}, values)
 
 
 def test_a_pickled_cache_opens_the_same_folder(tmp_path):
-    cache = FrameCache(tmp_path)
+    cache = MediaFolder(tmp_path)
     cache.get_or_make(key_of(1), lambda: entry(1))
 
     assert pickle.loads(pickle.dumps(cache)).get_or_make(key_of(1), refuse).meta == {"value": 1}
@@ -73,7 +73,7 @@ def test_a_pickled_cache_opens_the_same_folder(tmp_path):
 
 def test_what_nobody_has_read_for_longest_goes_first(tmp_path):
     # 20 entries of 1,088 bytes are 21,760; the bound leaves 15/16 of 16,000 bytes to the older ones.
-    cache = FrameCache(tmp_path, max_bytes=16_000)
+    cache = MediaFolder(tmp_path, max_bytes=16_000)
     opened = cache.get_or_make(key_of(0), lambda: entry(0))
     for number in range(1, 20):
         cache.get_or_make(key_of(number), lambda n=number: entry(n))
@@ -89,7 +89,7 @@ def test_what_nobody_has_read_for_longest_goes_first(tmp_path):
 
 
 def test_without_a_bound_entries_stay_while_the_disk_has_room(tmp_path):
-    cache = FrameCache(tmp_path)
+    cache = MediaFolder(tmp_path)
     for number in range(30):
         cache.get_or_make(key_of(number), lambda n=number: entry(n))
 
@@ -98,7 +98,7 @@ def test_without_a_bound_entries_stay_while_the_disk_has_room(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"x" * 5, b"\0" * 4000])
 def test_a_file_that_a_crash_left_damaged_is_made_again(content, tmp_path):
-    cache = FrameCache(tmp_path)
+    cache = MediaFolder(tmp_path)
     cache.get_or_make(key_of(3), lambda: entry(3))
     path_of(cache, 3).write_bytes(content)
 
@@ -107,7 +107,7 @@ def test_a_file_that_a_crash_left_damaged_is_made_again(content, tmp_path):
 
 
 def test_a_cut_file_is_made_again(tmp_path):
-    cache = FrameCache(tmp_path)
+    cache = MediaFolder(tmp_path)
     cache.get_or_make(key_of(3), lambda: entry(3))
     path_of(cache, 3).write_bytes(path_of(cache, 3).read_bytes()[:-1])
 
@@ -115,7 +115,7 @@ def test_a_cut_file_is_made_again(tmp_path):
 
 
 def test_an_error_while_making_an_entry_leaves_nothing_behind(tmp_path):
-    cache = FrameCache(tmp_path)
+    cache = MediaFolder(tmp_path)
 
     def fail():
         raise ValueError("corrupt")
@@ -146,7 +146,7 @@ def test_a_process_killed_while_writing_leaves_only_whole_entries(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
 
-    cache = FrameCache(tmp_path)
+    cache = MediaFolder(tmp_path)
     for number in range(len(list(tmp_path.rglob("*.safetensors")))):
         assert cache.get_or_make(key_of(number), refuse).tensors["frames"].numel() == 100_000
 
@@ -159,7 +159,7 @@ def test_what_killed_processes_were_writing_goes_in_time_and_other_files_stay(tm
         (folder / name).write_bytes(b"x" * 900)
     hours_ago = time.time() - 7200
     os.utime(folder / ("f" * 32 + ".tmp"), (hours_ago, hours_ago))
-    cache = FrameCache(tmp_path, max_bytes=1500)
+    cache = MediaFolder(tmp_path, max_bytes=1500)
 
     for number in range(3):
         cache.get_or_make(key_of(number), lambda n=number: entry(n))

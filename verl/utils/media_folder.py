@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded videos on disk, kept from run to run and shared by all processes and nodes that see the folder.
+"""What was made of media on disk, kept from run to run and shared by all processes that see the folder.
+
+Holds decoded frames (`data.cache_dir`), or what a frozen vision tower computed
+(`worker.actor.cached_embeds_dir`).
 
 - An entry is a safetensors file of a `shared_folder`; two processes that want the same missing entry at once
   both make it.
@@ -26,12 +29,12 @@ FILE = re.compile(r"[0-9a-f]{30,126}\.safetensors")
 logger = get_logger(__name__)
 
 
-class FrameCache:
+class MediaFolder:
     """A bounded folder of entries by name.
 
     Example::
 
-        cache = FrameCache("/scratch/frames")
+        cache = MediaFolder("/scratch/frames")
         entry = cache.get_or_make("3fa9...", lambda: Entry({"frames": decode(path)}, {"fps": 24.0}))
 
     Args:
@@ -53,17 +56,25 @@ class FrameCache:
             key: A hexadecimal digest of the content and of every option that shaped the entry.
             make: What it raises is passed on, and nothing is kept.
         """
-        path = self.directory / key[:2] / f"{key[2:]}.safetensors"
-        entry = _read(path)
+        entry = self.get(key)
         if entry is None:
             entry = make()
-            self._write(path, entry)
+            self._write(self._path(key), entry)
         return entry
+
+    def get(self, key: str) -> Entry | None:
+        """The entry under `key`, if there is one."""
+        return _read(self._path(key))
+
+    def _path(self, key: str) -> Path:
+        return self.directory / key[:2] / f"{key[2:]}.safetensors"
 
     def _write(self, path: Path, entry: Entry) -> None:
         content = encode_entry(entry)
         if not write_whole(path, content, self._make_room):
-            logger.warning("no room to keep decoded frames: path=%s bytes=%d", self.directory, len(content))
+            logger.warning(
+                "no room to keep what was made of media: path=%s bytes=%d", self.directory, len(content)
+            )
 
     def _make_room(self, coming: int) -> None:
         self._unmeasured += coming

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs with a frozen vision tower: every image is encoded once, by whoever comes first."""
+
+import sys
+
+import pytest
+
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.trainer.test_algorithms import REWARD
+from verl.models.tiny import save_tiny_model
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+PROMPTS, STEPS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frozen")
+    save_tiny_model(folder / "model", "qwen2_5_vl")
+    write_questions(folder, "train", 2 * PROMPTS, seed=1, with_images=True)
+    write_questions(folder, "val", 5, seed=2, with_images=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """A run that fills the folder of features, and one that finds it filled; both with a reference."""
+    options = [
+        f"worker.reward.reward_function={REWARD}:compute_score",
+        "worker.actor.model.freeze_vision_tower=true",
+        f"worker.actor.cached_embeds_dir={folder / 'features'}",
+        "worker.ref.fsdp.mp_param_dtype=fp32",
+        "worker.ref.fsdp.torch_dtype=fp32",
+        "algorithm.disable_kl=false",
+        "algorithm.use_kl_loss=true",
+        "trainer.val_before_train=false",
+        "trainer.val_freq=-1",
+        f"trainer.max_steps={STEPS}",
+    ]
+    arguments = quickstart_arguments(folder, folder / "model", *options)
+    return [train(folder / name, *arguments) for name in ("first", "second")]
+
+
+def test_images_encoded_in_a_step_are_the_prompts_that_nobody_has_seen(runs):
+    # Two steps are an epoch; the rollout engine, the policy, the reference and both updates read the rest.
+    first, second = ([run[step]["perf/encoded_media"] for step in range(1, STEPS + 1)] for run in runs)
+
+    assert first == [PROMPTS, PROMPTS, 0]
+    assert second == [0, 0, 0]
+
+
+def test_the_engine_samples_from_what_the_trainer_computes(runs):
+    for run in runs:
+        assert all(run[step]["rollout/log_probs_diff_max"] < 1e-4 for step in range(1, STEPS + 1))
+
+
+def test_where_features_come_from_changes_nothing(runs):
+    first, second = runs
+
+    for step in range(1, STEPS + 1):
+        assert learned(second[step]) == pytest.approx(learned(first[step]), rel=1e-4, abs=1e-6)

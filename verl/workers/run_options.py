@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker processes need to know of a run beside the section `worker`."""
+
+from dataclasses import dataclass
+
+from verl.algorithms.rollout_correction import RolloutCorrection
+from verl.utils.media_cache import MediaCache
+from verl.utils.media_options import MediaOptions
+from verl.workers.actor.dp_actor import KLLoss
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a worker needs to know of the options outside `worker`."""
+
+    device: str  # "cuda" or "cpu"
+    training_steps: int
+    max_sequence_length: int
+    max_response_length: int
+    media: MediaOptions
+    media_cache: MediaCache  # opens the directory of the node where it is unpickled
+    override_chat_template: str | None
+    use_reference: bool
+    use_critic: bool
+    use_prime: bool
+    kl_loss: KLLoss | None
+    has_full_kl_in_rewards: bool  # the KL over the vocabulary comes with the old log-probs
+    has_sum_squares: bool  # so do the sums of squared probabilities
+    bypass_correction: RolloutCorrection | None  # `bypass_mode`: what the loss itself corrects
+    is_reinforce: bool  # `bypass_mode` with `loss_type=reinforce`
+    accuracy_key: str  # the reward function's value that `prime` learns from
+    seed: int
