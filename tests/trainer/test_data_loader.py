@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order, size and resumption of batches."""
 
+import contextlib
 import itertools
 import json
+import multiprocessing
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from tests.helpers.films import save_film
+from tests.helpers.hostile_images import ENDINGS, save_hostile
 from tests.helpers.media import image_bytes, save_image
 from verl.models.tiny import save_tiny_model
 from verl.trainer.config import PPOConfig
-from verl.trainer.data_loader import make_loaders
-from verl.utils.media_cache import MediaCache
+from verl.trainer.data_loader import PromptLoader, make_loaders
+from verl.utils.dataset import RLHFDataset
+from verl.utils.media_cache import MediaCache, read_entry
 from verl.utils.tokenizer import load_processor, load_tokenizer
 
 
@@ -45,6 +53,7 @@ def make_files(tmp_path, num_rows=22):
 
 def make_train(model, tmp_path, cache=None, **options):
     config = make_config(model, **({"train_files": make_files(tmp_path)} | options))
+    config = replace(config, trainer=replace(config.trainer, save_checkpoint_path=str(tmp_path / "run")))
     return make_loaders(config, load_tokenizer(model), load_processor(model), cache).train
 
 
@@ -189,6 +198,81 @@ def test_data_of_which_every_row_turns_out_bad_is_an_error_not_an_endless_loop(m
         next(epochs(loader))
 
 
+def make_hostile_rows(tmp_path, deeds):
+    """24 rows with a picture each; those of `deeds` end or hold up the process that decodes them."""
+    files = make_media_rows(tmp_path, ())
+    for number, deed in deeds.items():
+        save_hostile(tmp_path / f"{number}.png", deed)
+    return files
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pictures_that_crash_their_decoder_take_nothing_down_and_are_reported_once(
+    num_workers, media_model, tmp_path
+):
+    bad = {1: "abort", 5: "segfault", 6: "kill", 17: "abort"}
+    cache = MediaCache("test", owner=True, root=tmp_path)
+    options = dict(
+        train_files=make_hostile_rows(tmp_path, bad), image_dir=str(tmp_path), on_bad_row="skip",
+        num_workers=num_workers,
+    )  # fmt: skip
+    others = set(multiprocessing.active_children())
+    loader = make_train(media_model, tmp_path, cache, **options)
+    batches = epochs(loader)
+
+    first = [next(batches)]
+    readers = set(multiprocessing.active_children()) - others
+    first += itertools.islice(batches, 9)  # 20 good rows make five full batches of 4: two epochs
+    still = set(multiprocessing.active_children()) - others
+    resumed = make_train(media_model, tmp_path, cache, **options)
+    resumed.load_state_dict(loader.state_dict())
+    next(epochs(resumed))
+
+    for epoch in (first[:5], first[5:]):
+        assert sorted(itertools.chain(*answers(epoch))) == sorted(set(range(24)) - set(bad))
+    assert still == readers and len(readers) == num_workers
+    assert all(ENDINGS[deed] in loader.bad_rows[row].reason for row, deed in bad.items())
+    entries = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
+    assert sorted(entry["row"] for entry in entries) == sorted(bad)
+    assert all(
+        entry["file"] == options["train_files"] and "was ended by" in entry["reason"] for entry in entries
+    )
+    cache.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_picture_that_holds_up_its_decoder_takes_nothing_down(num_workers, media_model, tmp_path):
+    usual = make_train(
+        media_model, tmp_path, train_files=make_hostile_rows(tmp_path, {3: "hang"}), image_dir=str(tmp_path),
+        on_bad_row="skip",
+    ).dataset  # fmt: skip
+    dataset = RLHFDataset(
+        str(tmp_path / "rows.jsonl"), usual.tokenizer, usual.processor, usual.config, media=usual.media,
+        position_ids=usual.position_ids, row_timeout_s=0.7,
+    )  # fmt: skip
+    loader = PromptLoader(
+        dataset, 4, shuffle=False, seed=0, drop_last=True, read_on=False, num_workers=num_workers
+    )
+
+    rows = list(itertools.chain(*answers(loader)))
+
+    assert rows == [n for n in range(24) if n != 3][:20]
+    assert "did not end within 0.7 s" in loader.bad_rows[3].reason
+
+
+def test_a_picture_that_crashes_its_decoder_stops_the_run_by_name_and_is_reported(media_model, tmp_path):
+    files = make_hostile_rows(tmp_path, {3: "segfault"})
+    options = dict(train_files=files, image_dir=str(tmp_path), num_workers=2)
+
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl, row 3: the process that read the image .*3.png was ended"
+    ):
+        list(make_train(media_model, tmp_path, **options))
+
+    (line,) = (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
+    assert json.loads(line)["row"] == 3
+
+
 def test_what_the_loader_decoded_is_in_the_cache_for_the_workers(media_model, tmp_path):
     cache = MediaCache("test", owner=True, root=tmp_path)
     loader = make_train(
@@ -200,3 +284,114 @@ def test_what_the_loader_decoded_is_in_the_cache_for_the_workers(media_model, tm
 
     assert len(list(cache.directory.glob("*.safetensors"))) == 24
     cache.close()
+
+
+def make_films(tmp_path, count):
+    """Rows with a video each; the number of its frames is 24 plus twice the row's number."""
+    for number in range(count):
+        save_film(tmp_path / f"{number}.mp4", "libx264", 24 + 2 * number, 24, size=(112, 112))
+    rows = [{"prompt": "<video>?", "answer": n, "videos": [f"{n}.mp4"]} for n in range(count)]
+    return write(tmp_path / "films.jsonl", rows)
+
+
+def film_loader(model, tmp_path, cache, count, num_workers):
+    """Batches of two films in the order of the files."""
+    return make_train(
+        model, tmp_path, cache, train_files=make_films(tmp_path, count), image_dir=str(tmp_path),
+        rollout_batch_size=2, num_workers=num_workers, shuffle=False,
+    )  # fmt: skip
+
+
+def films_in(cache):
+    """The numbers of the films whose frames stand in the cache."""
+    entries = [read_entry(path) for path in cache.directory.glob("*.safetensors")]
+    return {(entry.meta["total_num_frames"] - 24) // 2 for entry in entries if entry is not None}
+
+
+def bytes_in(cache):
+    total = 0
+    for path in cache.directory.glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # a process has just made room
+            total += path.stat().st_size
+    return total
+
+
+def wait_until(holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end, "it does not come to hold"
+        time.sleep(0.01)
+
+
+def test_while_a_step_works_the_next_frames_are_decoded_and_no_more_than_read_ahead(media_model, tmp_path):
+    cache = MediaCache("test", owner=True, root=tmp_path)
+    batches = epochs(film_loader(media_model, tmp_path, cache, 12, num_workers=2))
+
+    # Two processes are two rows ahead each: four films behind those that were handed out.
+    for first in (0, 2, 4):
+        assert answers([next(batches)]) == [[first, first + 1]]
+        wait_until(lambda first=first: films_in(cache) >= set(range(first + 6)))
+        time.sleep(0.2)
+        assert films_in(cache) == set(range(first + 6))
+    cache.close()
+
+
+def test_at_the_end_of_an_epoch_the_frames_of_the_next_one_are_decoded(media_model, tmp_path):
+    cache = MediaCache("test", owner=True, root=tmp_path)
+    batches = epochs(film_loader(media_model, tmp_path, cache, 8, num_workers=1))
+    for ahead in ({2, 3}, {4, 5}, {6, 7}):  # two rows ahead
+        next(batches)
+        wait_until(lambda ahead=ahead: films_in(cache) >= ahead)
+        for path in cache.directory.glob("*.safetensors"):
+            path.unlink()
+
+    last = next(batches)
+    wait_until(lambda: films_in(cache) == {0, 1})
+
+    assert answers([last, next(batches)]) == [[6, 7], [0, 1]]
+    cache.close()
+
+
+def test_reading_ahead_keeps_the_cache_within_its_bound(media_model, tmp_path):
+    film = 4 * 84 * 84 * 3  # bytes
+    cache = MediaCache("test", owner=True, root=tmp_path, max_bytes=8 * film)
+    largest = 0
+    for _ in itertools.islice(epochs(film_loader(media_model, tmp_path, cache, 12, num_workers=2)), 14):
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            largest = max(largest, bytes_in(cache))
+
+    # The last sixteenth of the bound stays free, so that it holds seven. Of two processes that write at the
+    # same moment neither counts the other's film.
+    assert 6 * film < largest < (7 + 1.1) * film
+    cache.close()
+
+
+def test_processes_that_read_ahead_do_not_keep_what_they_have_decoded(media_model, tmp_path):
+    for number in range(32):
+        Image.new("RGB", (1120, 1120), (number, 0, 0)).save(tmp_path / f"{number}.png")  # 3.6 MiB decoded
+    rows = [{"prompt": "<image>?", "answer": n, "images": [f"{n}.png"]} for n in range(32)]
+    cache = MediaCache("test", owner=True, root=tmp_path)
+    loader = make_train(
+        media_model, tmp_path, cache, train_files=write(tmp_path / "rows.jsonl", rows), max_pixels=1120**2,
+        image_dir=str(tmp_path), num_workers=1, rollout_batch_size=2, max_prompt_length=2048,
+    )  # fmt: skip
+
+    others = multiprocessing.active_children()
+    batches = iter(loader)
+    next(batches)
+    (process,) = set(multiprocessing.active_children()) - set(others)
+    (helper,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    at_start = [private_mib(process.pid), private_mib(helper)]
+    for _ in itertools.islice(batches, 13):
+        pass
+
+    for pid, start in zip((process.pid, helper), at_start, strict=True):
+        assert private_mib(pid) - start < 26 * 3.6 / 2
+    cache.close()
+
+
+def private_mib(pid):
+    """MiB that no other process shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024

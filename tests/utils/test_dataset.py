@@ -2,6 +2,7 @@
 """From rows to prompts: markers, templates, chats, lengths, bad rows."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -16,7 +17,8 @@ from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.trainer.config import DataConfig
-from verl.utils.dataset import BadRow, RLHFDataset, collate_fn
+from verl.utils.bad_rows import BadRow
+from verl.utils.dataset import RLHFDataset, collate_fn
 from verl.utils.multimodal import MediaLoader, MediaOptions
 from verl.utils.row_scan import scan_rows
 from verl.utils.tokenizer import load_processor, load_tokenizer
@@ -49,14 +51,17 @@ def open_text(model, folder, rows, **options):
     return RLHFDataset(write(folder, rows), load_tokenizer(model), None, make_config(**options))
 
 
-def open_media(model, files, **options):
+def open_media(model, files, row_timeout_s=60.0, report=None, **options):
     config, processor = make_config(**options), load_processor(model)
     hf_config = AutoConfig.from_pretrained(model)
     positions = partial(
         position_ids_for(hf_config.model_type), constants=MropeConstants.from_config(hf_config)
     )
     media = MediaLoader(processor, MediaOptions.from_data(config))
-    return RLHFDataset(files, load_tokenizer(model), processor, config, media=media, position_ids=positions)
+    return RLHFDataset(
+        files, load_tokenizer(model), processor, config, media=media, position_ids=positions,
+        row_timeout_s=row_timeout_s, report=report,
+    )  # fmt: skip
 
 
 def test_a_text_row_becomes_a_left_padded_prompt_with_all_its_columns(text_model, tmp_path):
@@ -291,6 +296,16 @@ def inverses(part):
 
 def test_rows_are_scanned_in_order_by_several_processes():
     assert scan_rows(squares, 1003, 4, rows_for_one=10) == [index * index for index in range(1003)]
+
+
+def test_a_scan_whose_process_dies_says_how_far_it_came():
+    def die_at(part):
+        if 500 in part:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return squares(part)
+
+    with pytest.raises(RuntimeError, match=r"first row that was not checked is \d+ .*prompts_workers"):
+        scan_rows(die_at, 1003, 2, rows_for_one=10)
 
 
 def test_a_scan_ends_also_where_this_process_does_not_die_of_sigterm():

@@ -6,10 +6,16 @@ numbers: the epoch and how many rows of it were used. A row that turns out bad w
 (`data.on_bad_row=skip`) is used up like any other but leaves no prompt: the batch is filled with the rows
 that follow, so that every batch has the same size, an epoch gets shorter, and no row ever stands in for
 another.
+
+Bad rows, those found at the start and those found on the way, are listed in the checkpoint folder.
+
+Processes read ahead: while a step works on a batch they decode the media of the next one into the cache, at
+the end of an epoch those of the next epoch. What was read ahead is no part of the position.
 """
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +25,8 @@ from transformers import AutoConfig
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.protocol import BATCH_KEYS, DataProto
 from verl.trainer.config import PPOConfig
-from verl.utils.dataset import BAD_ROW_REMEDY, TENSORS, BadRow, RLHFDataset, collate_fn
+from verl.utils.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
+from verl.utils.dataset import TENSORS, RLHFDataset, collate_fn
 from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import MediaLoader, MediaOptions
 from verl.utils.prompts import BadRowError
@@ -37,7 +44,9 @@ class PromptLoader:
         shuffle: Draw the rows in random order, a new one for each epoch.
         seed: Of the order.
         drop_last: Leave out the rows at the end of an epoch that do not fill a batch.
-        num_workers: Processes that read rows; 0 reads in this process.
+        read_on: Epochs follow one another: read ahead beyond the end of an epoch, and keep the processes.
+        num_workers: Processes that read rows, each two rows or its share of a batch ahead; 0 reads in this
+            process, and only what is asked for.
 
     Attributes:
         bad_rows: Rows that turned out bad when they were read; each is listed once.
@@ -51,13 +60,16 @@ class PromptLoader:
         shuffle: bool,
         seed: int,
         drop_last: bool,
+        read_on: bool,
         num_workers: int,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
-        self.drop_last, self.num_workers = drop_last, num_workers
+        self.drop_last, self.read_on, self.num_workers = drop_last, read_on, num_workers
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}
+        self._rows: Iterator[dict[str, Any] | BadRow] = iter(())
+        self._next: tuple[int, int] | None = None  # epoch and place in it of the row that `_rows` gives next
 
     def __len__(self) -> int:
         """Batches of an epoch without bad rows."""
@@ -67,7 +79,8 @@ class PromptLoader:
     def __iter__(self) -> Iterator[DataProto]:
         items: list[dict[str, Any]] = []
         first = used = self.position  # `used` counts rows read, in batches that were not handed out yet too
-        for item in self._rows(self._order()[self.position :]):
+        while used < len(self.dataset):
+            item = self._read(used)
             used += 1
             if isinstance(item, BadRow):
                 self._leave_out(item)
@@ -86,6 +99,8 @@ class PromptLoader:
                 f" {len(self.dataset)} rows are bad, first {next(iter(self.bad_rows.values()), None)}"
             )
         self.epoch, self.position = self.epoch + 1, 0
+        if not self.read_on:
+            self._rows, self._next = iter(()), None  # ends the processes
 
     def state_dict(self) -> dict[str, int]:
         """The position after the last batch that was handed out."""
@@ -111,18 +126,24 @@ class PromptLoader:
             )
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(len(self.dataset)))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        return torch.randperm(len(self.dataset), generator=generator).tolist()
+    def _read(self, place: int) -> dict[str, Any] | BadRow:
+        """The row at a place of this epoch; the processes go on with those that follow."""
+        if self._next != (self.epoch, place):
+            self._rows = self._open(place)
+        self._next = None  # nowhere, should reading fail
+        row = next(self._rows)
+        is_last = place + 1 == len(self.dataset)
+        self._next = (self.epoch + 1, 0) if is_last else (self.epoch, place + 1)
+        return row
 
-    def _rows(self, order: list[int]) -> Iterator[dict[str, Any] | BadRow]:
-        workers = min(self.num_workers, len(order))
+    def _open(self, place: int) -> Iterator[dict[str, Any] | BadRow]:
+        workers = min(self.num_workers, len(self.dataset))
         rows = DataLoader(
             self.dataset,
             batch_size=None,  # one row at a time, so that all workers read for the same batch
-            sampler=order,
+            sampler=_order(
+                len(self.dataset), self.epoch, place, self.seed if self.shuffle else None, self.read_on
+            ),
             collate_fn=_as_arrays,
             num_workers=workers,
             prefetch_factor=None if workers == 0 else max(2, -(-self.batch_size // workers)),
@@ -130,11 +151,26 @@ class PromptLoader:
         return iter(rows)
 
     def _leave_out(self, row: BadRow) -> None:
+        if self.dataset.report is not None:
+            self.dataset.report.add([row])
         if self.dataset.config.on_bad_row == "error":
             raise BadRowError(f"{row}{BAD_ROW_REMEDY}")
         if row.index not in self.bad_rows:
             self.bad_rows[row.index] = row
             logger.warning("bad row left out: number=%d %s", len(self.bad_rows), row)
+
+
+def _order(num_rows: int, epoch: int, place: int, seed: int | None, read_on: bool) -> Iterator[int]:
+    """Numbers of rows from a place of an epoch on; None leaves them in the order of the files."""
+    while True:
+        order = list(range(num_rows))
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            order = torch.randperm(num_rows, generator=generator).tolist()
+        yield from order[place:]
+        if not read_on:
+            return
+        epoch, place = epoch + 1, 0
 
 
 class Loaders(NamedTuple):
@@ -165,6 +201,8 @@ def make_loaders(
         processor=processor,
         config=data,
         reserved=BATCH_KEYS,
+        row_timeout_s=data.row_timeout_s,
+        report=BadRowReport(Path(config.trainer.checkpoint_folder) / REPORT_NAME),
         **_media(config, processor, cache),
     )
     train = val = None
@@ -173,14 +211,16 @@ def make_loaders(
         size = config.loader_batch_size
         _check_size(dataset, size, data)
         train = PromptLoader(
-            dataset, size, shuffle=data.shuffle, seed=data.seed, drop_last=True, num_workers=data.num_workers
-        )
+            dataset, size, shuffle=data.shuffle, seed=data.seed, drop_last=True, read_on=True,
+            num_workers=data.num_workers,
+        )  # fmt: skip
     if data.val_files:
         dataset = open_dataset(data.val_files, option="data.val_files")
         size = len(dataset) if data.val_batch_size == -1 else data.val_batch_size
         val = PromptLoader(
-            dataset, size, shuffle=False, seed=data.seed, drop_last=False, num_workers=data.num_workers
-        )
+            dataset, size, shuffle=False, seed=data.seed, drop_last=False, read_on=False,
+            num_workers=data.num_workers,
+        )  # fmt: skip
     return Loaders(train, val)
 
 

@@ -4,7 +4,8 @@
 `RLHFDataset` opens the files, checks every row once and leaves out (or refuses) those that cannot be used;
 one item is one prompt. `collate_fn` joins items to a batch. Nothing here keeps pixels: the dataset decodes a
 row's media to be sure that it can be decoded and to know its size, and the media cache keeps the result for
-the workers.
+the workers. Media are opened in a process beside the one that reads (`MediaReader`): a file that crashes or
+hangs its decoder is a bad row like any other.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from verl.utils.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowReport
 from verl.utils.data_files import Row, load_rows
+from verl.utils.media_reader import ROW_TIMEOUT_S, MediaReader
 from verl.utils.multimodal import MediaData, MediaLoader, MediaShape, expand_prompt
 from verl.utils.plain_data import objects
 from verl.utils.prompts import BadRowError, PromptFormat, RowMedia, build_messages, check_counts, references
@@ -31,8 +34,6 @@ MAX_LISTED = 10
 # With fewer rows, starting processes takes longer than checking the rows (text 0.2 ms, a video 10 ms).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
-
-BAD_ROW_REMEDY = "\nrepair the data, or set `data.on_bad_row=skip` to leave such rows out"
 
 logger = get_logger(__name__)
 
@@ -53,17 +54,6 @@ class Finding(NamedTuple):
     length: int
 
 
-class BadRow(NamedTuple):
-    """A row that is left out: where it stands and why it cannot be used."""
-
-    index: int
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
-
-
 class RLHFDataset(Dataset):
     """Prompts of one or more data files.
 
@@ -82,6 +72,8 @@ class RLHFDataset(Dataset):
             counts from 0.
         option: The option that named the files, for errors.
         reserved: Names that columns may not have in a batch.
+        row_timeout_s: Seconds that reading a row's media may take; None is without limit.
+        report: Lists the rows that cannot be used.
 
     Attributes:
         bad_rows: Rows left out when the files were checked.
@@ -102,9 +94,12 @@ class RLHFDataset(Dataset):
         position_ids: Callable[..., Tensor] | None = None,
         option: str = "data.train_files",
         reserved: Container[str] = (),
+        row_timeout_s: float | None = ROW_TIMEOUT_S,
+        report: BadRowReport | None = None,
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
-        self.media, self.position_ids = media, position_ids
+        self.media, self.position_ids, self.report = media, position_ids, report
+        self._reader = None if media is None else MediaReader(media, row_timeout_s)
         self.prompt_format = PromptFormat(config.format_prompt)
         self.rows = load_rows(files, option)
         self._check_columns(option)
@@ -164,22 +159,22 @@ class RLHFDataset(Dataset):
             rendered = self.render(self.rows[index])
             if not any(rendered.media) or not self.config.filter_overlong_prompts:
                 return Finding(None, len(rendered.raw_ids))
-            shape = self._media_loader.measure(_media_data(rendered.media))
+            shape = self._media_reader.measure(_media_data(rendered.media))
             return Finding(None, len(expand_prompt(rendered.raw_ids, self.processor, shape)))
         except ValueError as error:
             return Finding(str(error), 0)
 
     @property
-    def _media_loader(self) -> MediaLoader:
-        assert self.media is not None, "a dataset with a processor has a media loader"
-        return self.media
+    def _media_reader(self) -> MediaReader:
+        assert self._reader is not None, "a dataset with a processor has a media loader"
+        return self._reader
 
     def _item(self, row: Row) -> Item:
         rendered = self.render(row)
         media = _media_data(rendered.media)
         prompt_ids, grids = rendered.raw_ids, {}
         if media:
-            shape = self._media_loader.shape_of(self._media_loader.decode(media))
+            shape = self._media_reader.decode(media)
             prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
             grids = _grids(shape)
         limit = self.config.max_prompt_length
@@ -232,10 +227,12 @@ class RLHFDataset(Dataset):
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
         findings = scan_rows(partial(_inspect_part, self), len(self.rows), workers, rows_for_one)
+        if self._reader is not None:
+            self._reader.close()  # processes that are forked from this one have readers of their own
         for index, finding in enumerate(findings):
             if finding.reason is not None:
                 self.bad_rows.append(BadRow(index, self.rows.where(index), finding.reason))
-        self._report(option)
+        self._tell_bad_rows(option)
         bad = {row.index for row in self.bad_rows}
         usable = [index for index in range(len(self.rows)) if index not in bad]
         if self.config.filter_overlong_prompts:
@@ -254,12 +251,15 @@ class RLHFDataset(Dataset):
             )
         return usable
 
-    def _report(self, option: str) -> None:
+    def _tell_bad_rows(self, option: str) -> None:
         if not self.bad_rows:
             return
         listed = [str(row) for row in self.bad_rows[:MAX_LISTED]]
         if len(self.bad_rows) > MAX_LISTED:
             listed.append(f"... and {len(self.bad_rows) - MAX_LISTED} more")
+        if self.report is not None:
+            self.report.add(self.bad_rows)
+            listed.append(f"all of them: {self.report.path}")
         text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *listed])
         if self.config.on_bad_row == "error":
             raise ValueError(text + BAD_ROW_REMEDY)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 PARTS_FOR_EACH_PROCESS = 8  # rows with large videos are not spread evenly
@@ -26,6 +27,11 @@ def scan_rows(
 
     Returns:
         The results in the order of the rows.
+
+    Raises:
+        RuntimeError: A process was killed, or crashed. Media are opened beside it, so that theirs is not the
+            fault.
+        Exception: Whatever `inspect` raises.
     """
     workers = min(workers, os.cpu_count() or 1)
     if workers < 2 or num_rows < rows_for_one:
@@ -36,8 +42,18 @@ def scan_rows(
     context = multiprocessing.get_context("fork")
     # An executor ends its processes by a message. A `multiprocessing.Pool` that is left by an exception sends
     # SIGTERM, which under Ray a child that has not come to `_enter` yet ignores, and waits for it forever.
+    results: list[Any] = []
     with ProcessPoolExecutor(workers, context, initializer=_enter, initargs=(inspect,)) as pool:
-        return [result for results in pool.map(_inspect_part, parts) for result in results]
+        try:
+            for part in pool.map(_inspect_part, parts):
+                results += part
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                f"a process that checks the rows has died, as one does when memory runs out; the first row"
+                f" that was not checked is {len(results)} of all files: fewer"
+                " `data.filter_overlong_prompts_workers` need less memory"
+            ) from error
+    return results
 
 
 def _enter(inspect: Callable[[range], list[Any]]) -> None:
