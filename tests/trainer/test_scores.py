@@ -28,7 +28,15 @@ def test_a_score_stands_on_the_last_token_that_the_policy_wrote():
     assert scores.keys() == ["token_level_scores"]
     torch.testing.assert_close(scores.batch["token_level_scores"], expected)
     # Sums over the three rows: 0.5, 1.5 and 2.
-    assert metrics == pytest.approx({"reward/overall": 1 / 6, "reward/accuracy": 0.5, "reward/format": 2 / 3})
+    assert metrics == pytest.approx(
+        {
+            "reward/overall": 1 / 6,
+            "reward/accuracy": 0.5,
+            "reward/format": 2 / 3,
+            "reward/failures": 0.0,
+            "reward/retries": 0.0,
+        }
+    )
 
 
 def test_a_response_without_a_token_of_the_policy_has_no_score():
@@ -101,7 +109,7 @@ def test_a_value_that_is_needed_must_be_there_for_every_response():
 def test_a_value_that_no_response_of_the_step_has_is_not_logged():
     _, metrics = score(BATCH, VALUES | {"rare": [math.nan] * 3}, make_config())
 
-    assert sorted(metrics) == ["reward/accuracy", "reward/format", "reward/overall"]
+    assert "reward/rare" not in metrics and "reward/format" in metrics
 
 
 def test_parts_with_different_values_are_joined_row_by_row():
@@ -119,3 +127,63 @@ def test_scores_follow_their_sequences_when_these_are_reordered_twice():
 
     assert once.result() == {"overall": [2.0, 0.0, 1.0]}
     assert once.reorder([1, 0, 2]).result() == {"overall": [0.0, 2.0, 1.0]}
+
+
+# The call for the second response failed, that for the third was repeated.
+FAILED = {
+    "overall": [1.0, math.nan, 0.5],
+    "accuracy": [1.0, math.nan, 0.0],
+    "failures": [0.0, 1.0, 0.0],
+    "retries": [0.0, 1.0, 1.0],
+}
+
+
+def test_a_response_whose_call_failed_loses_its_mask_and_counts_in_no_mean():
+    config = make_config(reward={"overlong_buffer_length": 2})
+    scores, metrics = score(BATCH, FAILED, config, model_scores=torch.tensor([0.0, 7.0, 0.0]))
+
+    assert torch.equal(scores.batch["response_mask"], MASK * torch.tensor([[1], [0], [1]]))
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.5]
+    assert metrics["reward/overall"] == 0.75 and metrics["reward/accuracy"] == 0.5
+    assert metrics["reward/failures"] == pytest.approx(1 / 3)
+    assert metrics["reward/retries"] == pytest.approx(2 / 3)
+
+
+def test_a_response_whose_call_failed_may_have_a_score_which_stands_for_every_value_that_is_needed():
+    values = FAILED | {"overall": [1.0, -2.0, 0.5]}
+    config = make_config(algorithm={"adv_estimator": "gdpo", "gdpo_reward_keys": ["accuracy", "overall"]})
+
+    scores, metrics = score(BATCH, values, config)
+
+    assert scores.keys() == ["token_level_scores", "reward_components"]  # no mask was changed
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -2.0, 0.5]
+    assert scores.batch["reward_components"].tolist() == [[1.0, 1.0], [-2.0, -2.0], [0.0, 0.5]]
+    assert metrics["reward/accuracy"] == 0.5 and metrics["reward/failures"] == pytest.approx(1 / 3)
+
+
+def test_the_components_of_a_masked_response_are_numbers():
+    config = make_config(algorithm={"adv_estimator": "prime", "prime_accuracy_key": "accuracy"})
+
+    assert score(BATCH, FAILED, config)[0].batch["reward_components"].tolist() == [[1.0], [0.0], [0.0]]
+
+
+def test_the_values_of_a_masked_response_are_no_numbers_for_a_filter():
+    column = column_of(FAILED, "accuracy", "algorithm.filter_key")
+
+    assert column[[0, 2]].tolist() == [1.0, 0.0] and column[1].isnan()
+
+
+def test_responses_without_a_baseline_are_masked_like_those_without_a_score():
+    baselines = torch.tensor([0.5, 0.5, math.nan])
+    batch = BATCH.merge(DataProto.from_dict({"reward_baselines": baselines}))
+
+    scores, _ = score(batch, VALUES, make_config())
+
+    assert torch.equal(scores.batch["response_mask"], MASK * torch.tensor([[1], [1], [0]]))
+    assert scores.batch["reward_baselines"].tolist() == [0.5, 0.5, 0.0]
+
+
+def test_a_part_in_which_no_call_failed_has_no_failures():
+    joined = join_values([{"overall": [1.0]}, {"overall": [2.0], "failures": [1.0], "retries": [1.0]}])
+
+    assert joined == {"overall": [1.0, 2.0], "failures": [0.0, 1.0], "retries": [0.0, 1.0]}

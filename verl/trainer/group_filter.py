@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which prompts a step trains on, by the scores of their responses.
 
-A filter sees the scores of whole groups, (G, n), under `algorithm.filter_key`. To add one: a class with the
-methods of `GroupFilter` and a line in `make_group_filter`.
+A filter sees the scores of whole groups, (G, n), under `algorithm.filter_key`; nan is a response without a
+score, which takes no part in its group. To add one: a class with the methods of `GroupFilter` and a line in
+`make_group_filter`.
 """
 
 import math
@@ -46,7 +47,7 @@ class MeanScoreFilter:
 
     def keep(self, scores: Tensor) -> Tensor:
         """Which groups stay: (G,) bool for scores (G, n)."""
-        means = scores.mean(-1)
+        means = scores.nanmean(-1)
         return (means > self.low) & (means < self.high)
 
     def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
@@ -69,7 +70,7 @@ class MeanScoreFilter:
         )
 
     def _counts(self, scores: Tensor) -> dict[str, int]:
-        means = scores.mean(-1)
+        means = scores.nanmean(-1)
         return {
             "too_low": int((means <= self.low).sum()),
             "too_high": int((means >= self.high).sum()),
@@ -115,8 +116,10 @@ def make_group_filter(config: PPOConfig) -> GroupFilter | None:
 
 
 def all_equal(scores: Tensor) -> Tensor:
-    """Whether the responses of a group all score the same: (G,) bool for scores (G, n)."""
-    return scores.amax(-1) == scores.amin(-1)
+    """Whether the responses of a group all score the same, or none has a score: (G,) bool for (G, n)."""
+    highest = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)
+    lowest = scores.masked_fill(scores.isnan(), math.inf).amin(-1)
+    return highest <= lowest
 
 
 def solve_metrics(scores: Tensor) -> Metrics:
@@ -130,7 +133,9 @@ def solve_metrics(scores: Tensor) -> Metrics:
         groups with equal scores.
     """
     total = max(len(scores), 1)
-    none, every = (scores <= 0).all(-1).sum().item(), (scores >= 1).all(-1).sum().item()
+    has_scores = ~scores.isnan().all(-1)  # (G,)
+    none = (has_scores & ~(scores > 0).any(-1)).sum().item()
+    every = (has_scores & ~(scores < 1).any(-1)).sum().item()
     return {
         "batch/solve_none": float(none),
         "batch/solve_all": float(every),

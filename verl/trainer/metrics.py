@@ -164,10 +164,8 @@ def compute_throughput_metrics(batch: DataProto, step_seconds: float, num_proces
 def compute_reward_metrics(values: dict[str, list[float]], prefix: str = "reward/") -> Metrics:
     """The mean of every value that the reward function returned, as `reward/<key>`.
 
-    A value that it returned for some responses only is nan for the others; they do not count.
+    A value that it returned for some responses only is nan for the others; they do not count. One that no
+    response has is left out.
     """
-    means = {}
-    for key, column in values.items():
-        present = [value for value in column if not math.isnan(value)]
-        means[f"{prefix}{key}"] = sum(present) / len(present)
-    return means
+    present = {key: [value for value in column if not math.isnan(value)] for key, column in values.items()}
+    return {f"{prefix}{key}": sum(known) / len(known) for key, known in present.items() if known}

@@ -89,7 +89,7 @@ class RolloutCollector:
             collected = self._collect_filtered(step, self.filter)
         batch, scoring, metrics = collected
         if self.greedy is not None:
-            metrics["reward/baseline"] = batch.batch["reward_baselines"].mean().item()
+            metrics["reward/baseline"] = batch.batch["reward_baselines"].nanmean().item()
         row_ids = DataProto.from_dict({"row_ids": torch.arange(len(batch))})
         return Collected(batch.merge(row_ids), scoring, metrics)
 

@@ -3,6 +3,8 @@
 
 `Scoring` waits for the reward function; `score` adds the overlong penalty and the reward model's score and
 puts the sum on each response's last token. To add another term: one more column in `shaping_terms`.
+
+A response whose call of the reward function failed may have no score, `overall` is nan: it is masked.
 """
 
 import math
@@ -17,6 +19,7 @@ from verl.algorithms.reward_shaping import overlong_penalty
 from verl.protocol import DataProto
 from verl.trainer.config import PPOConfig
 from verl.trainer.metrics import Metrics, compute_reward_metrics
+from verl.workers.reward.failures import FAILURES, RETRIES
 
 Values = dict[str, list[float]]  # what the reward function returned, by name; one number for each sequence
 
@@ -66,13 +69,16 @@ class Scoring:
 
 
 def join_values(parts: Sequence[Values]) -> Values:
-    """Put the scores of several batches one behind the other; what a batch has no value for is nan."""
+    """Put the scores of several batches one behind the other; what a batch has no value for is nan.
+
+    A batch that does not say which calls failed or were repeated had none of them.
+    """
     keys = dict.fromkeys(key for part in parts for key in part)
     joined: Values = {key: [] for key in keys}
     for part in parts:
-        absent = [math.nan] * len(part["overall"])
         for key in keys:
-            joined[key].extend(part.get(key, absent))
+            absent = 0.0 if key in (FAILURES, RETRIES) else math.nan
+            joined[key].extend(part.get(key) or [absent] * len(part["overall"]))
     return joined
 
 
@@ -84,18 +90,21 @@ def score(
         score_i = overall_i + overlong penalty_i + coef * model_score_i
 
     The penalty with `worker.reward.overlong_buffer_length`, the last term with a reward model. A response
-    without a single token in its mask has no score.
+    without a single token in its mask has no score. One whose `overall` is nan, or for which `remax` has no
+    baseline, because a call of the reward function failed, loses its mask: from here on it takes no part.
 
     Args:
-        batch: Reads `response_mask` (B, R).
+        batch: Reads `response_mask` (B, R), and `reward_baselines` (B,) if there.
         values: What `Scoring.result` returned for these rows.
         config: The whole config.
         model_scores: Of the reward model, (B,); None without one.
 
     Returns:
-        `token_level_scores` (B, R) and, for estimators that read single values of the reward function,
-        `reward_components` (B, K) in the order of `component_keys`; and the mean of each value and term as
-        `reward/<name>`.
+        What to put into the batch: `token_level_scores` (B, R) and, for estimators that read single values of
+        the reward function, `reward_components` (B, K) in the order of `component_keys`; in place of those
+        that are there, `response_mask` and `reward_baselines` if responses are masked. And the mean of each
+        value and term as `reward/<name>`; `reward/failures` is the share of responses whose call failed,
+        `reward/retries` how often one was repeated, for each response.
 
     Raises:
         ValueError: A value that is needed is missing, or a term has the name of one.
@@ -105,16 +114,32 @@ def score(
     if model_scores is not None:
         terms["reward_model"] = model_scores.float()
     _check_names(values, terms)
-    total = torch.tensor(values["overall"]) + terms.get("overlong_penalty", 0.0)  # (B,)
+    overall = torch.tensor(values["overall"])  # (B,)
+    total = overall + terms.get("overlong_penalty", 0.0)  # (B,)
     if model_scores is not None:
         total = total + config.worker.reward_model.coef * terms["reward_model"]
-    tensors = {"token_level_scores": on_last_tokens(total, mask)}
+    tensors, is_masked = _without_masked(batch, overall)
+    tensors["token_level_scores"] = on_last_tokens(total.masked_fill(is_masked, 0.0), mask)
     keys = component_keys(config)
     if keys:
-        tensors["reward_components"] = reward_components(values, keys, _component_option(config))
-    logged = values | {name: term.tolist() for name, term in terms.items()}
+        components = reward_components(values, keys, _component_option(config))  # (B, K)
+        tensors["reward_components"] = components.masked_fill(is_masked.unsqueeze(-1), 0.0)
+    calls = {name: [0.0] * len(overall) for name in (FAILURES, RETRIES)}
+    logged = calls | values | {name: term.tolist() for name, term in terms.items()}
     known = {name: column for name, column in logged.items() if not all(map(math.isnan, column))}
     return DataProto.from_dict(tensors), compute_reward_metrics(known)
+
+
+def _without_masked(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """What masks responses without a score, if there are any, and which they are: (B,) bool."""
+    baselines = batch.batch.get("reward_baselines")  # (B,) of remax, or None
+    is_masked = overall.isnan() if baselines is None else overall.isnan() | baselines.isnan()  # (B,)
+    if not is_masked.any():
+        return {}, is_masked
+    tensors = {"response_mask": batch.batch["response_mask"].masked_fill(is_masked.unsqueeze(-1), 0)}
+    if baselines is not None:
+        tensors["reward_baselines"] = baselines.masked_fill(is_masked, 0.0)
+    return tensors, is_masked
 
 
 def shaping_terms(lengths: Tensor, config: PPOConfig) -> dict[str, Tensor]:
@@ -161,7 +186,7 @@ def reward_components(values: Values, keys: Sequence[str], option: str) -> Tenso
 
 
 def column_of(values: Values, key: str, option: str) -> Tensor:
-    """One value of the reward function, (B,) float64.
+    """One value of the reward function, (B,) float64; of a response whose call failed, its `overall`.
 
     Args:
         values: What `Scoring.result` returned.
@@ -171,13 +196,16 @@ def column_of(values: Values, key: str, option: str) -> Tensor:
     Raises:
         ValueError: The function does not return it, or not for every response.
     """
-    if key not in values:
+    failed = torch.tensor(values.get(FAILURES, [0.0] * len(values["overall"]))) > 0  # (B,)
+    if key not in values and not failed.all():
         raise ValueError(
             f"`{option}` must name values that the reward function returns, got {key!r}: it returns"
-            f" {sorted(values)}"
+            f" {sorted(set(values) - {FAILURES, RETRIES})}"
         )
-    column = torch.tensor(values[key], dtype=torch.float64)
-    missing = int(column.isnan().sum())
+    overall = torch.tensor(values["overall"], dtype=torch.float64)
+    column = torch.tensor(values.get(key, values["overall"]), dtype=torch.float64)
+    column = torch.where(failed, overall, column)
+    missing = int((column.isnan() & ~failed).sum())
     if missing:
         raise ValueError(
             f"`{option}` names {key!r}, which the reward function must return for every response: it is"

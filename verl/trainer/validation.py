@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores the held-out prompts and keeps a few responses to read."""
 
+import math
 import random
 from collections.abc import Iterable
 
@@ -43,7 +44,11 @@ class Validator:
 
         Returns:
             `val/reward_score` (the mean of `overall`, and of the reward model's weighted score if there is
-            one), `val/{key}_reward`, and the lengths.
+            one), `val/{key}_reward`, and the lengths. Responses whose call of the reward function failed and
+            that are masked count in none of the means.
+
+        Raises:
+            RuntimeError: No response has a score.
         """
         values = Scoring([scoring for _, scoring in self._sampled]).result()
         totals = values["overall"]
@@ -61,7 +66,10 @@ class Validator:
         self.samples = self._choose_samples(sequences, totals)
         means = compute_reward_metrics(values, "val/")
         metrics = {f"{key}_reward": mean for key, mean in means.items()}
-        metrics["val/reward_score"] = sum(totals) / len(totals)
+        scored = [total for total in totals if not math.isnan(total)]
+        if not scored:
+            raise RuntimeError("the reward function failed for every response of the validation")
+        metrics["val/reward_score"] = sum(scored) / len(scored)
         for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
             mask = sequences.batch[key]
             metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])

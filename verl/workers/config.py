@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import option
-from verl.utils.config_paths import function_in_file
+from verl.utils.config_paths import function_in_file, writable_folder
 from verl.workers.model_config import TINY, FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.workers.rollout_config import DIFFUSION, VILA, RolloutConfig
 
@@ -141,8 +141,8 @@ class ActorConfig:
     scheduler: str = option("", help="Noise schedule of diffusion.", unavailable=DIFFUSION)
     cached_embeds_dir: str | None = option(
         None,
-        help="Folder of vision embeddings computed before.",
-        unavailable="cache of vision embeddings on disk",
+        help="Folder that keeps what a frozen vision tower computes, from run to run; null keeps none.",
+        resolve=writable_folder,
     )
     model: ModelConfig = option(
         ModelConfig,
@@ -158,7 +158,12 @@ class ActorConfig:
     )
 
     def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong between the options of the loss."""
+        """Yield what is wrong between the options of the loss, and with the folder of vision features."""
+        if self.cached_embeds_dir is not None and not self.model.freeze_vision_tower:
+            yield (
+                f"`{path}.cached_embeds_dir` ({self.cached_embeds_dir}) needs"
+                f" `{path}.model.freeze_vision_tower=true`: the features of a tower that learns change"
+            )
         if self.loss_type == "dro" and self.dro_beta is None:
             yield f"`{path}.dro_beta` must be set with `{path}.loss_type=dro`, for example to 0.1"
         adaptive = self.adaptive_entropy
@@ -306,6 +311,24 @@ class RewardConfig:
     )
     max_concurrency: int = option(
         32, help="Calls of an `async def` function that one process has open at a time.", minimum=1
+    )
+    memory_limit_gb: float | None = option(
+        None, help="GiB that each process of the function may allocate; null sets no limit.", minimum=0.1
+    )
+    max_retries: int = option(
+        1, help="Times a call is repeated that raises, is late, crashes or needs too much memory.", minimum=0
+    )
+    on_failure: str = option(
+        "error",
+        help="A response whose call keeps failing: ends the run, is masked from the loss, or gets a score.",
+        choices=("error", "mask", "score"),
+    )
+    failure_score: float = option(0.0, help="`overall` of such a response with `on_failure=score`.")
+    max_failure_ratio: float = option(
+        0.1,
+        help="The run ends where a larger share of the responses of one call of the engine fails.",
+        minimum=0.0,
+        maximum=1.0,
     )
     overlong_buffer_length: int = option(
         0,

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,10 +32,14 @@ class Call:
     rows: list[int]
     inputs: list[dict[str, Any]]
     payload: bytes  # pickle of (rows, inputs)
-    on_scores: Callable[[list[int], list[Scores]], None]
-    on_failure: Callable[[Failure], None]
-    is_wanted: Callable[[], bool]  # False once another call of the same job failed
+    on_scores: Callable[["Call", list[Scores]], None]
+    on_failure: Callable[["Call", Failure], None]
+    is_wanted: Callable[[], bool]  # False once its job has given up
     deadline: float = 0.0
+    failures: list[Failure] = field(default_factory=list)  # of its attempts so far
+    is_alone: bool = (
+        False  # it shares no process: one that it shared ended, and which call did that is unknown
+    )
 
 
 class ChildProcess:
@@ -62,6 +66,7 @@ class ChildProcess:
         self.capacity = 0  # calls it may hold at once; none before it is loaded
         self.grace_s = 0.0
         self.calls: dict[int, Call] = {}
+        self.num_answers = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -72,6 +77,13 @@ class ChildProcess:
         """Note that calls can be sent, `max_concurrency` at a time if the function is `async def`."""
         self.capacity = max_concurrency if ready.is_async else 1
         self.grace_s = LATE_GRACE_S if ready.is_async else 0.0
+
+    def has_room_for(self, call: Call) -> bool:
+        """Whether a call can be sent now."""
+        held = next(iter(self.calls.values()), None)  # a call that is alone is the only one
+        if call.is_alone or (held is not None and held.is_alone):
+            return self.is_loaded and held is None
+        return len(self.calls) < self.capacity
 
     def send(self, number: int, call: Call) -> None:
         """Send a call; an OSError says that the process is gone or reads nothing."""

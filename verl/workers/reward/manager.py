@@ -11,11 +11,14 @@ import pickle
 import threading
 from collections.abc import Sequence
 from itertools import chain, groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 from verl.workers.config import RewardConfig
+from verl.workers.reward.child import Call
+from verl.workers.reward.failures import FAILURES, RETRIES, FailedCalls, reason
 from verl.workers.reward.function import OPTION, Scores
-from verl.workers.reward.pool import Call, RewardPool
+from verl.workers.reward.pool import RewardPool
 from verl.workers.reward.process import Failure
 
 
@@ -31,8 +34,13 @@ class RewardManager:
             job.result()  # {"overall": [1.0, 0.0]}
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, failure_log: Path | None = None) -> None:
         """Start the pool and wait until the function is loaded.
+
+        Args:
+            config: `worker.reward`.
+            failure_log: A file to which each response whose call fails is appended, as JSON, unless the
+                failure ends the run.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -42,14 +50,7 @@ class RewardManager:
         """
         if not config.reward_function:
             raise ValueError(f"`{OPTION}` must be path.py:function, got {config.reward_function!r}")
-        self._pool = RewardPool(
-            config.reward_function,
-            dict(config.reward_function_kwargs),
-            config.reward_type,
-            config.num_cpus,
-            config.timeout_s,
-            config.max_concurrency,
-        )
+        self._pool = RewardPool(config.reward_function, config)
         try:
             ready = self._pool.wait_until_loaded()
         except BaseException:
@@ -57,11 +58,13 @@ class RewardManager:
             raise
         self.name = ready.name
         self.reward_type = ready.reward_type
-        self.batch_size = config.batch_size
+        self._config = config
+        self._failure_log = failure_log
 
     def start(self) -> "RewardJob":
         """Begin to score a batch. Several may be under way."""
-        return RewardJob(self._pool, self.reward_type, self.batch_size)
+        failed = FailedCalls(self._config, self._failure_log)
+        return RewardJob(self._pool, self.reward_type, self._config, failed)
 
     def pids(self) -> list[int]:
         """Process ids of the pool."""
@@ -81,10 +84,12 @@ class RewardManager:
 class RewardJob:
     """The responses of one batch on their way to scores."""
 
-    def __init__(self, pool: RewardPool, reward_type: str, batch_size: int) -> None:
+    def __init__(self, pool: RewardPool, reward_type: str, config: RewardConfig, failed: FailedCalls) -> None:
         self._pool = pool
         self._reward_type = reward_type
-        self._batch_size = batch_size
+        self._batch_size = config.batch_size
+        self._ends_run = config.on_failure == "error"
+        self._failed = failed
         self._held: list[tuple[int, dict[str, Any]]] = []  # not yet handed to the pool
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}
@@ -120,7 +125,8 @@ class RewardJob:
                 and the other columns of its row.
 
         Raises:
-            ValueError: The function raised or returned something wrong for a response submitted before.
+            ValueError: With `worker.reward.on_failure=error`, the function raised or returned something wrong
+                for a response submitted before.
             TimeoutError: The same, for a call that took too long.
             RuntimeError: The same, for a process that died.
         """
@@ -142,28 +148,49 @@ class RewardJob:
             self._call(spread_groups(rows, self._pool.num_processes))
 
     def result(self) -> dict[str, list[float]]:
-        """Wait for all scores; released when the last call returns, or by the first failure.
+        """Wait for all scores; released when the last call is over, or by what ends the run.
 
         Returns:
             For each key of the scores its values, ordered by index; `overall` is always there. A key that the
-            function returned for some responses only is nan for the others.
+            function returned for some responses only is nan for the others. Where a call was repeated or
+            failed, `retries` and `failures` say for which responses; `overall` of one that failed is nan if
+            it is to be masked, and what `worker.reward.failure_score` says if not.
 
         Raises:
-            ValueError: The function raised or returned something wrong.
-            TimeoutError: A call took longer than `worker.reward.timeout_s`.
-            RuntimeError: A process died.
+            ValueError: With `worker.reward.on_failure=error`, the function raised or returned something
+                wrong; or it returns `retries` or `failures` itself.
+            TimeoutError: With `on_failure=error`, a call took longer than `worker.reward.timeout_s`.
+            RuntimeError: With `on_failure=error`, a process died; or calls failed for too many responses.
         """
         if self._held:
             held, self._held = self._held, []
             self._call([sorted(held, key=lambda row: row[0])])
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or len(self._scores) == len(self._submitted)
-            )
+            self._changed.wait_for(self._is_over)
+            if self._failure is None and self._failed.are_too_many(self.num_submitted):
+                self._failure = self._failed.reason_to_stop(self.num_submitted)
+        self._failed.report()
         self._raise_failure()
-        ordered = [self._scores[row] for row in sorted(self._scores)]
+        return self._columns()
+
+    def _is_over(self) -> bool:
+        if self._failure is not None or self._failed.are_too_many(self.num_submitted):
+            return True
+        return len(self._scores) + len(self._failed.rows) == self.num_submitted
+
+    def _columns(self) -> dict[str, list[float]]:
+        failed, retries = self._failed.rows, self._failed.retries
+        by_row = self._scores | dict.fromkeys(failed, self._failed.scores())
+        ordered = [by_row[row] for row in sorted(by_row)]
         keys = {"overall": None} | {key: None for scores in ordered for key in scores}
-        return {key: [scores.get(key, math.nan) for scores in ordered] for key in keys}
+        own = sorted({FAILURES, RETRIES} & set(keys))
+        if own:
+            raise ValueError(f"the reward function returns {own}, which count its calls: rename them in it")
+        columns = {key: [scores.get(key, math.nan) for scores in ordered] for key in keys}
+        if failed or retries:
+            columns[FAILURES] = [float(row in failed) for row in sorted(by_row)]
+            columns[RETRIES] = [float(retries.get(row, 0)) for row in sorted(by_row)]
+        return columns
 
     def _call(self, batches: list[list[tuple[int, dict[str, Any]]]]) -> None:
         calls = []
@@ -173,14 +200,20 @@ class RewardJob:
             calls.append(Call(rows, inputs, payload, self._take_scores, self._take_failure, self._is_wanted))
         self._pool.submit(calls)
 
-    def _take_scores(self, rows: list[int], scores: list[Scores]) -> None:
+    def _take_scores(self, call: Call, scores: list[Scores]) -> None:
         with self._changed:
-            self._scores.update(zip(rows, scores, strict=True))
+            self._failed.add_retries(call)
+            self._scores.update(zip(call.rows, scores, strict=True))
             self._changed.notify_all()
 
-    def _take_failure(self, failure: Failure) -> None:
+    def _take_failure(self, call: Call, failure: Failure) -> None:
         with self._changed:
-            self._failure = self._failure or failure
+            if failure.is_final:
+                self._failure = self._failure or failure
+            elif self._ends_run:
+                self._failure = self._failure or failure._replace(message=reason(call))
+            else:
+                self._failed.add(call)
             self._changed.notify_all()
 
     def _is_wanted(self) -> bool:

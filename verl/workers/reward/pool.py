@@ -16,12 +16,12 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any
 
 from verl.utils.rank_logger import get_logger
+from verl.workers.config import RewardConfig
 from verl.workers.reward.child import NEVER, Call, ChildProcess
 from verl.workers.reward.function import OPTION, TRACEBACK_HEADING, describe, split_spec
-from verl.workers.reward.process import Answer, Failure, Ready, timeout_message
+from verl.workers.reward.process import Answer, Failure, Ready, Setup, timeout_message
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine
 
@@ -31,26 +31,23 @@ logger = get_logger(__name__)
 class RewardPool:
     """Processes that call one reward function.
 
-    Consumes calls from any thread, waits for processes, tells scores and failures on the pool's own thread.
+    Consumes calls from any thread, waits for processes, tells scores and failures on the pool's own thread. A
+    call that fails is repeated `max_retries` times before that is told. Of several calls in a process that
+    ended, each is repeated alone first, so that one that ends its process fails and the others do not.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        kwargs: dict[str, Any],
-        default_type: str,
-        num_processes: int,
-        timeout_s: float,
-        max_concurrency: int,
-    ) -> None:
+    def __init__(self, spec: str, config: RewardConfig) -> None:
         """Start the processes; returns at once. `max_concurrency` calls of an `async def` share a process."""
         path, function_name = split_spec(spec)
         self.function = f"{path}:{function_name}"
         self.path = str(path)
-        self.timeout_s = timeout_s
-        self.num_processes = num_processes
-        self.max_concurrency = max_concurrency
-        self._setup = pickle.dumps((self.function, kwargs, default_type, timeout_s))
+        self.timeout_s = config.timeout_s
+        self.num_processes = config.num_cpus
+        self.max_concurrency = config.max_concurrency
+        self.max_retries = config.max_retries
+        kwargs = dict(config.reward_function_kwargs)
+        setup = Setup(self.function, kwargs, config.reward_type, config.timeout_s, config.memory_limit_gb)
+        self._setup = pickle.dumps(setup)
         self._numbers = itertools.count()
         self._queue: deque[Call] = deque()
         self._processes: list[ChildProcess] = []
@@ -149,11 +146,12 @@ class RewardPool:
 
     def _hand_out(self) -> None:
         while self._queue:
-            free = [process for process in self._processes if len(process.calls) < process.capacity]
-            if not free:
+            call = self._queue[0]  # only this thread takes calls away
+            free = [process for process in self._processes if process.has_room_for(call)]
+            if call.is_wanted() and not free:
                 return
             with self._lock:
-                call = self._queue.popleft()
+                self._queue.popleft()
             if not call.is_wanted():
                 continue
             process = min(free, key=lambda one: len(one.calls))
@@ -179,14 +177,41 @@ class RewardPool:
             self._break(message)
         else:
             self._deliver(process, message)
+            if message.is_full:
+                self._remove(process)
+                self._repeat_alone(process)
+                self._start_process()
 
     def _deliver(self, process: ChildProcess, answer: Answer) -> None:
-        call = process.calls.pop(answer.call_number)
-        if answer.failure is not None:
-            call.on_failure(answer.failure)
-        else:
+        call = process.calls.pop(answer.call_number, None)
+        if call is None:  # the pool has given up
+            return
+        process.num_answers += 1
+        if answer.failure is None:
             assert answer.scores is not None, "an answer must hold scores or a failure"
-            call.on_scores(call.rows, answer.scores)
+            call.on_scores(call, answer.scores)
+        elif answer.is_full and (process.calls or process.num_answers > 1):
+            process.calls[answer.call_number] = (
+                call  # others may have filled the memory: it is repeated with them
+            )
+        else:
+            self._fail(call, answer.failure)
+
+    def _fail(self, call: Call, failure: Failure) -> None:
+        """Repeat a call that failed, behind all others; tell of it when that is of no use."""
+        call.failures.append(failure)
+        if len(call.failures) <= self.max_retries:
+            with self._lock:
+                self._queue.append(call)
+        else:
+            call.on_failure(call, failure)
+
+    def _repeat_alone(self, process: ChildProcess) -> None:
+        """Repeat what a process had under way when it ended."""
+        for call in process.calls.values():
+            call.is_alone = True
+        with self._lock:
+            self._queue.extendleft(process.calls.values())
 
     def _bury(self, process: ChildProcess) -> None:
         """Replace a process that died, after taking the answers it still gave."""
@@ -209,16 +234,15 @@ class RewardPool:
                 Failure(RuntimeError, f"`{OPTION}`: the process that imports {self.path} {how}{report}")
             )
             return
-        for call in process.calls.values():
-            call.on_failure(
-                Failure(
-                    RuntimeError,
-                    f"the process of reward function {self.function} {how} while it scored"
-                    f" {describe(call.rows, call.inputs)}{report}",
-                )
-            )
         if not process.calls:
             logger.warning("an idle reward process %s and is replaced: pid=%d", how, process.popen.pid)
+        elif len(process.calls) > 1:
+            self._repeat_alone(process)
+        else:
+            (call,) = process.calls.values()
+            what = f"while it scored {describe(call.rows, call.inputs)}{report}"
+            message = f"the process of reward function {self.function} {how} {what}"
+            self._fail(call, Failure(RuntimeError, message))
         self._start_process()
 
     def _seconds_to_deadline(self) -> float | None:
@@ -239,10 +263,12 @@ class RewardPool:
                     Failure(TimeoutError, f"`{OPTION}`: importing {self.path} took over {limit:g} s: {what}")
                 )
                 continue
-            late = min(process.calls.values(), key=lambda call: call.deadline)
-            message = timeout_message(self.function, self.timeout_s, what, late.rows, late.inputs)
-            for call in process.calls.values():
-                call.on_failure(Failure(TimeoutError, message))
+            if len(process.calls) > 1:
+                self._repeat_alone(process)
+            else:
+                (call,) = process.calls.values()
+                message = timeout_message(self.function, self.timeout_s, what, call.rows, call.inputs)
+                self._fail(call, Failure(TimeoutError, message))
             self._start_process()
 
     def _break(self, failure: Failure) -> None:
@@ -255,7 +281,7 @@ class RewardPool:
             waiting.extend(process.calls.values())
             process.calls.clear()
         for call in waiting:
-            call.on_failure(failure)
+            call.on_failure(call, failure._replace(is_final=True))
         self._loaded.set()
 
 

@@ -4,7 +4,7 @@
 The process is a plain `python -c`, neither forked nor spawned by multiprocessing: it imports nothing of the
 controller (no torch, no Ray) and starts as fast as Python does. Messages on the connection:
 
-    in    (spec, kwargs, default type, timeout_s), once; for each call its number and pickled (rows, inputs)
+    in    `Setup`, once; for each call its number and pickled (rows, inputs)
     out   Ready or Failure, once; for each call an Answer, in any order if the function is `async def`
 """
 
@@ -28,6 +28,7 @@ from verl.workers.reward.function import (
     describe_place,
     load_reward_function,
 )
+from verl.workers.reward.memory import Memory
 
 Inputs = list[dict[str, Any]]
 
@@ -36,6 +37,16 @@ STACK_SIGNAL = (
     signal.SIGUSR1
 )  # makes the process write where it is; answered in C, even amid an endless regex
 PR_SET_PDEATHSIG = 1
+
+
+class Setup(NamedTuple):
+    """What a process is started with."""
+
+    function: str  # path.py:function
+    kwargs: dict[str, Any]
+    default_type: str
+    timeout_s: float
+    memory_limit_gb: float | None
 
 
 class Ready(NamedTuple):
@@ -51,6 +62,7 @@ class Failure(NamedTuple):
 
     kind: type[Exception]
     message: str
+    is_final: bool = False  # it is the pool's, not that of one call, and repeating a call is of no use
 
 
 class Answer(NamedTuple):
@@ -59,6 +71,7 @@ class Answer(NamedTuple):
     call_number: int
     scores: list[Scores] | None
     failure: Failure | None
+    is_full: bool = False  # the process has little memory left: it should be replaced
 
 
 def main(connection_fd: int, report_fd: int, controller_pid: int) -> None:
@@ -73,17 +86,20 @@ def main(connection_fd: int, report_fd: int, controller_pid: int) -> None:
     faulthandler.enable(report_fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
     connection = Connection(connection_fd)
-    spec, kwargs, default_type, timeout_s = connection.recv()
+    setup: Setup = connection.recv()
+    memory = Memory(setup.memory_limit_gb)
+    memory.limit()
     try:
-        reward = load_reward_function(spec, kwargs, default_type)
+        reward = load_reward_function(setup.function, setup.kwargs, setup.default_type)
     except (ValueError, OSError) as error:
-        connection.send(Failure(type(error), str(error)))
+        memory.lift_limit()
+        connection.send(Failure(type(error), f"{error}{memory.hint(error.__cause__)}"))
         return
     connection.send(Ready(reward.name, reward.reward_type, reward.is_async))
     if reward.is_async:
-        asyncio.run(_serve_concurrently(connection, reward, timeout_s))
+        asyncio.run(_serve_concurrently(connection, reward, memory, setup.timeout_s))
     else:
-        _serve(connection, reward)
+        _serve(connection, reward, memory)
 
 
 def _die_with(controller_pid: int) -> None:
@@ -93,7 +109,7 @@ def _die_with(controller_pid: int) -> None:
         os._exit(1)
 
 
-def _serve(connection: Connection, reward: RewardFunction) -> None:
+def _serve(connection: Connection, reward: RewardFunction, memory: Memory) -> None:
     while True:
         try:
             message = connection.recv_bytes()
@@ -106,19 +122,21 @@ def _serve(connection: Connection, reward: RewardFunction) -> None:
             rows, inputs = pickle.loads(message[CALL_NUMBER.size :])
             returned = reward.call(inputs)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
-            connection.send(Answer(call_number, None, _raised(reward, error, rows, inputs)))
+            connection.send(_raised(reward, memory, call_number, error, rows, inputs))
         else:
             connection.send(_checked(reward, call_number, returned, rows, inputs))
 
 
-async def _serve_concurrently(connection: Connection, reward: RewardFunction, timeout_s: float) -> None:
+async def _serve_concurrently(
+    connection: Connection, reward: RewardFunction, memory: Memory, timeout_s: float
+) -> None:
     """Run every call that has arrived at the same time; the controller bounds their number."""
     loop = asyncio.get_running_loop()
     closed: asyncio.Future[None] = loop.create_future()
     running: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
 
     def begin(message: bytes) -> None:
-        task = loop.create_task(_answer(connection, reward, message, timeout_s))
+        task = loop.create_task(_answer(connection, reward, memory, message, timeout_s))
         running.add(task)
         task.add_done_callback(end)
 
@@ -144,7 +162,9 @@ async def _serve_concurrently(connection: Connection, reward: RewardFunction, ti
     await closed
 
 
-async def _answer(connection: Connection, reward: RewardFunction, message: bytes, timeout_s: float) -> None:
+async def _answer(
+    connection: Connection, reward: RewardFunction, memory: Memory, message: bytes, timeout_s: float
+) -> None:
     (call_number,) = CALL_NUMBER.unpack_from(message)
     inputs: Inputs = []
     rows: list[int] = []
@@ -159,7 +179,7 @@ async def _answer(connection: Connection, reward: RewardFunction, message: bytes
             why = timeout_message(str(reward), timeout_s, where, rows, inputs)
             connection.send(Answer(call_number, None, Failure(TimeoutError, why)))
         else:
-            connection.send(Answer(call_number, None, _raised(reward, error, rows, inputs)))
+            connection.send(_raised(reward, memory, call_number, error, rows, inputs))
     else:
         connection.send(_checked(reward, call_number, [returned], rows, inputs))
 
@@ -175,11 +195,24 @@ def _checked(
         return Answer(call_number, None, Failure(ValueError, str(error)))
 
 
-def _raised(reward: RewardFunction, error: BaseException, rows: list[int], inputs: Inputs) -> Failure:
-    what = describe_error(error, reward.path)
-    if not rows:
-        return Failure(ValueError, f"a reward process cannot read the inputs of {reward}: {what}")
-    return Failure(ValueError, f"reward function {reward} raised {what}for {describe(rows, inputs)}")
+def _raised(
+    reward: RewardFunction,
+    memory: Memory,
+    call_number: int,
+    error: BaseException,
+    rows: list[int],
+    inputs: Inputs,
+) -> Answer:
+    is_full = memory.is_scarce(error)
+    memory.lift_limit()  # to describe it takes memory
+    what = describe_error(error, reward.path) + memory.hint(error)
+    memory.limit()
+    why = (
+        f"reward function {reward} raised {what}for {describe(rows, inputs)}"
+        if rows
+        else f"a reward process cannot read the inputs of {reward}: {what}"
+    )
+    return Answer(call_number, None, Failure(ValueError, why), is_full)
 
 
 def timeout_message(function: str, timeout_s: float, where: str, rows: list[int], inputs: Inputs) -> str:
