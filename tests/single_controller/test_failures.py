@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import signal
 import time
 
 import psutil
@@ -7,6 +8,7 @@ import pytest
 
 from tests.single_controller.workers import BrokenWorker, GlooWorker, OddWorker
 from verl.single_controller.ray.failure import WorkerError
+from verl.single_controller.ray.worker_group import CHECK_S
 
 LIMIT_S = 10.0
 
@@ -18,12 +20,12 @@ def joined(make_group):
     return group
 
 
-def failure_of(function, *args):
+def failure_of(function, *args, limit_s=LIMIT_S):
     """Return the error of a call that must fail within the limit."""
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         function(*args)
-    assert time.monotonic() - start < LIMIT_S
+    assert time.monotonic() - start < limit_s
     return caught.value
 
 
@@ -105,6 +107,19 @@ def test_a_hang_ends_after_the_timeout_with_the_stacks_of_all_ranks(joined):
     assert "stacks of rank 0" in str(caught.value)
     assert "in hang_while_others_wait" in str(caught.value)
     assert "in barrier" in str(caught.value)
+
+
+def test_a_stopped_rank_is_found_and_ended_although_no_timeout_is_set(joined):
+    pids = [info.pid for info in joined.infos]
+    call = joined.start("hang_while_others_wait", 0)
+    os.kill(pids[1], signal.SIGSTOP)
+
+    error = failure_of(call.result, limit_s=2 * CHECK_S + LIMIT_S)
+
+    assert (error.rank, error.phase, error.hung) == (1, "update_actor", True)
+    assert "the processes of ranks [1] are stopped" in str(error)
+    assert "stacks of rank 0" in str(error)
+    assert_all_gone(pids)
 
 
 def test_an_exception_that_cannot_be_pickled_still_arrives(make_group):

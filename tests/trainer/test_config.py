@@ -168,7 +168,6 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
     ("argument", "supported"),
     [
         ("worker.actor.model.lora.rank=8", "0"),
-        ("worker.actor.cached_embeds_dir=/tmp", "null"),
         ("worker.actor.vila_model=true", "false"),
         ("worker.hybrid_engine=false", "true"),
         ("worker.is_omni=true", "false"),
@@ -212,3 +211,13 @@ def test_a_folder_of_frames_is_the_same_for_processes_in_any_directory(minimal, 
 
     assert load(minimal, "data.cache_dir=frames").data.cache_dir == str(tmp_path / "frames")
     assert not (tmp_path / "frames").exists()
+
+
+def test_features_are_kept_of_a_tower_that_does_not_change(minimal, tmp_path):
+    folder = f"worker.actor.cached_embeds_dir={tmp_path / 'features'}"
+
+    (problem,) = problems_of(minimal, folder)
+
+    assert "needs `worker.actor.model.freeze_vision_tower=true`" in problem
+    frozen = load(minimal, folder, "worker.actor.model.freeze_vision_tower=true")
+    assert frozen.worker.actor.cached_embeds_dir == str(tmp_path / "features")

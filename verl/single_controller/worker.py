@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from verl.single_controller.dispatch import Place
 
+STACKS_WAIT_S = 0.5  # a worker has this long to write where it stands
+
 
 class WorkerInfo(NamedTuple):
     """Who and where a worker is, for errors."""
@@ -90,14 +92,19 @@ class Worker:
             pass
 
 
-def read_stacks(pid: int, stacks_fd: int, wait_s: float = 0.5) -> str:
-    """Return the stacks of all threads of a `Worker` on this machine, also of one stuck in native code.
+def read_stacks(info: WorkerInfo) -> str:
+    """Return the stacks of all threads of a worker on this machine, also of one stuck in native code."""
+    os.kill(info.pid, signal.SIGUSR1)
+    time.sleep(STACKS_WAIT_S)
+    return Path(f"/proc/{info.pid}/fd/{info.stacks_fd}").read_text()
 
-    Args:
-        pid: Of the worker.
-        stacks_fd: Its `WorkerInfo.stacks_fd`.
-        wait_s: The time it has to write, in seconds.
-    """
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(wait_s)
-    return Path(f"/proc/{pid}/fd/{stacks_fd}").read_text()
+
+def is_stopped_process(info: WorkerInfo) -> bool:
+    """Whether somebody stopped a worker on this machine by SIGSTOP: it lives and does nothing."""
+    state = Path(f"/proc/{info.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "T"
+
+
+def end_process(info: WorkerInfo) -> None:
+    """Kill a worker on this machine; a stopped one too."""
+    os.kill(info.pid, signal.SIGKILL)

@@ -62,6 +62,11 @@ class DataConfig:
         resolve=writable_folder,
     )
     video_fps: float = option(2.0, help="Frames taken from a second of video.", minimum=0.01)
+    row_timeout_s: float | None = option(
+        300.0,
+        help="Seconds that reading the media of a row may take before it is a bad row; null waits.",
+        minimum=1.0,
+    )
     max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
     max_response_length: int = option(512, help="Tokens of a response at most.", minimum=1, example=2048)
     rollout_batch_size: int = option(512, help="Prompts in a training step.", minimum=1)
@@ -163,6 +168,14 @@ class TrainerConfig:
     )
     find_last_checkpoint: bool = option(
         True, help="Go on from the last checkpoint in `save_checkpoint_path` if there is one."
+    )
+    max_restarts: int = option(
+        0,
+        help="Times that a run whose workers died or hang starts again from its last checkpoint.",
+        minimum=0,
+    )
+    worker_timeout_s: float | None = option(
+        3600.0, help="Seconds without progress of any rank after which workers hang; null waits.", minimum=1.0
     )
     ray_timeline: str | None = option(None, help="File for Ray's timeline of the run.", resolve=writable_file)
     debug: bool = option(False, help="Check every key of the batch after each stage.")

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status: 0; 2 for bad input, before anything was trained; 1 for a machine that does not do or
-        a run that failed; 130 after Ctrl-C.
+        a run that failed; 128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         Exception: An error of this package, which needs its traceback.
@@ -72,11 +72,11 @@ def _help(topics: Sequence[str]) -> str:
 
 
 def _train(config: PPOConfig) -> int:
-    trainer = None
+    supervisor = None
     try:
         check_versions(config.worker.rollout.name)
         # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
-        from verl.trainer.setup import running_trainer  # noqa: PLC0415
+        from verl.trainer.supervision import Supervisor  # noqa: PLC0415
         from verl.utils.checkpoint.tracker import checkpoint_to_resume  # noqa: PLC0415
         from verl.utils.logger.tracker import check_loggers  # noqa: PLC0415
 
@@ -86,23 +86,26 @@ def _train(config: PPOConfig) -> int:
         checkpoint_to_resume(
             options.save_checkpoint_path, options.load_checkpoint_path, options.find_last_checkpoint
         )
-        with running_trainer(config) as trainer:
-            trainer.fit()
+        supervisor = Supervisor(config)
+        status = supervisor.run()
     except FOR_THE_USER as error:
         if not raised_by_us(error):
             raise
-        if trainer is not None:
-            step = trainer.run_state.step
-            sys.stderr.write(f"the run failed in step {step}: {error}\n\n{_how_to_go_on(config.trainer)}\n")
+        if supervisor is not None and supervisor.step is not None:
+            how = _how_to_go_on(config.trainer)
+            sys.stderr.write(f"the run failed in step {supervisor.step}: {error}\n\n{how}\n")
             return FAILED
         sys.stderr.write(f"{error}\n")
         is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
         return FAILED if is_machine else BAD_INPUT
     except KeyboardInterrupt:
-        how = "nothing was trained" if trainer is None else _how_to_go_on(config.trainer)
+        is_running = supervisor is not None and supervisor.step is not None
+        how = _how_to_go_on(config.trainer) if is_running else "nothing was trained"
         sys.stderr.write(f"interrupted; {how}\n")
         return INTERRUPTED
-    return 0
+    if status:
+        sys.stderr.write(f"stopped after step {supervisor.step}; {_how_to_go_on(config.trainer)}\n")
+    return status
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from verl.trainer.core_algos import (
     entropy_estimate,
     get_rollout_correction,
     mixed_seed,
+    replace_tensors,
     resample_by_score,
     with_tensors,
 )
@@ -33,6 +34,7 @@ from verl.trainer.metrics import (
 from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.run_state import RunState
 from verl.trainer.scores import score
+from verl.trainer.stopping import StopRequest
 from verl.trainer.validation import Validator
 from verl.utils.logger.tracker import Tracker
 
@@ -59,19 +61,25 @@ class RayPPOTrainer:
         self.validator = validator
         self.run_state = run_state
         self.tracker = tracker
+        self.stop = StopRequest()
         self.correction = get_rollout_correction(config.algorithm.rollout_correction)
 
     def fit(self) -> None:
-        """Train until the last step, validating and saving on the way."""
+        """Train until the last step or a request to stop, validating and saving on the way."""
+        self.run_state.load()
+        with self.stop.listening():
+            self.train()
+
+    def train(self) -> None:
+        """The steps of the run from where it stands."""
         trainer, state = self.config.trainer, self.run_state
-        state.load()
         if trainer.val_before_train or trainer.val_only:
             self.tracker.begin_step(state.step)
             self.tracker.log(self.validate(StageTimer(self.tracker.stage)), state.step)
         if trainer.val_only:
             return
 
-        while state.step < state.training_steps:
+        while state.step < state.training_steps and not self.stop.signal:
             state.step += 1
             self.tracker.begin_step(state.step)
             timer = StageTimer(self.tracker.stage)
@@ -79,7 +87,7 @@ class RayPPOTrainer:
                 batch, metrics = self.train_step(timer)
                 if self.validator.has_prompts and self.is_due(trainer.val_freq):
                     metrics |= self.validate(timer)
-                if self.is_due(trainer.save_freq):
+                if self.is_due(trainer.save_freq) or self.stop.signal:
                     with timer("save_checkpoint"):
                         state.save()
             metrics |= compute_batch_metrics(batch, state.step) | compute_timing_metrics(batch, timer.seconds)
@@ -97,7 +105,7 @@ class RayPPOTrainer:
         with timer("reward"):
             model_scores = batch.batch.get("reward_model_scores")
             scores, reward_metrics = score(batch, scoring.result(), self.config, model_scores)
-            batch = batch.merge(scores)  # token_level_scores
+            batch = replace_tensors(batch, **scores.batch)  # token_level_scores; masks what failed
         batch, process_metrics = self.reward_process(batch, timer)
         with timer("adv"):
             batch, advantage_metrics = self.estimate_advantages(batch)

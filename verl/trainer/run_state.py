@@ -36,6 +36,7 @@ class RunState:
         training_steps: Steps of the whole run.
         kl_controller: Owns the weight of the KL penalty in the rewards.
         entropy_controller: Owns the weight of the entropy bonus.
+        saved: The last checkpoint that this object wrote.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RunState:
         self.collector = collector
         self.step = 0
         self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
+        self.saved: Path | None = None
         self._score: tuple[int, float] | None = None  # step and value of the last validation
 
     def record_score(self, score: float) -> None:
@@ -79,7 +81,8 @@ class RunState:
         }
         write_json(folder / STATE_FILE, state)
         step, score = self._score or (None, None)
-        return self.checkpoints.publish(self.step, score if step == self.step else None)
+        self.saved = self.checkpoints.publish(self.step, score if step == self.step else None)
+        return self.saved
 
     def load(self) -> None:
         """Go on from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""

@@ -34,8 +34,9 @@ from verl.utils.logger.tracker import Tracker
 from verl.utils.media_cache import MediaCache
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import KLLoss
-from verl.workers.fsdp_workers import FSDPWorker, RunOptions
+from verl.workers.fsdp_workers import FSDPWorker
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
+from verl.workers.run_options import RunOptions
 
 # Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
 WORKER_ENV = {
@@ -68,7 +69,8 @@ def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
         stack.callback(cache.close)
         reward: RewardManager | NoRewardFunction = NoRewardFunction()
         if config.worker.reward.reward_function is not None:
-            reward = stack.enter_context(RewardManager(config.worker.reward))
+            failure_log = Path(config.trainer.checkpoint_folder) / "reward_failures.jsonl"
+            reward = stack.enter_context(RewardManager(config.worker.reward, failure_log))
 
         model, template = config.worker.actor.model, config.data.override_chat_template
         assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
@@ -79,7 +81,11 @@ def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
 
         options = run_options(config, device, training_steps, cache)
         env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
-        workers = stack.enter_context(RayWorkerGroup(pool, FSDPWorker, config.worker, options, env=env))
+        workers = stack.enter_context(
+            RayWorkerGroup(
+                pool, FSDPWorker, config.worker, options, env=env, timeout_s=config.trainer.worker_timeout_s
+            )
+        )
         workers.init_model()
 
         tracker = stack.enter_context(_open_tracker(config, training_steps))

@@ -19,13 +19,20 @@ class WorkerError(RuntimeError):
         rank: The rank that caused it.
         phase: What it was doing.
         died: Whether its process ended, rather than raised.
+        hung: Whether it was stopped, or made no progress.
     """
 
-    def __init__(self, message: str, *, rank: int, phase: str, died: bool) -> None:
+    def __init__(self, message: str, *, rank: int, phase: str, died: bool, hung: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.phase = phase
         self.died = died
+        self.hung = hung
+
+    @property
+    def may_go_away(self) -> bool:
+        """Whether new processes may do what these did not: nothing of ours raised."""
+        return self.died or self.hung
 
 
 class Failure(NamedTuple):

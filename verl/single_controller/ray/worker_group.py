@@ -5,9 +5,10 @@ The first failure of any rank ends the group: the other ranks may be stuck in a 
 finish, so they are killed and the controller gets a `WorkerError` within seconds.
 """
 
+import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,11 +31,18 @@ from verl.single_controller.dispatch import (
 from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.failure import Failure, WorkerError, is_death, worker_error
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.worker import Worker, WorkerInfo, read_stacks
+from verl.single_controller.worker import (
+    Worker,
+    WorkerInfo,
+    end_process,
+    is_stopped_process,
+    read_stacks,
+)
 
 GRACE_S = 2.0  # after an exception, for the death that may have caused it to become known
 STREAM_WINDOW = 256  # items of a rank that wait unread before its generator pauses
-STACKS_TIMEOUT_S = 30.0
+NODE_TIMEOUT_S = 30.0
+CHECK_S = 5.0  # between looks at processes that do not answer; two looks must agree
 SMALL = (type(None), bool, int, float, str)  # arguments that travel inside the call
 
 
@@ -204,9 +212,7 @@ class RayWorkerGroup:
         self._alive_workers()
         try:
             waiting = self._waiting()
-            ready, _ = ray.wait([entry.reference for entry in waiting], timeout=self.timeout_s)
-            if not ready:
-                raise self._hung(waiting)
+            ready = self._wait(waiting)
             entry = next(entry for entry in waiting if entry.reference is ready[0])
             failure = self._take(entry)
             if failure is not None:
@@ -214,6 +220,22 @@ class RayWorkerGroup:
         except (KeyboardInterrupt, SystemExit):
             self.kill()
             raise
+
+    def _wait(self, waiting: list[Waiting]) -> list[Any]:
+        """Wait for the next result; from time to time look whether somebody has stopped a process."""
+        give_up = time.monotonic() + (self.timeout_s or float("inf"))
+        stopped: set[int] = set()
+        while True:
+            patience = max(0.0, min(CHECK_S, give_up - time.monotonic()))
+            ready, _ = ray.wait([entry.reference for entry in waiting], timeout=patience)
+            if ready:
+                return ready
+            if time.monotonic() >= give_up:
+                raise self._hung(waiting, f"no rank made progress for {self.timeout_s:g} seconds")
+            before, stopped = stopped, self._stopped_ranks()
+            if before & stopped:
+                ranks = sorted(before & stopped)
+                raise self._hung(waiting, f"the processes of ranks {ranks} are stopped (SIGSTOP)", ranks)
 
     def _start_workers(
         self, worker_class: type[Worker], args: tuple, kwargs: dict[str, Any], env: dict[str, str]
@@ -300,38 +322,54 @@ class RayWorkerGroup:
         failures.sort(key=lambda failure: not is_death(failure))
         return worker_error(failures, self.infos, self.world_size)
 
-    def _hung(self, waiting: list[Waiting]) -> WorkerError:
+    def _hung(self, waiting: list[Waiting], what: str, stopped: Sequence[int] = ()) -> WorkerError:
         """Ask the ranks that have not returned where they stand, then kill the group."""
         ranks = sorted({entry.rank for entry in waiting})
-        stacks = self._stacks(ranks)
+        stacks = self._stacks([rank for rank in ranks if rank not in stopped])
+        self._on_nodes(end_process, stopped)  # they would not hear Ray
         self.kill()
         method = waiting[0].call.method
-        text = (
-            f"no rank made progress for {self.timeout_s:g} seconds in phase `{method.phase}`"
-            f" (method `{method.name}`); still running: ranks {ranks}"
-        )
+        text = f"{what} in phase `{method.phase}` (method `{method.name}`); still running: ranks {ranks}"
         for rank, stack in stacks.items():
             text += f"\n\nstacks of rank {rank}:\n{stack}"
-        return WorkerError(text, rank=ranks[0], phase=method.phase, died=False)
+        return WorkerError(text, rank=[*stopped, *ranks][0], phase=method.phase, died=False, hung=True)
 
-    def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        if not self.infos:
-            return {}
+    def _stopped_ranks(self) -> set[int]:
+        return {rank for rank, is_stopped in self._on_nodes(is_stopped_process).items() if is_stopped is True}
+
+    def _stacks(self, ranks: list[int]) -> dict[int, Any]:
+        return self._on_nodes(read_stacks, ranks)
+
+    def _on_nodes(
+        self, function: Callable[[WorkerInfo], Any], ranks: Sequence[int] | None = None
+    ) -> dict[int, Any]:
+        """Call a function of a worker's info on its machine; by rank what it returned, or why it did not."""
+        chosen = [info for info in self.infos if ranks is None or info.rank in ranks]
+        found = {info.rank: _called(function, info) for info in chosen if info.host == socket.gethostname()}
         slots = self.pool.slots()
-        task = ray.remote(num_cpus=0)(read_stacks)
+        task = ray.remote(num_cpus=0)(function)
         references = {}
-        for rank in ranks:
-            here = NodeAffinitySchedulingStrategy(slots[rank].node_id, soft=False)
-            info = self.infos[rank]
-            references[rank] = task.options(scheduling_strategy=here).remote(info.pid, info.stacks_fd)
-        ready, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=STACKS_TIMEOUT_S)
-        return {rank: _stack_text(reference) for rank, reference in references.items() if reference in ready}
+        for info in chosen:
+            if info.rank not in found:
+                there = NodeAffinitySchedulingStrategy(slots[info.rank].node_id, soft=False)
+                references[info.rank] = task.options(scheduling_strategy=there).remote(info)
+        if references:
+            ready, _ = ray.wait(
+                list(references.values()), num_returns=len(references), timeout=NODE_TIMEOUT_S
+            )
+            found |= {
+                rank: _called(ray.get, reference)
+                for rank, reference in references.items()
+                if reference in ready
+            }
+        return found
 
 
-def _stack_text(reference: ray.ObjectRef) -> str:
+def _called(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What it returns, or in words what kept it from it: the hang is the error to raise, not this."""
     try:
-        return ray.get(reference)
-    except RayError as error:  # the hang is the error to raise, not this
+        return function(argument)
+    except (OSError, RayError) as error:
         return f"not readable: {error}"
 
 
