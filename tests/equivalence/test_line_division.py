@@ -14,12 +14,11 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.training import learned
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.utils.sequence_parallel.groups import SequenceParallel
+from verl.utils.sequence_parallel.groups import SequenceParallel, data_parallel_group
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.forward import PackedForward
-from verl.workers.fsdp_workers import data_parallel_group
 from verl.workers.line_division import LineDivision, Way
 from verl.workers.update import forward_in_micro_batches
 

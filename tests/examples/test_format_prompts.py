@@ -7,7 +7,12 @@ from jinja2.sandbox import SandboxedEnvironment
 
 FOLDER = Path(__file__).parents[2] / "examples" / "format_prompt"
 TEMPLATES = sorted(FOLDER.glob("*.jinja"))
-ASKS_FOR = {"math": ["<think>", r"\boxed{}"], "r1v": ["<think>", "<answer>"], "dapo": ["Answer: $ANSWER"]}
+ASKS_FOR = {
+    "math": ["<think>", r"\boxed{}"],
+    "r1v": ["<think>", "<answer>"],
+    "dapo": ["Answer: $ANSWER"],
+    "code": ["</think>", "```python"],
+}
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

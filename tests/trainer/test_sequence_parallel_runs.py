@@ -59,16 +59,21 @@ def assert_equal(metrics, expected):
         )
 
 
+DIVIDED = "worker.actor.divide_short_sequences=true"
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "whole"),
     [
-        ["worker.actor.share_prompt=true"],
-        ["worker.actor.ulysses_size=2"],
-        ["worker.actor.ring_size=2"],
+        (["worker.actor.share_prompt=true"], None),
+        (["worker.actor.ulysses_size=2", DIVIDED], 0.0),
+        (["worker.actor.ring_size=2", DIVIDED], 0.0),
+        (["worker.actor.ring_size=2"], 1.0),
     ],
-    ids=["shared prompts", "ulysses", "ring"],
+    ids=["shared prompts", "ulysses", "ring", "whole sequences"],
 )
-def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options):
-    metrics = run(folder, options[0].split(".")[-1], *options)
+def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options, whole):
+    metrics = run(folder, "".join(option.split(".")[-1] for option in options), *options)
 
     assert_equal(metrics, apart)
+    assert metrics[1].get("perf/sp_whole_rows_actor") == whole

@@ -101,7 +101,11 @@ def test_without_restarts_a_killed_worker_ends_the_run_with_the_way_to_go_on(fol
     assert "the same command goes on from the last checkpoint" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    ids=["Ctrl-C", "SIGTERM"],
+)
 def test_a_signal_saves_the_step_under_way_and_the_next_run_goes_on(folder, undisturbed, number):
     def send(process):  # Ctrl-C reaches every process of the terminal, a scheduler's SIGTERM the first
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)

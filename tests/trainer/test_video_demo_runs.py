@@ -17,6 +17,7 @@ from demo import KINDS
 from moving import IMAGE_SIZE, NUM_FRAMES, NUM_SAMPLED, find_corners
 
 STEPS = 3
+DIVIDED = "worker.actor.divide_short_sequences=true"
 DEMO = KINDS["video"]
 # Of how many ranks there are, and what each of them holds.
 LAYOUT_AREAS = ("global_seqlen/", "rollout/", "rollout_corr/")
@@ -86,9 +87,9 @@ def alone(folder, cluster):
 @pytest.mark.parametrize(
     "options",
     [
-        ["worker.actor.ulysses_size=2"],
+        ["worker.actor.ulysses_size=2", DIVIDED],
         pytest.param(
-            ["worker.actor.ulysses_size=2", "worker.actor.ring_size=2"], marks=pytest.mark.slow
+            ["worker.actor.ulysses_size=2", "worker.actor.ring_size=2", DIVIDED], marks=pytest.mark.slow
         ),  # minutes
     ],
     ids=["two pairs of ulysses", "ulysses and ring"],

@@ -257,7 +257,8 @@ class RLHFDataset(Dataset):
         listed = [str(row) for row in self.bad_rows[:MAX_LISTED]]
         if len(self.bad_rows) > MAX_LISTED:
             listed.append(f"... and {len(self.bad_rows) - MAX_LISTED} more")
-        if self.report is not None:
+        is_told = self.config.on_bad_row == "error" and len(self.bad_rows) <= MAX_LISTED
+        if self.report is not None and not is_told:  # a run that never began leaves nothing behind
             self.report.add(self.bad_rows)
             listed.append(f"all of them: {self.report.path}")
         text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *listed])

@@ -124,6 +124,9 @@ class ActorConfig:
     share_prompt: bool = option(
         True, help="Run a prompt once for all of its responses in training, where the model allows it."
     )
+    divide_short_sequences: bool = option(
+        False, help="Divide sequences over ranks even where whole ones fit and are estimated to be faster."
+    )
     use_torch_compile: bool = option(
         True,
         help="Compile the log-prob function.",

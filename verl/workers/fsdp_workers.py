@@ -22,7 +22,7 @@ from verl.utils.device import backend_of, memory_metrics, reset_peak_memory, set
 from verl.utils.fsdp_utils import full_named_tensors, torch_dtype
 from verl.utils.hub_names import HubNames
 from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader
-from verl.utils.sequence_parallel.groups import SequenceParallel
+from verl.utils.sequence_parallel.groups import SequenceParallel, data_parallel_group
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
 from verl.workers.config import WorkerConfig
@@ -64,7 +64,13 @@ class FSDPWorker(Worker):
         sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, actor.ring_size, pieces)
         self.group = data_parallel_group(sp)
         self.place = Place(
-            self.device, self.world_size, self.media, actor.share_prompt, sp, actor.cached_embeds_dir
+            self.device,
+            self.world_size,
+            self.media,
+            actor.share_prompt,
+            sp,
+            actor.cached_embeds_dir,
+            actor.divide_short_sequences,
         )
         self.hosted: list[HostedModel] = []
         self.num_encoded = 0  # media that frozen towers had encoded when it was last said
@@ -402,15 +408,3 @@ class FSDPWorker(Worker):
                     stack.enter_context(hosted.loaded(with_optimizer and number == 0))
                     stack.enter_context(hosted.holding(media))
             yield
-
-
-def data_parallel_group(sp: SequenceParallel) -> dist.ProcessGroup:
-    """The ranks that have other sequences than this one, itself included; collective over the world."""
-    everyone = dist.group.WORLD
-    assert everyone is not None, "the process group is set up"
-    if sp.size == 1:
-        return everyone
-    if sp.dp_group is not None:
-        return sp.dp_group
-    alone: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return alone[dist.get_rank()]

@@ -21,6 +21,7 @@ from verl.utils.optim import build_optimizer, build_scheduler
 from verl.utils.sequence_parallel.groups import SequenceParallel
 from verl.workers.forward import PackedForward
 from verl.workers.frozen_tower import FrozenTower
+from verl.workers.line_division import LineDivision, Way
 from verl.workers.model_builder import build_model
 from verl.workers.model_config import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 
@@ -35,6 +36,7 @@ class Place:
     share_prompt: bool = False  # run a prompt once for all of its responses
     sp: SequenceParallel = field(default_factory=SequenceParallel)
     embeds_dir: str | None = None  # keeps what frozen vision towers compute
+    always_divides: bool = False  # sequences over the ranks of a line
 
 
 class HostedModel:
@@ -93,6 +95,8 @@ class HostedModel:
         self.forward = PackedForward(
             self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp, self.tower
         )
+        if place.always_divides:
+            self.forward.division = LineDivision(place.sp.size, [Way.DIVIDED])
         self.flops = FlopsCounter(self.model.config, device=place.device)
         with self.loaded():
             check_model(self.model)

@@ -12,6 +12,7 @@ all-to-all moves the most data::
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -92,6 +93,18 @@ class SequenceParallel:
     def ring_index(self) -> int:
         """Which pair of chunks of every sequence this rank holds a piece of."""
         return self.index // self.ulysses_size
+
+
+def data_parallel_group(sp: SequenceParallel) -> dist.ProcessGroup:
+    """The ranks that have other sequences than this one, itself included; collective over the world."""
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the process group is set up"
+    if sp.size == 1:
+        return everyone
+    if sp.dp_group is not None:
+        return sp.dp_group
+    alone: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return alone[dist.get_rank()]
 
 
 def _own_group(parts: list[list[int]]) -> dist.ProcessGroup | None:
