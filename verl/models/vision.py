@@ -65,6 +65,11 @@ class DummyRow(NamedTuple):
     pixel_values: Tensor
     image_grid_thw: Tensor  # (1, 3)
 
+    @property
+    def media(self) -> dict[str, Tensor]:
+        """The image alone, as `encode_media` reads it."""
+        return {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
+
 
 def encode_media(
     owner: Any,
@@ -138,8 +143,7 @@ def share_media(
     )
     first, last = bounds[sp.index : sp.index + 2]
     if first == last:
-        blank = dummy_row(config)
-        return {"pixel_values": blank.pixel_values, "image_grid_thw": blank.image_grid_thw}, share
+        return dummy_row(config).media, share
     stops = grids[:, 0].cumsum(0)  # of each medium, in frames
     held = stops.clamp(first, last) - (stops - grids[:, 0]).clamp(first, last)  # its frames on this rank
     own = torch.cat([held[:, None], grids[:, 1:]], 1)[held > 0]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.utils.isolated_calls import IsolatedCalls
-from verl.utils.media_references import payload
+from verl.utils.media_references import shown_name
 from verl.utils.multimodal import MediaData, MediaLoader, MediaShape
 
 ROW_TIMEOUT_S = 300.0
@@ -111,11 +111,7 @@ def _enter(loader: MediaLoader) -> None:
 def _names(media: MediaData) -> str:
     """The files of a row, as an error shows them."""
     return ", ".join(
-        f"the {kind.removesuffix('s')} {_name(payload(ref))}"
+        f"the {kind.removesuffix('s')} {shown_name(ref)}"
         for kind, refs in (media or {}).items()
         for ref in refs
     )
-
-
-def _name(source: str | bytes) -> str:
-    return source if isinstance(source, str) else f"of {len(source)} bytes"

@@ -30,9 +30,8 @@ def reading(kind: str, ref: Reference) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        source = payload(ref)
-        name = source if isinstance(source, str) else f"of {len(source)} bytes"
-        raise ValueError(f"the {kind} {name} cannot be read: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the {kind} {shown_name(ref)} cannot be read: {reason}") from error
 
 
 @contextmanager
@@ -49,6 +48,12 @@ def payload(ref: Reference) -> str | bytes:
     if isinstance(ref, dict):
         return ref.get("bytes") or ref["path"]
     return ref
+
+
+def shown_name(ref: Reference) -> str:
+    """What an error calls it: its path, or how many bytes it has."""
+    source = payload(ref)
+    return source if isinstance(source, str) else f"of {len(source)} bytes"
 
 
 def openable(ref: Reference) -> str | io.BytesIO:

@@ -301,8 +301,7 @@ class PackedForward:
 
     def _row_features(self, row: dict[str, Any]) -> dict[str, Tensor]:
         if not has_media(row):
-            dummy = dummy_row(self.config)
-            return {"pixel_values": dummy.pixel_values, "image_grid_thw": dummy.image_grid_thw}
+            return dummy_row(self.config).media
         if self.model_type.media_owner is None or self.media is None:
             raise ValueError(f"rows hold media, which {self.config.model_type} is not known to read")
         return self.media.features(row)

@@ -228,8 +228,7 @@ class FrozenTower:
     ) -> dict[str, Tensor]:
         """Pixels of the stretches; the tower does not tell images from videos."""
         if not stretches:
-            blank = dummy_row(self.config)
-            return {"pixel_values": blank.pixel_values, "image_grid_thw": blank.image_grid_thw}
+            return dummy_row(self.config).media
         pixels, grids = [], []
         for key, first, stop, patches in stretches:
             kind, ref = media[key]

@@ -201,20 +201,18 @@ class FSDPWorker(Worker):
         self.engine.sleep()
 
     @register(Dispatch.SHARD, phase="encode", streaming=True)
-    def encode_media(self, prompts: DataProto) -> Iterator[int]:
+    def encode_media(self, prompts: DataProto) -> Iterator[None]:
         """Let a frozen vision tower encode the prompts' media, for all that follows in the step.
+
+        Produces nothing; it is a stream because prompts need not divide evenly over the ranks.
 
         Args:
             prompts: Reads `multi_modal_data`.
-
-        Returns:
-            The number of media that this rank's line computed, once.
         """
         assert self.policy.tower is not None, "called with a frozen vision tower only"
-        before = self.policy.tower.num_encoded
         with self.policy.loaded():
             self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
-        yield self.policy.tower.num_encoded - before
+        yield from ()
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
