@@ -14,6 +14,10 @@ REPORT_NAME = "bad_rows.jsonl"
 logger = get_logger(__name__)
 
 
+class BadRowError(ValueError):
+    """A row of the data cannot be used; the message says where it is and why."""
+
+
 class BadRow(NamedTuple):
     """A row that is left out: where it stands and why it cannot be used."""
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from verl.utils.config_source import read_argument, read_config_file, resolve_references
 from verl.utils.config_values import NULL_WORDS, convert, members_of, show
 
 C = TypeVar("C")
 QUOTED_OPTION = re.compile(r"`([\w.]+)")  # how a problem names the options it is about
+MAX_KEY = 200  # characters of a key that could be a misspelt one
+MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys are those of another program
 MIN_SIMILARITY = 0.6  # below it a suggestion confuses more than it helps
 
 
@@ -126,21 +125,21 @@ def load_config(cls: type[C], arguments: Sequence[str] = ()) -> C:
     problems: list[str] = []
     layers: dict[str, Any] = default_values(cls)
     for path in _named_files(arguments):
-        layers = _merged(layers, _read_yaml(path))
+        layers = _merged(layers, _read_file(path))
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or "" in key.split("."):
             hint = f": a file is given as `config={argument}`" if argument.endswith((".yaml", ".yml")) else ""
-            problems.append(f"an argument must look like `section.option=value`, got {argument!r}{hint}")
+            problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
         elif key != "config":
             try:
                 layers = _merged(layers, _nest(key, _read_value(cls, key, text)))
-            except (YAMLError, OmegaConfBaseException) as error:
-                problems.append(f"`{key}` cannot be read from {text!r}: {_one_line(error)}")
+            except ValueError as error:
+                problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:
-        values = OmegaConf.to_container(OmegaConf.create(layers), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([*problems, f"`{error.full_key or ''}`: {str(error).splitlines()[0]}"]) from error
+        values = resolve_references(layers)
+    except ValueError as error:
+        raise ConfigError([*problems, str(error)]) from error
     return _Builder(cls, problems).build(values)
 
 
@@ -208,6 +207,8 @@ def value_at(config: Any, key: str) -> Any:
 def nearest_key(key: str, cls: type) -> str | None:
     """Return the option or section that an unknown key most likely meant, also from another section."""
     best, best_score = None, 0.0
+    if len(key) > MAX_KEY:
+        return None
     for candidate, _, _, info in walk_options(cls):
         name_score = _similarity(key.rpartition(".")[2], candidate.rpartition(".")[2])
         path_score = _similarity(key, candidate)
@@ -264,7 +265,7 @@ class _Builder:
             value = convert(value, hint)
             _check_value(value, default, info, reason)
             return info.resolve(value) if info.resolve and value is not None else value
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:  # a path may be too long for the system to look for
             text = str(error)
             self._complain(key, f"`{key}` {text}" if text.startswith("must") else f"`{key}`: {text}")
             return default
@@ -278,11 +279,11 @@ class _Builder:
             for name, item in value.items():
                 self._complain_unknown(_join(key, str(name)), item)
             return
-        nearest = nearest_key(key, self.cls)
+        nearest = nearest_key(key, self.cls) if len(self.problems) < MAX_SUGGESTIONS else None
         if nearest:
             self.broken.add(nearest)
         remedy = f"did you mean `{nearest}`?" if nearest else "`--help` lists every option"
-        self._complain(key, f"`{key}` is not an option; {remedy}")
+        self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
 
 
 def _check_value(value: Any, default: Any, info: OptionInfo, reason: str | None) -> None:
@@ -323,19 +324,12 @@ def _named_files(arguments: Sequence[str]) -> list[Path]:
     return [Path(os.path.abspath(os.path.expanduser(name))) for name in names]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file; without it nothing else of the config can be judged."""
-    if not path.is_file():
-        raise ConfigError([f"`config`: no file {path}"])
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"`config`: {path} is not valid YAML: {_one_line(error)}"]) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            [f"`config`: {path} must hold sections such as `data:` at the top, it holds a list"]
-        )
-    return {str(key): value for key, value in content.items()}
+        return read_config_file(path)
+    except ValueError as error:
+        raise ConfigError([f"`config`: {error}"]) from error
 
 
 def _read_value(cls: type, key: str, text: str) -> Any:
@@ -352,7 +346,7 @@ def _read_value(cls: type, key: str, text: str) -> Any:
         and not text.startswith(("'", '"'))
     ):
         return text
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index] # always a mapping
+    return read_argument(text)
 
 
 def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
@@ -388,7 +382,3 @@ def _join(path: str, name: str) -> str:
 
 def _similarity(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -132,9 +132,11 @@ def looks_local(text: str) -> bool:
 
 def _parse(path: Path) -> list[ast.stmt]:
     try:
-        return ast.parse(path.read_text(), filename=str(path)).body
+        return ast.parse(path.read_bytes(), filename=str(path)).body
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or too many parentheses
+        raise ValueError(f"{path} is no Python: {error or 'it is nested too deeply'}") from error
 
 
 def _names_in(body: list[ast.stmt]) -> set[str] | None:

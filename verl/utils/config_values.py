@@ -12,8 +12,10 @@ import types
 from typing import Any, Union, get_args, get_origin
 
 NULL_WORDS = ("null", "None", "~", "")
-PLAIN_YAML_TEXT = re.compile(r"[A-Za-z_./][\w./@\-]*(:[\w./@\-]+)*")
-YAML_WORDS = {"null", "none", "true", "false", "yes", "no", "on", "off", "y", "n"}
+PLAIN_YAML_TEXT = re.compile(r"([A-Za-z_/]|\.(?=[A-Za-z./]))[\w./@\-]*(:[\w./@\-]+)*")
+REFERENCE = re.compile(r"(\\*)\$\{")  # how a reference to another option begins, or its escaped form
+MAX_SHOWN = 200  # characters of a value that an error quotes
+YAML_WORDS = {"null", "none", "true", "false", "yes", "no", "on", "off", "y", "n", ".inf", ".nan"}
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -43,10 +45,9 @@ def describe(hint: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as an error message quotes it."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return repr(value)
+    """Return a value as an error message quotes it; of a long one the beginning."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def yaml_text(value: Any) -> str:
@@ -55,17 +56,24 @@ def yaml_text(value: Any) -> str:
         return _yaml_float(value)
     if isinstance(value, str):
         is_plain = PLAIN_YAML_TEXT.fullmatch(value) and value.lower() not in YAML_WORDS
-        return value if is_plain else json.dumps(value)
+        return value if is_plain else _quoted(value)
     if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{yaml_text(str(key))}: {yaml_text(item)}" for key, item in value.items()) + "}"
-        )
+        return "{" + ", ".join(f"{yaml_text(key)}: {yaml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(yaml_text(item) for item in value) + "]"
     return json.dumps(value)
 
 
+def _quoted(text: str) -> str:
+    """Return a text in quotes; unlike JSON, YAML has one escape for a character beyond the first 65,536."""
+    literal = REFERENCE.sub(lambda match: 2 * match[1] + "\\${", text)
+    escaped = (json.dumps(char)[1:-1] if char < "\x7f" else f"\\U{ord(char):08x}" for char in literal)
+    return '"' + "".join(escaped) + '"'
+
+
 def _yaml_float(value: float) -> str:
+    if not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     mantissa, _, exponent = repr(value).partition("e")
     if not exponent:
         return mantissa
@@ -130,7 +138,7 @@ def _as_float(value: Any) -> tuple[bool, Any]:
         return False, None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer beyond the range of a float
         return False, None
     return math.isfinite(number), number
 

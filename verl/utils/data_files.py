@@ -93,10 +93,10 @@ def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> R
 
 def _open(name: str, option: str) -> list[Source]:
     path, split = _split_off(name)
-    local = Path(path).expanduser()
-    if local.is_file():
+    local = Path(os.path.expanduser(path))
+    if os.path.isfile(local):
         return [_open_file(local, split, option)]
-    if local.is_dir():
+    if os.path.isdir(local):
         return _open_directory(local, split, option)
     if local.suffix in READERS or path.count("/") > 1 or path.startswith((".", "/", "~")):
         raise FileNotFoundError(f"`{option}`: no file or directory {path}")
@@ -105,7 +105,7 @@ def _open(name: str, option: str) -> list[Source]:
 
 def _split_off(name: str) -> tuple[str, str | None]:
     """`PATH@split` into its parts; a path that itself holds an @ is kept whole where it exists."""
-    if Path(name).expanduser().exists() or "@" not in name:
+    if os.path.exists(os.path.expanduser(name)) or "@" not in name:
         return name, None
     path, _, split = name.rpartition("@")
     return path, split
@@ -118,15 +118,9 @@ def _open_file(path: Path, split: str | None, option: str) -> Source:
         raise ValueError(f"`{option}`: {path} is one file and has the split `train` only, got `@{split}`")
     try:
         source = READERS[path.suffix](path)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        EOFError,
-        pickle.UnpicklingError,
-        DatasetsError,
-    ) as error:
-        raise ValueError(f"`{option}`: {path} cannot be read: {error}") from error
+    except Exception as error:  # readers of four formats raise whatever they like
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"`{option}`: {path} cannot be read: {reason}") from error
     return _sliced(source, split)
 
 
@@ -304,6 +298,9 @@ def _from_object(path: Path, content: Any) -> Source:
 def _listed(path: Path, rows: Any) -> Source:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it must hold a list of rows, each a dictionary from column to value")
+    odd = next((key for row in rows for key in row if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ValueError(f"the names of columns must be text, got {odd!r:.80}")
     return Source(str(path), rows)
 
 

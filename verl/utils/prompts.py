@@ -2,18 +2,21 @@
 """From a row of data to the chat messages of a prompt and the media they mention.
 
 A prompt is a string (one user message) or a list of chat messages. `<image>` and `<video>` in a text stand
-for the row's images and videos, in order. A Jinja template (`data.format_prompt`) may rewrite the text; it
-sees the text as `content` and every column of the row by its name.
+for the row's images and videos, in order. A template (`PromptFormat`) may rewrite the text.
 """
 
 import io
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
+
+from verl.utils.bad_rows import BadRowError
+from verl.utils.media_urls import is_url
+from verl.utils.prompt_format import PromptFormat
 
 Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video"}
@@ -21,55 +24,11 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
-class BadRowError(ValueError):
-    """A row of the data cannot be used; the message says where it is and why."""
-
-
 class RowMedia(NamedTuple):
-    """References to a row's media: paths, or the bytes of a file."""
+    """References to a row's media: paths, URLs, or the bytes of a file."""
 
     images: list[str | bytes]
     videos: list[str | bytes]
-
-
-class PromptFormat:
-    """A Jinja template that turns a row's prompt into the text of the user's message.
-
-    Args:
-        path: The template file; None keeps prompts as they are.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        self.path = path
-        self._source = None if path is None else _read_template(path)
-        self._template: jinja2.Template | None = None
-
-    def __call__(self, content: str, row: dict[str, Any]) -> str:
-        """Render the template; a column named `content` is hidden by the prompt."""
-        if self._source is None:
-            return content
-        if self._template is None:
-            environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
-            self._template = environment.from_string(self._source)
-        try:
-            return self._template.render(row | {"content": content})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise BadRowError(f"the template `data.format_prompt` ({self.path}) failed: {error}") from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_template": None}  # compiled templates cannot be pickled
-
-
-def _read_template(path: str) -> str:
-    try:
-        source = Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"`data.format_prompt`: no file {path}") from error
-    try:
-        ImmutableSandboxedEnvironment().parse(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"`data.format_prompt` ({path}), line {error.lineno}: {error.message}") from error
-    return source
 
 
 def build_messages(
@@ -167,18 +126,19 @@ def check_counts(messages: list[Message], media: RowMedia, image_key: str, video
             )
 
 
-def references(value: Any, kind: str, folder: str | None) -> list[str | bytes]:
-    """A media column of a row as paths and bytes.
+def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = False) -> list[str | bytes]:
+    """A media column of a row as paths, URLs and bytes.
 
     Args:
         value: None, an empty list, one medium or a list of them.
         kind: `image` or `video`.
         folder: Relative paths start here; None is the working directory.
+        allow_urls: Whether URLs may stand in the column.
 
     Raises:
         BadRowError: Something else stands in the column.
     """
-    return [_reference(item, kind, folder) for item in _as_list(value)]
+    return [_reference(item, kind, folder, allow_urls) for item in _as_list(value)]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -186,17 +146,22 @@ def _as_list(value: Any) -> list[Any]:
         return []
     if isinstance(value, str | bytes | dict | Image.Image):
         return [value] if value else []
-    return list(value)
+    return list(value) if isinstance(value, Iterable) else [value]
 
 
-def _reference(item: Any, kind: str, folder: str | None) -> str | bytes:
-    """A path or the bytes of a file; an image in memory becomes the bytes of a PNG."""
+def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> str | bytes:
+    """A path, a URL or the bytes of a file; an image in memory becomes the bytes of a PNG."""
     if isinstance(item, dict):
         item = item.get("bytes") or item.get("path") or item.get(kind)
-    if isinstance(item, str) and item.startswith(("http://", "https://")):
-        raise BadRowError(f"{item} is on the web: download {kind}s first and give their paths")
+    if isinstance(item, str) and is_url(item):
+        if not allow_urls:
+            raise BadRowError(
+                f"{item} is on the web: set `data.allow_media_urls=true` to have {kind}s fetched,"
+                " or give paths"
+            )
+        return item
     if isinstance(item, str) and item:
-        path = Path(item.removeprefix("file://")).expanduser()
+        path = Path(os.path.expanduser(item.removeprefix("file://")))
         return str((Path(folder) / path if folder else path).absolute())
     if isinstance(item, bytes | bytearray | memoryview):
         return bytes(item)

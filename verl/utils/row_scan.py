@@ -47,6 +47,8 @@ def scan_rows(
         try:
             for part in pool.map(_inspect_part, parts):
                 results += part
+        except TimeoutError as error:  # raised anew, as an error of this process
+            raise TimeoutError(str(error)) from error
         except BrokenProcessPool as error:
             raise RuntimeError(
                 f"a process that checks the rows has died, as one does when memory runs out; the first row"

@@ -39,6 +39,10 @@ EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a prompt or response that
 Scores = dict[str, float]
 
 
+class BadScoresError(ValueError):
+    """What a reward function returned are no scores; the message is for the user."""
+
+
 class RewardData(SimpleNamespace):
     """Every response of a step as columns, for a `dataproto` function.
 
@@ -125,13 +129,24 @@ class RewardFunction:
 
         Raises:
             ValueError: No `overall`, a value that is not a finite number, or not one result for each
-                response.
+                response; or something that fails when it is looked at.
         """
+        try:
+            return self._check(returned, rows, inputs)
+        except BadScoresError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ValueError(
+                f"`{OPTION}` ({self}) returned something that cannot be read as scores:"
+                f" {describe_error(error, self.path)} for {describe(rows, inputs)}"
+            ) from error
+
+    def _check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
         if self.reward_type == "dataproto":
             returned = self._rows_of_columns(returned, len(rows))
         if not isinstance(returned, list | tuple) or len(returned) != len(rows):
             got = f"{len(returned)}" if isinstance(returned, list | tuple) else f"{type(returned).__name__}"
-            raise ValueError(
+            raise BadScoresError(
                 f"`{OPTION}` ({self}) must return a list of {len(rows)} dicts, one a response, got {got}"
                 f" for {describe(rows, inputs)}"
             )
@@ -142,10 +157,12 @@ class RewardFunction:
 
     def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
         if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
-            got = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
-            raise ValueError(
+            got = sorted(map(str, returned)) if isinstance(returned, dict) else type(returned).__name__
+            raise BadScoresError(
                 f"`{OPTION}` ({self}) must return a dict with `reward` for all responses, got {got}"
             )
+        if {"reward", "overall"} <= returned.keys():
+            raise BadScoresError(f"`{OPTION}` ({self}) must return `reward` or `overall`, got both")
         columns = {
             "overall" if key == "reward" else key: column.tolist() if hasattr(column, "tolist") else column
             for key, column in returned.items()
@@ -153,28 +170,38 @@ class RewardFunction:
         for key, column in columns.items():
             if not isinstance(column, list | tuple) or len(column) != num_rows:
                 got = len(column) if isinstance(column, list | tuple) else type(column).__name__
-                raise ValueError(
+                raise BadScoresError(
                     f"`{OPTION}` ({self}): `{key}` must hold {num_rows} values, one a response, got {got}"
                 )
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str) -> Scores:
-        if not isinstance(scores, dict) or "overall" not in scores:
-            keys = f"the keys {sorted(map(str, scores))}" if isinstance(scores, dict) else ""
+        names = [_exact_text(key) for key in scores] if isinstance(scores, dict) else []
+        if "overall" not in names:
+            keys = f"the keys {sorted(names)}" if isinstance(scores, dict) else ""
             got = keys or f"{type(scores).__name__} {shorten(repr(scores))}"
-            raise ValueError(
+            raise BadScoresError(
                 f"`{OPTION}` ({self}) must return a dict with `overall` for each response, got {got}"
                 f" for {where}"
             )
-        return {str(key): self._as_float(key, value, where) for key, value in scores.items()}
+        values = [
+            self._as_float(key, value, where) for key, value in zip(names, scores.values(), strict=True)
+        ]
+        if len(set(names)) < len(names):
+            raise BadScoresError(
+                f"`{OPTION}` ({self}) must give each score a name of its own, got {sorted(names)} for {where}"
+            )
+        return dict(zip(names, values, strict=True))
 
-    def _as_float(self, key: Any, value: Any, where: str) -> float:
+    def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(number := _nearest_float(value)):
             got = shorten(repr(value))
-            raise ValueError(f"`{OPTION}` ({self}): `{key}` must be a finite number, got {got} for {where}")
-        return float(value)
+            raise BadScoresError(
+                f"`{OPTION}` ({self}): `{key}` must be a finite number, got {got} for {where}"
+            )
+        return number
 
 
 def load_reward_function(
@@ -260,6 +287,18 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: s
         raise ValueError(
             f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {error}; it accepts {accepted}"
         ) from error
+
+
+def _exact_text(key: Any) -> str:
+    """A key as text; one of a class of the user's own could not be read by another process."""
+    return str.__str__(str(key))
+
+
+def _nearest_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer or fraction beyond the range of a float
+        return math.inf
 
 
 def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
