@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.helpers.file_server import FileServer
 from tests.helpers.films import save_film
 from tests.helpers.hostile_images import ENDINGS, save_hostile
 from tests.helpers.media import image_bytes, save_image
@@ -284,6 +285,27 @@ def test_what_the_loader_decoded_is_in_the_cache_for_the_workers(media_model, tm
 
     assert len(list(cache.directory.glob("*.safetensors"))) == 24
     cache.close()
+
+
+def test_processes_and_epochs_fetch_each_url_once_and_a_failing_one_too(media_model, tmp_path):
+    # The cache of decoded media holds one or two images, so that each epoch opens the files again.
+    with FileServer(**{f"n{number}": image_bytes(60, 50, number) for number in range(12)}) as server:
+        rows = [{"prompt": "<image>?", "answer": n, "images": server.url(f"n{n % 13}")} for n in range(26)]
+        cache = MediaCache("test", owner=True, root=tmp_path, max_bytes=20_000, local_bytes=0)
+        train = make_train(
+            media_model, tmp_path, cache, train_files=write(tmp_path / "urls.jsonl", rows),
+            on_bad_row="skip", filter_overlong_prompts=False, num_workers=2, allow_media_urls=True,
+            media_url_hosts=("127.0.0.1",), media_url_dir=str(tmp_path / "fetched"),
+        )  # fmt: skip
+
+        seen = [list(itertools.chain(*answers(train))) for _ in range(2)]
+
+        good = set(range(26)) - {12, 25}  # nobody has an image of number 12
+        assert set(seen[0]) == set(seen[1]) == good and set(train.bad_rows) == {12, 25}
+        assert server.asked == {f"n{number}": 1 for number in range(13)}
+        cache.close()
+    report = (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["row"] for line in report) == [12, 25]
 
 
 def make_films(tmp_path, count):

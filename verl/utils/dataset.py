@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from verl.utils.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowReport
+from verl.utils.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
 from verl.utils.data_files import Row, load_rows
 from verl.utils.media_reader import ROW_TIMEOUT_S, MediaReader
 from verl.utils.multimodal import MediaData, MediaLoader, MediaShape, expand_prompt
 from verl.utils.plain_data import objects
-from verl.utils.prompts import BadRowError, PromptFormat, RowMedia, build_messages, check_counts, references
+from verl.utils.prompt_format import PromptFormat
+from verl.utils.prompts import RowMedia, build_messages, check_counts, references
 from verl.utils.rank_logger import get_logger
 from verl.utils.row_scan import scan_rows
 
@@ -99,7 +100,8 @@ class RLHFDataset(Dataset):
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
-        self._reader = None if media is None else MediaReader(media, row_timeout_s)
+        columns = {"images": config.image_key, "videos": config.video_key}
+        self._reader = None if media is None else MediaReader(media, row_timeout_s, columns)
         self.prompt_format = PromptFormat(config.format_prompt)
         self.rows = load_rows(files, option)
         self._check_columns(option)
@@ -123,7 +125,7 @@ class RLHFDataset(Dataset):
         row_index = self.indices[index]
         try:
             return self._item(self.rows[row_index])
-        except ValueError as error:
+        except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
 
     def render(self, row: Row) -> Rendered:
@@ -139,19 +141,25 @@ class RLHFDataset(Dataset):
                     f"column `{getattr(config, key)}` (`data.{key}`) is missing; the row has {sorted(row)}"
                 )
         messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
+        read = partial(references, allow_urls=config.allow_media_urls)
         media = RowMedia(
-            references(row.get(config.image_key), "image", config.image_dir),
-            references(row.get(config.video_key), "video", config.video_dir or config.image_dir),
+            read(row.get(config.image_key), "image", config.image_dir),
+            read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
         )
         if self.processor is not None:
             check_counts(messages, media, config.image_key, config.video_key)
         elif media.images or media.videos:
             raise BadRowError("the row has images or videos, which the model cannot read")
         template = None if self.processor is None else self.processor.chat_template
-        text = self.tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
-        return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
+            text.encode()  # the tokenizer speaks of types where half a character is alone
+            raw_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the template is code of its own
+            raise BadRowError(f"the chat template cannot render the prompt: {error}") from error
+        return Rendered(text, raw_ids, media, messages)
 
     def inspect(self, index: int) -> Finding:
         """Check a row of the files without decoding its media, and count its tokens."""
@@ -227,8 +235,9 @@ class RLHFDataset(Dataset):
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
         findings = scan_rows(partial(_inspect_part, self), len(self.rows), workers, rows_for_one)
+        self.prompt_format.close()  # processes that are forked from this one have their own
         if self._reader is not None:
-            self._reader.close()  # processes that are forked from this one have readers of their own
+            self._reader.close()
         for index, finding in enumerate(findings):
             if finding.reason is not None:
                 self.bad_rows.append(BadRow(index, self.rows.where(index), finding.reason))

@@ -13,7 +13,6 @@ Holds decoded frames (`data.cache_dir`), or what a frozen vision tower computed
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 
 from verl.utils.media_cache import Entry, encode_entry, read_entry
 from verl.utils.rank_logger import get_logger
-from verl.utils.shared_folder import SCANS_PER_BOUND, files_of, write_whole
+from verl.utils.shared_folder import Room, write_whole
 
 FILE = re.compile(r"[0-9a-f]{30,126}\.safetensors")
 
@@ -45,9 +44,8 @@ class MediaFolder:
 
     def __init__(self, directory: str | Path, max_bytes: int | None = None) -> None:
         self.directory = Path(directory).absolute()
-        self.max_bytes = max_bytes
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._unmeasured, self._patience = 0, -1  # bytes written since measuring; how many may be
+        self._room = Room(self.directory, FILE, max_bytes)
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
         """The entry under `key`; if there is none, `make` is called and its result kept.
@@ -71,24 +69,10 @@ class MediaFolder:
 
     def _write(self, path: Path, entry: Entry) -> None:
         content = encode_entry(entry)
-        if not write_whole(path, content, self._make_room):
+        if not write_whole(path, content, self._room.make):
             logger.warning(
                 "no room to keep what was made of media: path=%s bytes=%d", self.directory, len(content)
             )
-
-    def _make_room(self, coming: int) -> None:
-        self._unmeasured += coming
-        if self._unmeasured <= self._patience:
-            return
-        files = sorted(files_of(self.directory, FILE), key=lambda file: file.read_at)
-        total = sum(file.size for file in files)
-        bound = self.max_bytes or (total + shutil.disk_usage(self.directory).free) // 2
-        self._unmeasured, self._patience = 0, bound // SCANS_PER_BOUND
-        for file in files:
-            if total + coming <= bound - self._patience:
-                return
-            file.path.unlink(missing_ok=True)
-            total -= file.size
 
 
 def _read(path: Path) -> Entry | None:

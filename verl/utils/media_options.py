@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.media_sizes import smallest_budget
+from verl.utils.media_urls import UrlOptions
 from verl.utils.video import VideoOptions
 
 
@@ -21,6 +22,7 @@ class MediaOptions:
         tokens_per_frame: Tokens of a video frame at most, which comes before `min_pixels`; None does not
             limit them.
         cache_dir: Folder that keeps decoded videos for later runs; None keeps none.
+        urls: How media that rows name by URL are fetched; None is not at all.
     """
 
     min_pixels: int
@@ -30,6 +32,7 @@ class MediaOptions:
     num_video_frames: int | None = None
     tokens_per_frame: int | None = None
     cache_dir: str | None = None
+    urls: UrlOptions | None = None
 
     @classmethod
     def from_data(
@@ -49,6 +52,7 @@ class MediaOptions:
             num_video_frames,
             tokens_per_frame,
             data.cache_dir,
+            UrlOptions.from_data(data) if data.allow_media_urls else None,
         )
 
     def of_videos(self, factor: int) -> VideoOptions:

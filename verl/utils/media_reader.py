@@ -2,6 +2,7 @@
 """Media of rows read where a decoder may crash or hang: beside the process that needs to know their size."""
 
 import os
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from verl.utils.isolated_calls import IsolatedCalls
-from verl.utils.media_references import shown_name
+from verl.utils.media_references import Reference, shown_name
 from verl.utils.multimodal import MediaData, MediaLoader, MediaShape
 
 ROW_TIMEOUT_S = 300.0
@@ -35,22 +36,25 @@ class MediaReader:
     """Opens the media of rows, one row at a time, in a process of its own.
 
     The process is forked for the first row and anew after one that ended it, which is tried once more. What
-    is decoded goes to the loader's cache; only sizes come back.
+    is decoded goes to the loader's cache; only sizes come back. Media named by URL are fetched before, here:
+    that has limits of its own.
 
     Args:
         loader: Reads the media.
-        timeout_s: Seconds that a row may take; None is without limit.
+        timeout_s: Seconds that reading a row may take, fetching not counted; None is without limit.
+        columns: Where the `images` and the `videos` of a row stand, for errors.
     """
 
-    def __init__(self, loader: MediaLoader, timeout_s: float | None) -> None:
+    def __init__(self, loader: MediaLoader, timeout_s: float | None, columns: Mapping[str, str]) -> None:
+        self._loader, self._columns = loader, columns
         self._calls = IsolatedCalls(partial(_read, loader), timeout_s, enter=partial(_enter, loader))
 
     def measure(self, media: MediaData) -> MediaShape:
         """Shapes of a row's media from file headers and containers; decodes nothing.
 
         Raises:
-            ValueError: A file is missing or is no image or video, or ends or holds up the process that opens
-                it; the message names it.
+            ValueError: A file cannot be fetched, is missing or is no image or video, or ends or holds up the
+                process that opens it; the message names it.
         """
         return self._call(Request(media, decodes=False))
 
@@ -58,8 +62,8 @@ class MediaReader:
         """Decode a row's media into the loader's cache; returns their shapes.
 
         Raises:
-            ValueError: A file is missing or corrupt, or ends or holds up the process that decodes it; the
-                message names it.
+            ValueError: A file cannot be fetched, is missing or corrupt, or ends or holds up the process that
+                decodes it; the message names it.
         """
         return self._call(Request(media, decodes=True))
 
@@ -68,6 +72,8 @@ class MediaReader:
         self._calls.close()
 
     def _call(self, request: Request) -> MediaShape:
+        for kind, refs in (request.media or {}).items():
+            self._fetch(kind, refs)
         try:
             shape = self._call_twice(request)
         except (ChildProcessError, TimeoutError) as error:
@@ -78,6 +84,13 @@ class MediaReader:
             second_per_grid_ts=torch.from_numpy(shape.second_per_grid_ts),
             timestamps=shape.timestamps,
         )
+
+    def _fetch(self, kind: str, refs: Sequence[Reference]) -> None:
+        try:
+            for ref in refs:
+                self._loader.on_disk(ref)
+        except ValueError as error:
+            raise ValueError(f"column `{self._columns[kind]}`: {error}") from error
 
     def _call_twice(self, request: Request) -> PlainShape:
         try:

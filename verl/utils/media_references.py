@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to images and videos in rows: paths or bytes; opened, told apart, and named in errors."""
+"""References to images and videos in rows: paths, URLs or bytes; opened, told apart, and named in errors."""
 
 import io
 import os
@@ -44,15 +44,15 @@ def reading_unchanged(kind: str, ref: Reference, content: bytes) -> Iterator[Non
 
 
 def payload(ref: Reference) -> str | bytes:
-    """The path or the bytes that a reference holds."""
+    """The path, the URL or the bytes that a reference holds."""
     if isinstance(ref, dict):
         return ref.get("bytes") or ref["path"]
     return ref
 
 
 def shown_name(ref: Reference) -> str:
-    """What an error calls it: its path, or how many bytes it has."""
-    source = payload(ref)
+    """What an error calls it: the URL it was fetched from, its path, or how many bytes it has."""
+    source = (ref.get("url") if isinstance(ref, dict) else None) or payload(ref)
     return source if isinstance(source, str) else f"of {len(source)} bytes"
 
 

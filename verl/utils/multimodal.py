@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and videos of a prompt: sizes from file headers, pixels, model inputs, tokens.
 
-Rows carry references (paths or bytes). `MediaLoader` turns them into what the rollout engine takes (`decode`)
-and what the model takes (`features`); both are cached, so that every process of a node and every pass over a
-batch shares one decoding. The number of tokens follows from sizes alone, by the arithmetic and the constants
-of the model's own processor.
+Rows carry references (paths, URLs or bytes). `MediaLoader` turns them into what the rollout engine takes
+(`decode`) and what the model takes (`features`); both are cached, so that every process of a node and every
+pass over a batch shares one decoding. The number of tokens follows from sizes alone, by the arithmetic and
+the constants of the model's own processor.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from verl.utils.media_references import (
     reading_unchanged,
 )
 from verl.utils.media_sizes import image_grid, process_image, resized_size, video_grid
+from verl.utils.media_urls import UrlFolder, is_url
 from verl.utils.video import (
     VideoInfo,
     choose_frames,
@@ -100,6 +101,7 @@ class MediaLoader:
         self.min_pixels, self.max_pixels = options.min_pixels, options.max_pixels
         self.cache = cache or MediaCache(options.run_id)
         self._folder = MediaFolder(options.cache_dir) if options.cache_dir is not None else None
+        self._urls = None if options.urls is None else UrlFolder(options.urls, self.cache.run_id)
         video = processor.video_processor
         self._videos = options.of_videos(video.patch_size * video.merge_size)
         options.check_budget(video)
@@ -111,6 +113,25 @@ class MediaLoader:
         settings = processor.image_processor.to_json_string() + processor.video_processor.to_json_string()
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
 
+    # --- files
+
+    def on_disk(self, ref: Reference) -> Reference:
+        """A reference to what is on this machine: a URL is fetched, unless its file is there.
+
+        Raises:
+            ValueError: It cannot be fetched; the message names it.
+            RuntimeError: There is no room for it.
+        """
+        source = payload(ref)
+        if not is_url(source):
+            return ref
+        if self._urls is None:
+            raise ValueError(f"{source} was not fetched: set `data.allow_media_urls=true`")
+        return {"path": self._urls.path(source), "url": source}
+
+    def _of(self, media: MediaData, kind: str) -> list[Reference]:
+        return [self.on_disk(ref) for ref in (media or {}).get(kind) or []]
+
     # --- sizes, without pixels
 
     def measure(self, media: MediaData) -> MediaShape:
@@ -119,8 +140,8 @@ class MediaLoader:
         Raises:
             ValueError: A file is missing or is no image or video; the message names it.
         """
-        images = [self._header_size(ref) for ref in _of(media, "images")]
-        videos = [self._header_video(ref) for ref in _of(media, "videos")]
+        images = [self._header_size(ref) for ref in self._of(media, "images")]
+        videos = [self._header_video(ref) for ref in self._of(media, "videos")]
         return self._shape(images, videos)
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
@@ -173,10 +194,10 @@ class MediaLoader:
             ValueError: A file is missing or corrupt; the message names it.
         """
         return DecodedMedia(
-            [Image.fromarray(self._image(ref).numpy()) for ref in _of(media, "images")],
+            [Image.fromarray(self._image(ref).numpy()) for ref in self._of(media, "images")],
             [
                 (entry.tensors["frames"].numpy(), entry.meta)
-                for entry in map(self._video, _of(media, "videos"))
+                for entry in map(self._video, self._of(media, "videos"))
             ],
         )
 
@@ -187,8 +208,8 @@ class MediaLoader:
             `pixel_values`, `image_grid_thw` if there are images; `pixel_values_videos`, `video_grid_thw`, and
             for models that take it `second_per_grid_ts`, if there are videos. Empty for a row without media.
         """
-        entries = [self._image_features(ref) for ref in _of(media, "images")]
-        entries += [self._video_features(ref) for ref in _of(media, "videos")]
+        entries = [self._image_features(ref) for ref in self._of(media, "images")]
+        entries += [self._video_features(ref) for ref in self._of(media, "videos")]
         names = dict.fromkeys(name for entry in entries for name in entry.tensors)
         parts = {name: [entry.tensors[name] for entry in entries if name in entry.tensors] for name in names}
         return {
@@ -202,11 +223,12 @@ class MediaLoader:
             kind: "image" or "video".
             ref: The medium.
         """
-        return self._key(kind, content_id(kind, ref), self._processor_options)
+        return self._key(kind, content_id(kind, self.on_disk(ref)), self._processor_options)
 
     def features_of(self, kind: str, ref: Reference) -> dict[str, Tensor]:
         """The model's inputs for one image or video, as `features` gives those of a row."""
-        return (self._image_features if kind == "image" else self._video_features)(ref).tensors
+        make = self._image_features if kind == "image" else self._video_features
+        return make(self.on_disk(ref)).tensors
 
     def _image(self, ref: Reference) -> Tensor:
         def make() -> Entry:
@@ -360,10 +382,6 @@ def timestamps(meta: dict[str, Any], temporal_patch_size: int) -> list[float]:
     times = [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
     last = temporal_patch_size - 1
     return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
-
-
-def _of(media: MediaData, kind: str) -> list[Reference]:
-    return list((media or {}).get(kind) or [])
 
 
 def _grids(grids: list[list[int]]) -> Tensor:

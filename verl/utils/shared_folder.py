@@ -11,6 +11,7 @@
 import errno
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def files_of(directory: Path, name: re.Pattern[str]) -> Iterator[SharedFile]:
                 status = file.stat()
                 is_left = TEMPORARY.fullmatch(file.name) and time.time() - status.st_mtime > LONGEST_WRITE_S
                 if is_left or name.fullmatch(file.name):
-                    yield SharedFile(Path(file.path), status.st_mtime, status.st_size)
+                    yield SharedFile(Path(file.path), status.st_atime, status.st_size)
 
 
 def write_whole(path: Path, content: bytes, make_room: Callable[[int], None]) -> bool:
@@ -72,3 +73,33 @@ def write_whole(path: Path, content: bytes, make_room: Callable[[int], None]) ->
             raise
         return False
     return True
+
+
+class Room:
+    """Keeps a folder within a bound: the files that nobody has read for longest go first.
+
+    Args:
+        directory: Of the files.
+        name: Which files may go.
+        max_bytes: Bound of the folder; each process may exceed it by 1/16 before it notices. None is half of
+            the space that the disk has for it, counted when the folder is measured.
+    """
+
+    def __init__(self, directory: Path, name: re.Pattern[str], max_bytes: int | None) -> None:
+        self.directory, self.name, self.max_bytes = directory, name, max_bytes
+        self._unmeasured, self._patience = 0, -1  # bytes written since measuring; how many may be
+
+    def make(self, coming: int) -> None:
+        """Remove files until there is room for so many bytes; measures the folder from time to time."""
+        self._unmeasured += coming
+        if self._unmeasured <= self._patience:
+            return
+        files = sorted(files_of(self.directory, self.name), key=lambda file: file.read_at)
+        total = sum(file.size for file in files)
+        bound = self.max_bytes or (total + shutil.disk_usage(self.directory).free) // 2
+        self._unmeasured, self._patience = 0, bound // SCANS_PER_BOUND
+        for file in files:
+            if total + coming <= bound - self._patience:
+                return
+            file.path.unlink(missing_ok=True)
+            total -= file.size

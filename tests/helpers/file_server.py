@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small real HTTP server of files, and of answers that no good server gives."""
+
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class FileServer:
+    """Answers `/NAME` by `answers[NAME]`: the bytes of a file, or a function of the handler.
+
+    `asked` counts the requests for each name.
+    """
+
+    def __init__(self, **answers):
+        self.answers = answers
+        self.asked = Counter()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+
+    def __enter__(self):
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+
+    def url(self, name, host="127.0.0.1"):
+        return f"http://{host}:{self.port}/{name}"
+
+    def _handler(server):  # noqa: N805 (the handler below has its own self)
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.removeprefix("/")
+                server.asked[name] += 1
+                answer = server.answers.get(name, status(404))
+                try:
+                    (answer if callable(answer) else content(answer))(self)
+                except (BrokenPipeError, ConnectionResetError):
+                    self.close_connection = True  # the client has given up
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+
+def content(body, **headers):
+    """A file; a header `Content_Length` may say what is not true."""
+
+    def answer(handler):
+        handler.send_response(200)
+        for name, value in ({"Content_Length": len(body)} | headers).items():
+            handler.send_header(name.replace("_", "-"), str(value))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def status(code, **headers):
+    """An answer without a file."""
+
+    def answer(handler):
+        handler.send_response(code)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+
+    return answer
+
+
+def in_turn(*answers):
+    """One answer after another, the last one for ever."""
+    left = list(answers)
+    return lambda handler: (left.pop(0) if len(left) > 1 else left[0])(handler)
+
+
+def for_ever(piece, pause_s=0.0, start=b"HTTP/1.1 200 OK\r\n\r\n"):
+    """An answer without end."""
+
+    def answer(handler):
+        handler.wfile.write(start)
+        while True:
+            handler.wfile.write(piece)
+            time.sleep(pause_s)
+
+    return answer
+
+
+def silence(handler):
+    """No answer."""
+    time.sleep(30)
