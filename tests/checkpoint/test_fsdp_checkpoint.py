@@ -16,11 +16,10 @@ from verl.models.tiny import save_tiny_model
 from verl.utils.checkpoint.fsdp_checkpoint import (
     load_shards,
     random_state,
-    save_huggingface_files,
     save_shards,
     set_random_state,
 )
-from verl.utils.checkpoint.storage import MANIFEST, read_manifest
+from verl.utils.checkpoint.manifest import MANIFEST, read_manifest
 from verl.utils.fsdp_utils import clip_grad_norm, make_mesh
 from verl.utils.optim import build_optimizer, build_scheduler
 from verl.workers.config import FSDPConfig, ModelConfig, OptimConfig
@@ -220,13 +219,6 @@ def test_a_folder_without_manifest_or_file_is_not_complete(saved_by_two, tmp_pat
     (tmp_path / MANIFEST).unlink()
     with pytest.raises(FileNotFoundError, match="not complete"):
         read_manifest(tmp_path)
-
-
-def test_a_folder_that_cannot_be_made_is_named_with_the_option(tmp_path):
-    (tmp_path / "actor").write_text("")
-
-    with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path`"):
-        save_huggingface_files(tmp_path / "actor")
 
 
 def test_random_state_brings_all_three_generators_back():

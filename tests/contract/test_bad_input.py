@@ -308,7 +308,9 @@ def test_our_own_mistakes_keep_their_traceback(trainer, folder, capsys, monkeypa
 def checkpoint(trainer):
     """A complete checkpoint of step 2."""
     trainer.run_state.step = 2
-    return trainer.run_state.save()
+    trainer.run_state.save()
+    trainer.run_state.settle()
+    return trainer.run_state.saved
 
 
 DAMAGE = {
@@ -356,7 +358,8 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
 
 def run_with(trainer, folder, capsys, monkeypatch):
     """Run the command with a trainer that is ready. Returns the exit status and what was told on stderr."""
-    monkeypatch.setattr("verl.trainer.supervision.running_trainer", lambda config: nullcontext(trainer))
+    ready = nullcontext(trainer)
+    monkeypatch.setattr("verl.trainer.attempt.running_trainer", lambda config, patience_s: ready)
     monkeypatch.setattr(trainer.run_state, "step", 0)
     capsys.readouterr()
     status = main(arguments_for(folder, "text"))

@@ -11,7 +11,7 @@ from verl.protocol import DataProto, objects
 from verl.trainer.config import PPOConfig
 from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.sampler import Sampler
-from verl.utils.checkpoint.storage import read_manifest, write_manifest
+from verl.utils.checkpoint.manifest import read_manifest, write_manifest
 from verl.workers.rollout.base import FinishedResponse
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 3, 6
@@ -46,11 +46,13 @@ class Engine:
     Attributes:
         weights: A number that a test may change; all log-probs are minus it.
         calls: The numbers of the prompts of each call, with the options.
+        is_written, save_problem: What it says of the checkpoint that it was told to write.
     """
 
     def __init__(self, scores_of, greedy_score=0.5, number_of=sum):
         self.scores_of, self.greedy_score, self.number_of = scores_of, greedy_score, number_of
         self.weights, self.calls = 1.0, []
+        self.is_written, self.save_problem = True, None
 
     def generate(self, prompts, options):
         columns = prompts.non_tensor_batch
@@ -65,10 +67,16 @@ class Engine:
         tokens = [number + 1] * ((number + sample) % (RESPONSE_LENGTH - 1)) + [round(10 * score)]
         return FinishedResponse(uid, sample, tokens, [-self.weights] * len(tokens), "stop")
 
-    def save_checkpoint(self, folder, model_only):
+    def save_checkpoint(self, folder, model_only, copies):
         actor = Path(folder) / "actor"
         actor.mkdir()
         write_manifest(actor, {"weights": self.weights})
+
+    def is_checkpoint_written(self):
+        return [self.is_written]
+
+    def finish_checkpoint(self):
+        return [self.save_problem]
 
     def load_checkpoint(self, folder):
         self.weights = read_manifest(Path(folder) / "actor")["weights"]

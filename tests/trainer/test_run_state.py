@@ -14,7 +14,8 @@ from verl.models.tiny import save_tiny_model
 from verl.trainer.data_loader import make_loaders
 from verl.trainer.run_state import GROUPS_FILE, LOADER_FILE, STATE_FILE, RunState
 from verl.trainer.setup import endless
-from verl.utils.checkpoint.storage import write_manifest
+from verl.utils.checkpoint.manifest import write_manifest
+from verl.utils.checkpoint.tracker import find_last_checkpoint
 from verl.utils.tokenizer import load_tokenizer
 
 FILTERING = {"online_filtering": True}
@@ -80,6 +81,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_carried_groups(
     stopped = start_run(tmp_path / "b", model, rows, reward_manager, **options)
     before = run_steps(stopped, stop_after)
     stopped.save()
+    stopped.settle()
 
     resumed = start_run(tmp_path / "b", model, rows, reward_manager, **options)
     resumed.load()
@@ -97,6 +99,7 @@ def test_groups_are_carried_over_the_checkpoints_that_are_compared(model, rows, 
 
     assert max(carried) > 0, carried
     state.save()
+    state.settle()
     recorded = json.loads((tmp_path / "global_step_4" / STATE_FILE).read_text())
     assert recorded["carried_groups"] == carried[-1]
     assert (tmp_path / "global_step_4" / GROUPS_FILE).is_file() == (carried[-1] > 0)
@@ -107,7 +110,9 @@ def save_with_carried_groups(folder, model, rows, manager):
     state = start_run(folder, model, rows, manager, algorithm=FILTERING)
     run_steps(state, 2)
     assert state.collector.num_carried > 0
-    return state.save()
+    state.save()
+    state.settle()
+    return state.saved
 
 
 def test_a_checkpoint_that_lost_its_carried_groups_is_refused(model, rows, reward_manager, tmp_path):
@@ -146,8 +151,14 @@ def test_a_run_that_only_validates_goes_on_from_a_checkpoint_without_training_ro
     (folder / "actor").mkdir(parents=True)
     write_manifest(folder / "actor", {"weights": 5.0})
     torch.save({"epoch": 1}, folder / LOADER_FILE)
-    state = {"step": 3, "kl_controller": FixedKLController(0.1).state_dict(), "carried_groups": 2}
+    state = {
+        "step": 3,
+        "kl_controller": FixedKLController(0.1).state_dict(),
+        "entropy_controller": FixedEntropyController(0.0).state_dict(),
+        "carried_groups": 2,
+    }
     (folder / STATE_FILE).write_text(json.dumps(state))
+    write_manifest(folder, {"step": 3})
     trainer = {"val_only": True, "load_checkpoint_path": str(folder)}
     config = make_config(trainer=trainer | {"save_checkpoint_path": str(tmp_path / "saved")})
     engine = Engine(two_of_three_are_mixed)
@@ -160,3 +171,47 @@ def test_a_run_that_only_validates_goes_on_from_a_checkpoint_without_training_ro
 
     assert run_state.step == 3
     assert engine.weights == 5.0 and collector.num_carried == 0
+
+
+def test_a_checkpoint_counts_when_it_is_written_and_the_next_waits_for_it(
+    model, rows, reward_manager, tmp_path
+):
+    state = start_run(tmp_path, model, rows, reward_manager)
+    run_steps(state, 1)
+    state.workers.is_written = False
+
+    state.save()
+    state.publish()
+
+    assert find_last_checkpoint(tmp_path) is None
+    run_steps(state, 2)
+    state.save()
+    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_1" == state.saved
+    state.workers.is_written = True
+    state.publish()
+    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_2" == state.saved
+
+
+def test_what_cannot_be_written_is_told_and_leaves_the_checkpoint_before(
+    model, rows, reward_manager, tmp_path, caplog
+):
+    state = start_run(tmp_path, model, rows, reward_manager)
+    run_steps(state, 1)
+    state.save()
+    state.settle()
+    state.workers.save_problem = "rank 1: OSError: [Errno 28] No space left on device"
+    run_steps(state, 2)
+    state.save()
+
+    with pytest.raises(OSError, match=r"step 2 could not be saved to `trainer.save_checkpoint_path`: rank 1"):
+        state.settle()
+    assert "the next step tries again: step=2" in caplog.text and "No space left on device" in caplog.text
+    assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_1"]
+    state.workers.save_problem = None
+    run_steps(state, 3)
+    state.save()
+    state.settle()
+    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_3"
+    resumed = start_run(tmp_path, model, rows, reward_manager)
+    resumed.load()
+    assert resumed.step == 3

@@ -46,12 +46,14 @@ def run(folder, name, *options):
 @pytest.fixture(scope="module")
 def apart(folder):
     """Two ranks with different sequences, each prompt run with each of its responses."""
-    return run(folder, "apart", "worker.actor.share_prompt=false")
+    return run(
+        folder, "apart", "worker.actor.share_prompt=false", "trainer.save_freq=1", "trainer.save_limit=-1"
+    )
 
 
-def assert_equal(metrics, expected):
+def assert_equal(metrics, expected, first_step=1):
     """To the rounding of float32: the same sequences were sampled, and the same was learned from them."""
-    for step in range(1, STEPS + 1):
+    for step in range(first_step, STEPS + 1):
         found, wanted = learned(metrics[step]), learned(expected[step])
         own = {key for key in wanted if not key.startswith(("global_seqlen/", "rollout/", "rollout_corr/"))}
         assert {key: found[key] for key in own} == pytest.approx(
@@ -77,3 +79,12 @@ def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options, whol
 
     assert_equal(metrics, apart)
     assert metrics[1].get("perf/sp_whole_rows_actor") == whole
+
+
+def test_a_run_goes_on_with_another_layout_as_if_it_had_not_changed(folder, apart):
+    checkpoint = f"trainer.load_checkpoint_path={folder / 'apart' / 'global_step_1'}"
+
+    metrics = run(folder, "resumed", checkpoint, "worker.actor.ulysses_size=2", DIVIDED)
+
+    assert sorted(metrics) == [STEPS]
+    assert_equal(metrics, apart, first_step=STEPS)

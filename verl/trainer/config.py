@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a whole run: one tree, one YAML file. The worker processes' sections are in `workers/config.py`.
+"""Options of a whole run: one tree, one YAML file.
+
+The sections of the data and the algorithm are in `data_config.py` and `algorithm_config.py`, those of the
+worker processes in `workers/config.py`.
 
 Names, defaults and meanings are EasyR1's and Long-RL's; `example=` is the value in `examples/config.yaml`.
 """
@@ -10,105 +13,16 @@ from dataclasses import dataclass
 
 from verl.trainer.algorithm_config import AlgorithmConfig
 from verl.trainer.algorithm_rules import algorithm_problems
+from verl.trainer.data_config import DataConfig
 from verl.utils.config import option
-from verl.utils.config_paths import (
-    checkpoint_folder,
-    data_sources,
-    existing_file,
-    existing_folder,
-    writable_file,
-    writable_folder,
-)
+from verl.utils.config_paths import checkpoint_folder, writable_file, writable_folder
 from verl.workers.config import ActorConfig, CriticConfig, PrimeConfig, WorkerConfig
 from verl.workers.model_config import FSDPConfig
-from verl.workers.rollout_config import DIFFUSION, VILA
+from verl.workers.rollout_config import DIFFUSION
 
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 RANKS = f"the number of ranks that have other sequences, {WORLD} / sequence parallelism"
 NEVER = (-1, 0)  # values of `*_freq` and of limits that switch them off
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Prompts: where they come from and how a row becomes one."""
-
-    train_files: str | list[str] = option(
-        "",
-        help="Training rows: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name.",
-        resolve=data_sources,
-        example="hiyouga/math12k@train",
-    )
-    val_files: str | list[str] = option(
-        "",
-        help="Validation rows, written like `train_files`.",
-        resolve=data_sources,
-        example="hiyouga/math12k@test",
-    )
-    prompt_key: str = option("prompt", help="Column of the prompt: text or chat messages.", example="problem")
-    answer_key: str = option("answer", help="Column of what the reward function compares with.")
-    image_key: str = option("images", help="Column of the images.")
-    video_key: str = option("videos", help="Column of the videos.")
-    image_dir: str | None = option(
-        None, help="Folder that image and video paths in the rows start from.", resolve=existing_folder
-    )
-    video_dir: str | None = option(
-        None,
-        help="Folder that video paths in the rows start from; null is `image_dir`.",
-        resolve=existing_folder,
-    )
-    cache_dir: str | None = option(
-        None,
-        help="Folder where decoded video frames are kept from run to run; null keeps none.",
-        resolve=writable_folder,
-    )
-    video_fps: float = option(2.0, help="Frames taken from a second of video.", minimum=0.01)
-    row_timeout_s: float | None = option(
-        300.0,
-        help="Seconds that reading the media of a row may take before it is a bad row; null waits.",
-        minimum=1.0,
-    )
-    max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
-    max_response_length: int = option(512, help="Tokens of a response at most.", minimum=1, example=2048)
-    rollout_batch_size: int = option(512, help="Prompts in a training step.", minimum=1)
-    mini_rollout_batch_size: int | None = option(
-        None, help="Prompts in one call of the rollout engine; null is the whole rollout batch.", minimum=1
-    )
-    val_batch_size: int = option(
-        -1, help="Prompts validated at once; -1 is all.", minimum=1, also=(-1,), example=1024
-    )
-    format_prompt: str | None = option(
-        None,
-        help="Jinja file that renders a row; sees `content` (the prompt) and every column.",
-        resolve=existing_file,
-        example="./examples/format_prompt/math.jinja",
-    )
-    override_chat_template: str | None = option(
-        None, help="Jinja file used instead of the tokenizer's chat template.", resolve=existing_file
-    )
-    shuffle: bool = option(True, help="Draw the training rows in random order.")
-    seed: int = option(1, help="Seed of the order of the rows.", minimum=0)
-    min_pixels: int = option(262144, help="Smaller images are scaled up to this many pixels.", minimum=1)
-    max_pixels: int = option(4194304, help="Larger images are scaled down to this many pixels.", minimum=1)
-    filter_overlong_prompts: bool = option(
-        True, help="Leave out rows longer than `max_prompt_length`; false makes such a row an error."
-    )
-    filter_overlong_prompts_workers: int = option(16, help="Processes that measure the rows.", minimum=1)
-    num_workers: int = option(8, help="Processes that load rows; 0 loads in the main process.", minimum=0)
-    on_bad_row: str = option(
-        "error",
-        help="What a row that cannot be used does: stop, or be left out and listed.",
-        choices=("error", "skip"),
-    )
-    vila_model: bool = option(False, help="The model is of the VILA family.", unavailable=VILA)
-    diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
-    is_omni: bool = option(False, help="The model hears audio.", unavailable="audio")
-    audio_max_length: int = option(10000, help="Audio samples at most.", unavailable="audio")
-
-    def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong between the options of this section."""
-        if self.min_pixels > self.max_pixels:
-            low, high = self.min_pixels, self.max_pixels
-            yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
 
 
 @dataclass(frozen=True)
@@ -159,6 +73,9 @@ class TrainerConfig:
     save_limit: int = option(
         -1, help="Newest checkpoints to keep, beside the best; -1 is all.", minimum=1, also=NEVER, example=3
     )
+    async_save: bool = option(
+        True, help="Write checkpoints behind the training, from a copy in host memory; false waits."
+    )
     save_model_only: bool = option(False, help="Save weights without optimizer: cannot be resumed from.")
     save_checkpoint_path: str | None = option(
         None, help="Folder of checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
@@ -171,8 +88,14 @@ class TrainerConfig:
     )
     max_restarts: int = option(
         0,
-        help="Times that a run whose workers died or hang starts again from its last checkpoint.",
+        help="Times that a run that lost workers, machines or its controller goes on from its checkpoint.",
         minimum=0,
+    )
+    restart_wait_s: float = option(
+        120.0, help="Seconds that such a restart waits for machines that are missing.", minimum=0.0
+    )
+    elastic: bool = option(
+        False, help="Run on fewer devices where some are missing, as many as the batch sizes allow."
     )
     worker_timeout_s: float | None = option(
         3600.0, help="Seconds without progress of any rank after which workers hang; null waits.", minimum=1.0
@@ -370,6 +293,8 @@ class PPOConfig:
     def _micro_batches(self, role: str, prompts: int, micro_batch_size: int) -> Iterator[str]:
         batch = f"`worker.{role}.global_batch_size` x `worker.rollout.n`"
         sequences = prompts * self.worker.rollout.n
+        if self.dp_size == 0:
+            return  # fewer processes than share a sequence, which was said
         if sequences % self.dp_size:
             yield from divisible(batch, sequences, RANKS, self.dp_size)
             return

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command: `python3 -m verl.trainer.main config=examples/config.yaml section.option=value ...`."""
 
-import dis
 import sys
 from collections.abc import Sequence
 
-from verl.trainer.config import PPOConfig, TrainerConfig
+from verl.trainer.config import PPOConfig
+from verl.trainer.ending import BAD_INPUT, FOR_THE_USER, INTERRUPTED, Ending, ending_of, raised_by_us
 from verl.trainer.plan import make_plan, plan_text
+from verl.utils.checkpoint.tracker import checkpoint_to_resume
 from verl.utils.config import ConfigError, config_notes, load_config
 from verl.utils.config_text import config_yaml, example_yaml, help_text
+from verl.utils.logger.tracker import check_loggers
 from verl.utils.version_check import check_versions
 
 USAGE = """\
@@ -20,12 +22,6 @@ usage: python3 -m verl.trainer.main [config=FILE.yaml] [section.option=value ...
   --print-config          print every option with its help as YAML: examples/config.yaml
   --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
 """
-FAILED = 1  # exit status: the machine does not do, or the run ended before its last step
-BAD_INPUT = 2  # exit status: an option or a file is wrong; nothing was trained
-INTERRUPTED = 130  # exit status, as shells have it
-
-# What our own code raises for the user to read; `OSError` holds missing files, full disks and timeouts.
-FOR_THE_USER = (ValueError, TypeError, OSError, RuntimeError, ImportError)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,67 +68,34 @@ def _help(topics: Sequence[str]) -> str:
 
 
 def _train(config: PPOConfig) -> int:
-    supervisor = None
     try:
-        check_versions(config.worker.rollout.name)
-        # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
-        from verl.trainer.supervision import Supervisor  # noqa: PLC0415
-        from verl.utils.checkpoint.tracker import checkpoint_to_resume  # noqa: PLC0415
-        from verl.utils.logger.tracker import check_loggers  # noqa: PLC0415
-
-        options = config.trainer
-        assert options.save_checkpoint_path is not None, "the config names it"
-        check_loggers(options.logger)
-        checkpoint_to_resume(
-            options.save_checkpoint_path, options.load_checkpoint_path, options.find_last_checkpoint
-        )
-        supervisor = Supervisor(config)
-        status = supervisor.run()
+        ending = _checked_and_trained(config)
     except FOR_THE_USER as error:
         if not raised_by_us(error):
             raise
-        if supervisor is not None and supervisor.step is not None:
-            how = _how_to_go_on(config.trainer)
-            sys.stderr.write(f"the run failed in step {supervisor.step}: {error}\n\n{how}\n")
-            return FAILED
-        sys.stderr.write(f"{error}\n")
-        is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        return FAILED if is_machine else BAD_INPUT
+        ending = ending_of(error, config.trainer)
     except KeyboardInterrupt:
-        is_running = supervisor is not None and supervisor.step is not None
-        how = _how_to_go_on(config.trainer) if is_running else "nothing was trained"
-        sys.stderr.write(f"interrupted; {how}\n")
-        return INTERRUPTED
-    if status:
-        sys.stderr.write(f"stopped after step {supervisor.step}; {_how_to_go_on(config.trainer)}\n")
-    return status
+        ending = Ending(INTERRUPTED, "interrupted; nothing was trained")
+    if ending.message is not None:
+        sys.stderr.write(f"{ending.message}\n")
+    return ending.status
 
 
-def raised_by_us(error: BaseException) -> bool:
-    """Whether a `raise` statement of this package made the error: then its message says everything.
+def _checked_and_trained(config: PPOConfig) -> Ending:
+    options = config.trainer
+    check_versions(config.worker.rollout.name)
+    check_loggers(options.logger)
+    checkpoint_to_resume(
+        options.checkpoint_folder, options.load_checkpoint_path, options.find_last_checkpoint
+    )
+    # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
+    if options.max_restarts:
+        from verl.trainer.supervision import Supervisor  # noqa: PLC0415
 
-    What another package or the interpreter raises inside of ours is our mistake, and needs its traceback.
-    """
-    assert error.__traceback__ is not None, "it was caught"
-    traceback = error.__traceback__
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    frame = traceback.tb_frame
-    is_raise = dis.opname[frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
-    return is_raise and frame.f_globals["__name__"].split(".")[0] == "verl"
+        return Supervisor(config).run()
+    from verl.trainer.attempt import attempt_to_train  # noqa: PLC0415
 
-
-def _how_to_go_on(trainer: TrainerConfig) -> str:
-    from verl.utils.checkpoint.tracker import read_record  # noqa: PLC0415 - it needs torch
-
-    assert trainer.save_checkpoint_path is not None, "the config names it"
-    record = read_record(trainer.save_checkpoint_path)
-    if record is None or record.last_global_step is None:
-        return "no checkpoint was saved: `trainer.save_freq` says how often one is"
-    folder = f"{trainer.save_checkpoint_path}/global_step_{record.last_global_step}"
-    if trainer.find_last_checkpoint and trainer.load_checkpoint_path is None:
-        return f"the same command goes on from the last checkpoint, {folder}"
-    return f"the last checkpoint is {folder}: go on from it with `trainer.load_checkpoint_path={folder}`"
+    return attempt_to_train(config)
 
 
 if __name__ == "__main__":

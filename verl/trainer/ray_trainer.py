@@ -69,6 +69,7 @@ class RayPPOTrainer:
         self.run_state.load()
         with self.stop.listening():
             self.train()
+            self.run_state.settle()
 
     def train(self) -> None:
         """The steps of the run from where it stands."""
@@ -87,9 +88,10 @@ class RayPPOTrainer:
                 batch, metrics = self.train_step(timer)
                 if self.validator.has_prompts and self.is_due(trainer.val_freq):
                     metrics |= self.validate(timer)
-                if self.is_due(trainer.save_freq) or self.stop.signal:
+                if self.is_due(trainer.save_freq) or self.stop.signal or state.unsaved:
                     with timer("save_checkpoint"):
                         state.save()
+                state.publish()  # what was written meanwhile
             metrics |= compute_batch_metrics(batch, state.step) | compute_timing_metrics(batch, timer.seconds)
             metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
             self.tracker.log(metrics, state.step)

@@ -6,8 +6,9 @@ The order is that of failing early: data, reward function and cluster are checke
 
 import dataclasses
 import os
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,12 +17,13 @@ import ray
 from verl.algorithms.kl import FULL
 from verl.protocol import DataProto
 from verl.single_controller.ray.cluster import connect
-from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.algorithm_config import TOKEN_BASELINES
 from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.data_loader import PromptLoader, make_loaders, media_options
+from verl.trainer.elastic import largest_run
 from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
@@ -32,11 +34,16 @@ from verl.utils.device import resolve_device
 from verl.utils.logger.base import Run
 from verl.utils.logger.tracker import Tracker
 from verl.utils.media_cache import MediaCache
+from verl.utils.rank_logger import get_logger
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
 from verl.workers.run_options import RunOptions
+
+RETRY_S = 1.0  # between looks for machines that are missing
+
+logger = get_logger(__name__)
 
 # Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
 WORKER_ENV = {
@@ -50,8 +57,12 @@ WORKER_ENV = {
 
 
 @contextmanager
-def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
+def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayPPOTrainer]:
     """Start everything a run needs and hand out its trainer; on leaving, end all of it.
+
+    Args:
+        config: Of the run; with `trainer.elastic` it may run on fewer devices.
+        patience_s: How long to wait, in seconds, for a cluster that is too small or cannot be reached.
 
     Example::
 
@@ -60,11 +71,11 @@ def running_trainer(config: PPOConfig) -> Iterator[RayPPOTrainer]:
 
     Raises:
         ValueError: Data, template or reward function cannot be used.
-        RuntimeError: The cluster is too small, or cannot be reached.
+        ClusterError: The cluster is too small, or cannot be reached.
     """
     with ExitStack() as stack:
         device = resolve_device(config.trainer.device)
-        pool = _join_cluster(config, device, stack)
+        config, pool = _join_cluster(config, device, patience_s, stack)
         cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
         stack.callback(cache.close)
         reward: RewardManager | NoRewardFunction = NoRewardFunction()
@@ -141,13 +152,45 @@ def endless(loader: PromptLoader | None) -> Iterator[DataProto]:
         yield from loader
 
 
-def _join_cluster(config: PPOConfig, device: str, stack: ExitStack) -> ResourcePool:
+def _join_cluster(
+    config: PPOConfig, device: str, patience_s: float, stack: ExitStack
+) -> tuple[PPOConfig, ResourcePool]:
+    """Connect to Ray and find the devices; with `trainer.elastic` fewer of them change the config."""
+    deadline = time.monotonic() + patience_s
     if not ray.is_initialized():
-        connect()
+        _until(deadline, connect)
         stack.callback(ray.shutdown)
-    pool = ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
-    pool.check()
-    return pool
+    pool = _pool_of(config, device)
+    try:
+        _until(deadline, pool.check)
+    except ClusterError:
+        smaller = largest_run(config, pool.capacities()) if config.trainer.elastic else None
+        if smaller is None:
+            raise
+        options = smaller.trainer
+        logger.warning(
+            "fewer devices than asked for: nodes=%d of=%d on_each=%d of=%d",
+            options.nnodes, config.trainer.nnodes, options.n_gpus_per_node, config.trainer.n_gpus_per_node,
+        )  # fmt: skip
+        return smaller, _pool_of(smaller, device)
+    return config, pool
+
+
+def _pool_of(config: PPOConfig, device: str) -> ResourcePool:
+    return ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
+
+
+def _until(deadline: float, attempt: Callable[[], object]) -> None:
+    """Repeat what the cluster refuses until the deadline, by the monotonic clock."""
+    while True:
+        try:
+            attempt()
+        except ClusterError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(RETRY_S)
+        else:
+            return
 
 
 def _open_tracker(config: PPOConfig, training_steps: int) -> Tracker:

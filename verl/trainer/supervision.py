@@ -1,87 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that survives the loss of its workers: started again from its last checkpoint.
+"""A run that survives the loss of workers, machines and its controller: it goes on from a checkpoint.
 
-A worker that was killed, ran out of memory, is stopped, or makes no progress ends its group (`WorkerError`,
-with rank and phase). With `trainer.max_restarts` everything is then put together anew and goes on. An
-exception that a worker raised is not the machine's fault and would come again: it ends the run.
+With `trainer.max_restarts` the training runs in a child process. A worker that was killed, ran out of memory,
+is stopped or makes no progress ends an attempt; so does the loss of a machine, of Ray's head, or of the child
+itself. The next attempt puts everything together anew. An exception that a worker raised is not the machine's
+fault and would come again: it ends the run.
 """
 
-import time
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from verl.single_controller.ray.failure import WorkerError
 from verl.trainer.config import PPOConfig
-from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.setup import running_trainer
+from verl.trainer.ending import FAILED, Ending, how_to_go_on, report_failure
+from verl.trainer.stopping import ENDED_BY, SIGNALS
+from verl.utils.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.utils.rank_logger import get_logger
 
-REPORT = "failures.log"  # in the checkpoint folder: what failed when, with the stacks of ranks that hung
+PR_SET_PDEATHSIG = 1
 
 logger = get_logger(__name__)
 
 
 class Supervisor:
-    """Trains to the end, through as many failures of workers as `trainer.max_restarts` allows.
+    """Trains to the end, through as many failures as `trainer.max_restarts` allows.
 
     Example::
 
-        supervisor = Supervisor(config)
-        sys.exit(supervisor.run())
+        ending = Supervisor(config).run()
+        sys.exit(ending.status)
 
     Attributes:
-        step: The step that is, or was, under way; None before the run was put together.
-        restarts: How often it was started again.
+        restarts: How often the run was started again.
+        signal: The last signal that asked it to end.
     """
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
-        self.step: int | None = None
         self.restarts = 0
+        self.signal: signal.Signals | None = None
+        self._tracker = Path(config.trainer.checkpoint_folder) / TRACKER
+        self._saved_before = _time_of(self._tracker)
 
-    def run(self) -> int:
-        """Train; returns the exit status: 0, or that of a signal which left steps undone.
-
-        Raises:
-            WorkerError: A worker failed once too often, or raised.
-        """
+    def run(self) -> Ending:
+        """Train; returns how the last attempt ended."""
         while True:
-            trainer = None
-            try:
-                with running_trainer(self.config) as trainer:
-                    try:
-                        trainer.fit()
-                        is_done = trainer.run_state.step >= trainer.run_state.training_steps
-                        return 0 if is_done else trainer.stop.exit_status
-                    finally:
-                        self.step = trainer.run_state.step
-            except WorkerError as error:
-                if trainer is None:
-                    raise
-                self._report(error)
-                if not error.may_go_away or self.restarts >= self.config.trainer.max_restarts:
-                    raise
-                self._start_again(trainer, error)
+            ending = self._attempt()
+            is_allowed = self.restarts < self.config.trainer.max_restarts and self.signal is None
+            if not (ending.may_go_away and is_allowed):
+                return ending
+            self._prepare_restart(ending)
 
-    def _start_again(self, trainer: RayPPOTrainer, error: WorkerError) -> None:
-        """Let the next attempt begin at the last checkpoint of this one, or where this one began."""
+    def _attempt(self) -> Ending:
+        """Train in a process of its own."""
+        context = multiprocessing.get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        patience_s = self.config.trainer.restart_wait_s if self.restarts else None
+        child = context.Process(target=_train, args=(self.config, patience_s, sender), name="controller")
+        child.start()
+        sender.close()
+        assert child.pid is not None, "it was started"
+        with self._forwarding(child.pid):
+            try:
+                ending = receiver.recv()
+            except EOFError:
+                ending = None
+            child.join()
+        return ending or self._ending_of_dead(child.exitcode or 0)
+
+    @contextmanager
+    def _forwarding(self, pid: int) -> Iterator[None]:
+        """Hand signals on to the child inside the block: Ctrl-C and SIGTERM mean the training."""
+
+        def forward(number: int, frame: object) -> None:
+            self.signal = signal.Signals(number)
+            os.kill(pid, number)
+
+        before = {number: signal.signal(number, forward) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ending_of_dead(self, exit_code: int) -> Ending:
+        """What to make of a child that ended without a word."""
+        trainer = self.config.trainer
+        if self.signal is not None:
+            return Ending(ENDED_BY + self.signal, f"ended by {self.signal.name}; {how_to_go_on(trainer)}")
+        end = (
+            f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
+        )
+        cause = f"the controller process {end}; for want of memory, or by Ray whose head is gone"
+        report_failure(trainer, None, cause)
+        return Ending(FAILED, f"{cause}\n\n{how_to_go_on(trainer)}", may_go_away=True)
+
+    def _prepare_restart(self, ending: Ending) -> None:
+        """Let the next attempt begin at the last checkpoint that this run wrote, or where it began."""
         self.restarts += 1
-        saved = trainer.run_state.saved
-        if saved is not None:
-            options = replace(self.config.trainer, load_checkpoint_path=str(saved))
-            self.config = replace(self.config, trainer=options)
+        trainer = self.config.trainer
+        saved = find_last_checkpoint(trainer.checkpoint_folder) if self._has_saved() else None
+        if saved is not None and (trainer.load_checkpoint_path or not trainer.find_last_checkpoint):
+            self.config = replace(self.config, trainer=replace(trainer, load_checkpoint_path=str(saved)))
         logger.warning(
             "starting again: restart=%d of=%d lost_step=%s from=%s cause=%s",
             self.restarts,
-            self.config.trainer.max_restarts,
-            self.step,
+            trainer.max_restarts,
+            ending.step,
             saved or "where the run began",
-            str(error).splitlines()[0],
+            (ending.message or "").splitlines()[0],
         )
 
-    def _report(self, error: WorkerError) -> None:
-        folder = Path(self.config.trainer.checkpoint_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        moment = time.strftime("%Y-%m-%d %H:%M:%S")
-        with (folder / REPORT).open("a") as file:
-            file.write(f"=== {moment}, step {self.step}, restarts before: {self.restarts}\n{error}\n\n")
+    def _has_saved(self) -> bool:
+        return _time_of(self._tracker) != self._saved_before
+
+
+def _train(config: PPOConfig, patience_s: float | None, sender: Connection) -> None:
+    """The child: train and say how it ended."""
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which hands it on: once, not twice
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # nobody would start this again
+    from verl.trainer.attempt import attempt_to_train  # noqa: PLC0415 - the parent needs no torch
+
+    ending = Ending(FAILED)
+    try:
+        ending = attempt_to_train(config, patience_s)
+    except SystemExit as end:
+        ending = Ending(end.code if isinstance(end.code, int) else FAILED)
+        raise
+    finally:
+        sender.send(ending)
+    sys.exit(ending.status)
+
+
+def _time_of(path: Path) -> int | None:
+    """When a file was written, in nanoseconds; None if there is none."""
+    return path.stat().st_mtime_ns if path.is_file() else None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
+from verl.utils.checkpoint.background import BackgroundWriter
 from verl.utils.device import backend_of, memory_metrics, reset_peak_memory, set_device, set_seed
 from verl.utils.fsdp_utils import full_named_tensors, torch_dtype
 from verl.utils.hub_names import HubNames
@@ -73,6 +74,7 @@ class FSDPWorker(Worker):
             actor.divide_short_sequences,
         )
         self.hosted: list[HostedModel] = []
+        self.checkpoints = BackgroundWriter()
         self.num_encoded = 0  # media that frozen towers had encoded when it was last said
         self._init_reference()
         self._init_actor()
@@ -313,12 +315,32 @@ class FSDPWorker(Worker):
         return metrics | memory_metrics(self.options.device) | self._encoded_media()
 
     @register(Dispatch.ALL, phase="save_checkpoint")
-    def save_checkpoint(self, folder: str, model_only: bool) -> None:
-        """Write this rank's part of a checkpoint: a folder for each model that is trained."""
+    def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
+        """Begin to write this rank's part of a checkpoint: a folder for each model that is trained.
+
+        Args:
+            folder: Of the checkpoint.
+            model_only: Leave out what trains the models.
+            copies: Write copies, so that training may go on; without, `finish_checkpoint` is called next.
+        """
         files = (self.tokenizer, self.processor) if self.rank == 0 else None
+        snapshots = {}
         for hosted in self.trained:
             extra = {"engine_rng": self.engine.rng_state()} if hosted is self.policy else {}
-            hosted.save(Path(folder), model_only=model_only, extra=extra, files=files)
+            snapshots[hosted.role] = hosted.snapshot(
+                model_only=model_only, copies=copies, extra=extra, files=files
+            )
+        self.checkpoints.start(Path(folder), snapshots)
+
+    @register(Dispatch.ALL, phase="save_checkpoint")
+    def is_checkpoint_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self.checkpoints.is_done()
+
+    @register(Dispatch.ALL, phase="save_checkpoint")
+    def finish_checkpoint(self) -> str | None:
+        """Wait until the checkpoint is written; returns what kept the ranks from it, None if nothing did."""
+        return self.checkpoints.finish()
 
     @register(Dispatch.ALL, phase="load_checkpoint")
     def load_checkpoint(self, folder: str) -> None:

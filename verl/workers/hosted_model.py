@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from verl.models.registry import check_model, model_type_of
-from verl.utils.checkpoint.fsdp_checkpoint import Restored, load_shards, save_huggingface_files, save_shards
+from verl.utils.checkpoint.fsdp_checkpoint import Restored, Snapshot, load_shards, take_snapshot
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fsdp_utils import loaded_on_device, make_mesh, torch_dtype
 from verl.utils.multimodal import MediaData, MediaLoader
@@ -129,20 +129,20 @@ class HostedModel:
             offload_optimizer_state=self.offload.offload_optimizer,
         )
 
-    def save(self, folder: Path, *, model_only: bool, extra: dict[str, Any], files: tuple | None) -> None:
-        """Write this rank's part of the model into `folder/role`.
+    def snapshot(
+        self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
+    ) -> Snapshot:
+        """Collect this rank's part of a checkpoint.
 
         Args:
-            folder: Of the checkpoint.
-            model_only: Leave out what trains it.
+            model_only: Leave out what trains the model.
+            copies: Copy it to host memory, so that training may go on before it is written.
             extra: State of this rank beside.
             files: Tokenizer and processor to put beside the config; None on all ranks but the first.
         """
-        path = folder / self.role
         optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
-        save_shards(path, self.model, optimizer, scheduler, extra=extra)
-        if files is not None:
-            save_huggingface_files(path, self.model.config, self.model.generation_config, *files)
+        savable = () if files is None else (self.model.config, self.model.generation_config, *files)
+        return take_snapshot(self.model, optimizer, scheduler, extra, savable, copies=copies)
 
     def load(self, folder: Path) -> Restored:
         """Go on from `folder/role`, saved by any number of ranks."""

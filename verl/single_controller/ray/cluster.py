@@ -7,6 +7,8 @@ from pathlib import Path
 
 import ray
 
+from verl.single_controller.ray.resource_pool import ClusterError
+
 
 def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus: int | None = None) -> bool:
     """Connect this process to Ray, as Ray's own commands do.
@@ -24,7 +26,7 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
         Whether a new cluster was started.
 
     Raises:
-        RuntimeError: The cluster cannot be reached.
+        ClusterError: The cluster cannot be reached.
     """
     if ray.is_initialized():
         return False
@@ -42,7 +44,7 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
             num_gpus=num_gpus,
         )
     except (ConnectionError, RuntimeError) as error:
-        raise RuntimeError(
+        raise ClusterError(
             f"cannot join the Ray cluster at {address}: {error};"
             " if it is gone, run `ray stop` or unset `RAY_ADDRESS`"
         ) from error

@@ -2,10 +2,12 @@
 """The part of a Ray cluster that a run holds: the same number of processes on each of its nodes."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import (
     PlacementGroup,
@@ -16,6 +18,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 RESOURCE_OF_DEVICE = {"cuda": "GPU", "cpu": "CPU"}
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be reached, is too small, or its resources are not free."""
 
 
 class Slot(NamedTuple):
@@ -58,19 +64,22 @@ class ResourcePool:
         """Return what the processes of one node take of it."""
         return {name: amount * self.processes_per_node for name, amount in self.per_process().items()}
 
+    def capacities(self) -> list[int]:
+        """How many processes each node of the cluster can hold."""
+        need = self.per_process()
+        return [
+            min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in _alive_nodes()
+        ]
+
     def check(self) -> None:
         """Compare the cluster with what is needed.
 
         Raises:
-            RuntimeError: Too few nodes, or too few GPUs or CPUs on them; names found, needed and the remedy.
+            ClusterError: Too few nodes, or too few GPUs or CPUs on them; names found, needed and the remedy.
         """
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        need = self.per_node()
-        fitting = [
-            node for node in nodes if all(node["Resources"].get(name, 0) >= need[name] for name in need)
-        ]
-        if len(fitting) >= self.nnodes:
+        if sum(capacity >= self.processes_per_node for capacity in self.capacities()) >= self.nnodes:
             return
+        nodes, need = _alive_nodes(), self.per_node()
         found = "; ".join(
             f"{node['NodeManagerAddress']}: "
             + _amounts({name: node["Resources"].get(name, 0) for name in need})
@@ -81,7 +90,7 @@ class ResourcePool:
             remedy += " or `trainer.nnodes`, or join nodes with `ray start --address=<head node>:6379`"
         elif self.device == "cpu":
             remedy += ", or start Ray yourself with `ray start --head --num-cpus=N`"
-        raise RuntimeError(
+        raise ClusterError(
             f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
             f" {self.device} needs {self.nnodes} nodes with {_amounts(need)} each,"
             f" found {len(nodes)} nodes ({found}): {remedy}"
@@ -91,14 +100,14 @@ class ResourcePool:
         """Take the resources; waits until others free them, `timeout_s` at most.
 
         Raises:
-            RuntimeError: The cluster is too small, or others hold it.
+            ClusterError: The cluster is too small, or others hold it.
         """
         self.check()
         self.group = placement_group([self.per_node()] * self.nnodes, strategy="STRICT_SPREAD")
         if not self.group.wait(self.timeout_s):
             self.release()
             free = {name: ray.available_resources().get(name, 0.0) for name in self.per_node()}
-            raise RuntimeError(
+            raise ClusterError(
                 f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
                 f" {self.device} needs {self.nnodes} nodes with {_amounts(self.per_node())} each; the cluster"
                 f" is large enough, but only {_amounts(free)} are free in all of it after"
@@ -107,9 +116,10 @@ class ResourcePool:
 
     def release(self) -> None:
         """Give the resources back; harmless when none are held."""
-        if self.group is not None:
-            remove_placement_group(self.group)
-            self.group = None
+        group, self.group = self.group, None
+        if group is not None:
+            with suppress(RayError):  # the cluster is gone, and what was held with it
+                remove_placement_group(group)
 
     def bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         """Return how an actor asks for a place on a node of the pool."""
@@ -130,6 +140,10 @@ class ResourcePool:
             for bundle in order
             for index in range(self.processes_per_node)
         ]
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 """Save and load one role's training state: weights, optimizer, schedule, random generators.
 
 ```
-actor/manifest.json       which files there are, their sizes, the schedule; written last
+actor/manifest.json       which files there are, their sizes and digests, the schedule; written last
 actor/.metadata           of the shards (torch.distributed.checkpoint)
 actor/__R_N.distcp        weights and optimizer, sharded; any world size loads them
 actor/rank_R.pt           random generators and extra state of rank R
@@ -10,7 +10,9 @@ actor/huggingface/        config, tokenizer, processor; `scripts/model_merger.py
 ```
 """
 
+import os
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,12 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl.utils.checkpoint.storage import ShardReader, read_manifest, read_tensors, write_manifest
+from verl.utils.checkpoint.manifest import (
+    FileEntry,
+    check_digests,
+    file_entries,
+    read_manifest,
+    write_manifest,
+)
+from verl.utils.checkpoint.storage import ShardReader, read_tensors
 from verl.utils.fsdp_utils import persistent_buffers, sharded_parameters
 from verl.utils.rank_logger import get_logger
 
@@ -47,6 +57,75 @@ class Restored(NamedTuple):
     has_optimizer: bool  # False for a checkpoint of weights only: the optimizer starts anew
 
 
+class Snapshot(NamedTuple):
+    """One rank's part of the training state of a model, ready to be written."""
+
+    tensors: dict[str, Tensor]  # weights and optimizer state, sharded as in the model
+    rank_state: dict[str, Any]  # random generators and extra state
+    manifest: dict[str, Any]
+    files: tuple[Savable | None, ...]  # for `huggingface/`, of rank 0
+
+
+class NotWrittenError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank."""
+
+
+def take_snapshot(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    extra: dict[str, Any] | None = None,
+    files: tuple[Savable | None, ...] = (),
+    *,
+    copies: bool = False,
+) -> Snapshot:
+    """Collect the training state of this rank.
+
+    Args:
+        model: Sharded or not, offloaded or not.
+        optimizer: None (`trainer.save_model_only`) leaves its state out.
+        scheduler: Its position is kept.
+        extra: State of this rank beside: tensors, numbers, strings, and lists and dictionaries of them.
+        files: Config, generation config, tokenizer, processor; whatever of them the model has.
+        copies: Copy tensors to host memory, so that training may go on while they are written.
+    """
+    tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
+    if copies:
+        tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+    manifest = {
+        "world_size": dist.get_world_size(),
+        "has_optimizer": optimizer is not None,
+        "scheduler": deepcopy(scheduler.state_dict()) if scheduler is not None else None,
+    }
+    return Snapshot(tensors, {"random": random_state(), "extra": extra or {}}, manifest, files)
+
+
+def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+    """Write a snapshot of every rank into one folder; every rank calls it and waits for the others.
+
+    Args:
+        path: The role's folder, for example `global_step_8.tmp/actor`, on a file system that all ranks share.
+        snapshot: Of this rank.
+        group: With a CPU backend, used by nobody else meanwhile; None is the default group.
+
+    Raises:
+        NotWrittenError: A rank could not write its files.
+    """
+    path, rank = Path(path), dist.get_rank()
+    problem, entries = None, {}
+    try:
+        entries = _write_files(path, snapshot, rank, group)
+    except (OSError, RuntimeError, CheckpointException) as error:  # a full disk may be any of them
+        problem = _cause(error)
+    parts = _agreed(problem, entries, path, group)
+    if rank == 0:
+        try:
+            write_manifest(path, snapshot.manifest, {name: part[name] for part in parts for name in part})
+        except OSError as error:
+            problem = _cause(error)
+    _agreed(problem, None, path, group)
+
+
 def save_shards(
     path: Path,
     model: nn.Module,
@@ -54,36 +133,8 @@ def save_shards(
     scheduler: LRScheduler | None = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write the training state; every rank calls it and waits for the others.
-
-    Args:
-        path: The role's folder, for example `global_step_8.tmp/actor`, on a file system that all ranks share.
-        model: Sharded or not, offloaded or not.
-        optimizer: None (`trainer.save_model_only`) leaves its state out.
-        scheduler: Its position is kept.
-        extra: State of this rank beside: tensors, numbers, strings, and lists and dictionaries of them.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    path = Path(path)
-    _make_folder(path)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    state_dict_saver.save(
-        _model_tensors(model) | _optimizer_tensors(model, optimizer), storage_writer=FileSystemWriter(path)
-    )
-    torch.save({"random": random_state(), "extra": extra or {}}, path / f"rank_{rank}.pt")
-    dist.barrier()
-    if rank == 0:
-        write_manifest(
-            path,
-            {
-                "world_size": world_size,
-                "has_optimizer": optimizer is not None,
-                "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            },
-        )
-    dist.barrier()
+    """Take a snapshot and write it; see `take_snapshot` and `write_snapshot`."""
+    write_snapshot(path, take_snapshot(model, optimizer, scheduler, extra))
 
 
 def load_shards(
@@ -102,10 +153,11 @@ def load_shards(
 
     Raises:
         FileNotFoundError: The folder is missing or incomplete.
-        ValueError: A file is damaged, or the weights are those of another model.
+        ValueError: A file is damaged, or the weights are those of another model; on every rank.
     """
     path = Path(path)
     manifest = read_manifest(path)
+    _check_files(path, manifest)
     reader = ShardReader(path)
     tensors = _model_tensors(model)
     _check_same_model(tensors, reader.tensors(), path)
@@ -132,7 +184,7 @@ def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
         *parts: Whatever of them the model has; None is left out.
     """
     folder = Path(path) / HUGGINGFACE
-    _make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         if part is not None:
             part.save_pretrained(folder)
@@ -161,14 +213,54 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _make_folder(path: Path) -> None:
+def _write_files(
+    path: Path, snapshot: Snapshot, rank: int, group: dist.ProcessGroup | None
+) -> dict[str, FileEntry]:
+    """Write this rank's files, and the shared ones on rank 0; returns what they are."""
+    path.mkdir(parents=True, exist_ok=True)
+    state_dict_saver.save(snapshot.tensors, storage_writer=FileSystemWriter(path), process_group=group)
+    with (path / f"rank_{rank}.pt").open("wb") as file:
+        torch.save(snapshot.rank_state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    own = [f"rank_{rank}.pt", *(file.name for file in path.glob(f"__{rank}_*.distcp"))]
+    if rank == 0:
+        own.append(".metadata")
+        if snapshot.files:
+            save_huggingface_files(path, *snapshot.files)
+    return file_entries(path, own)
+
+
+def _agreed(problem: str | None, value: Any, path: Path, group: dist.ProcessGroup | None) -> list[Any]:
+    """The value of every rank; raises on every rank if there is a problem on any."""
+    both: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(both, (problem, value), group=group)
+    found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(both) if text is not None]
+    if found:
+        raise NotWrittenError(f"{path} cannot be written: {'; '.join(found)}")
+    return [value for _, value in both]
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the rank where it did."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_files(path: Path, manifest: dict[str, Any]) -> None:
+    """Check the digests of all files, each by one rank; a damaged one is an error on every rank."""
+    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    problem = None
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"cannot write the checkpoint folder {path} ({error.strerror}):"
-            " set `trainer.save_checkpoint_path` to a folder that every process may write"
-        ) from error
+        check_digests(path, manifest, names)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    damaged = next(filter(None, problems), None)
+    if damaged is not None:
+        raise ValueError(damaged)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from verl.utils.checkpoint.fsdp_checkpoint import HUGGINGFACE
-from verl.utils.checkpoint.storage import MANIFEST, ShardReader, read_manifest, read_tensors
+from verl.utils.checkpoint.manifest import MANIFEST, check_digests, read_manifest
+from verl.utils.checkpoint.storage import ShardReader, read_tensors
 from verl.utils.checkpoint.torch_shards import find_shard_files, join_shards, load_shard_file
 from verl.utils.hub_names import HubNames
 
@@ -103,7 +104,8 @@ class DistributedShards:
     is_hub_layout_likely = False
 
     def __init__(self, folder: Path) -> None:
-        read_manifest(folder)  # complains about missing and damaged files
+        manifest = read_manifest(folder)
+        check_digests(folder, manifest, manifest["files"])
         self._reader = ShardReader(folder)
         saved = self._reader.tensors()
         self._entries = {key.removeprefix("model."): saved[key] for key in saved if key.startswith("model.")}

@@ -15,19 +15,18 @@ Example::
 
 import json
 import logging
+import math
 import os
-import re
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from verl.utils.checkpoint.storage import REMEDY, read_manifest, write_json
+from verl.utils.checkpoint.manifest import STEP_FOLDER, check_digests, read_manifest, remedy, write_json
 
 logger = logging.getLogger(__name__)
 
 TRACKER = "checkpoint_tracker.json"
 PARTIAL = ".tmp"  # ends the name of a folder that is being written
-STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,7 @@ class CheckpointTracker:
         Raises:
             OSError: The folder cannot be written.
         """
-        for leftover in self.root.glob(f"global_step_*{PARTIAL}"):
-            logger.warning("a checkpoint that was never completed is removed: path=%s", leftover)
-            shutil.rmtree(leftover)
+        self.clear()
         folder = self.root / f"global_step_{step}{PARTIAL}"
         try:
             folder.mkdir(parents=True)
@@ -72,6 +69,12 @@ class CheckpointTracker:
                 " choose a folder that this user may write"
             ) from error
         return folder
+
+    def clear(self) -> None:
+        """Remove half-written folders: those of an interrupted run, or one that could not be finished."""
+        for leftover in self.root.glob(f"global_step_*{PARTIAL}"):
+            logger.warning("a checkpoint that was never completed is removed: path=%s", leftover)
+            shutil.rmtree(leftover)
 
     def publish(self, step: int, score: float | None = None) -> Path:
         """Make a written folder count, then remove the steps that are not kept.
@@ -123,9 +126,15 @@ def read_record(root: Path | str) -> CheckpointRecord | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
-        return CheckpointRecord(**{entry.name: content.get(entry.name) for entry in fields(CheckpointRecord)})
-    except (json.JSONDecodeError, AttributeError) as error:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        record = CheckpointRecord(
+            **{entry.name: content.get(entry.name) for entry in fields(CheckpointRecord)}
+        )
+        _check_record(record)
+        return record
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): remove it and set `trainer.load_checkpoint_path` to a"
             " global_step_N folder beside it"
@@ -142,9 +151,12 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
     if record is None or record.last_global_step is None:
         return None
     folder = Path(root) / f"global_step_{record.last_global_step}"
+    aside = _aside(folder)
+    if aside.is_dir() and not folder.is_dir():  # it was killed while it replaced the folder
+        aside.rename(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{Path(root) / TRACKER} names {folder.name}, which is gone: {REMEDY},"
+            f"{Path(root) / TRACKER} names {folder.name}, which is gone: {remedy(folder)},"
             " or start anew with `trainer.find_last_checkpoint=false`"
         )
     return folder
@@ -173,6 +185,8 @@ def checkpoint_to_resume(
     if folder is not None:
         checkpoint_step(folder)
         read_manifest(folder / "actor")
+        manifest = read_manifest(folder)
+        check_digests(folder, manifest, manifest["files"])
     return folder
 
 
@@ -197,9 +211,22 @@ def checkpoint_step(path: Path | str) -> int:
     return int(match.group(1))
 
 
+def _check_record(record: CheckpointRecord) -> None:
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        if entry.name.endswith("_step"):
+            fits = type(value) is int and STEP_FOLDER.fullmatch(f"global_step_{value:d}") is not None
+        elif entry.name.endswith("_path"):
+            fits = isinstance(value, str)
+        else:
+            fits = type(value) in (int, float) and abs(value) < math.inf
+        if value is not None and not fits:
+            raise ValueError(f"`{entry.name}` is {value!r:.80}")
+
+
 def _replace_folder(partial: Path, final: Path) -> None:
     """Rename; a folder of that name steps aside first and goes when the new one is in its place."""
-    aside = final.with_name(final.name + ".old" + PARTIAL)
+    aside = _aside(final)
     if final.exists():
         final.rename(aside)
     partial.rename(final)
@@ -210,3 +237,7 @@ def _replace_folder(partial: Path, final: Path) -> None:
         os.fsync(descriptor)  # the new name survives a power failure before the tracker tells it
     finally:
         os.close(descriptor)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.old{PARTIAL}")
