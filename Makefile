@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-text demo-video test test-slow test-gpu check style license config bench bench-algos bench-long learn build clean
+.PHONY: help demo demo-text demo-video test test-slow test-faults test-gpu fuzz check style license config bench bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
@@ -41,12 +41,18 @@ test: $(INSTALLED)        ## the whole CPU suite
 test-slow: $(INSTALLED)   ## the tests that take minutes
 	$(RUN) -m pytest -m slow
 
+test-faults: $(INSTALLED) ## whole runs that are killed, damaged and starved; writes the table in docs/reliability.md (half an hour)
+	$(RUN) -m pytest -m faults tests/faults
+
 test-gpu: $(INSTALLED)    ## the tests that need CUDA; skipped without it
 	$(RUN) -m pytest -m gpu tests/gpu
 
 style: $(INSTALLED)       ## format
 	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks
 	$(RUN) -m ruff format verl tests scripts examples benchmarks
+
+fuzz: $(INSTALLED)        ## search long for input that breaks the reading of configs, data, templates, rewards or checkpoints
+	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest tests/fuzz
 
 check: $(INSTALLED)       ## lint, types, spelling
 	$(RUN) -m ruff check verl tests scripts examples benchmarks
@@ -72,6 +78,9 @@ bench-long: $(INSTALLED)  ## shared prompts, activations of ranks that share seq
 	$(RUN) benchmarks/long.py
 	$(RUN) benchmarks/embeddings.py
 	$(RUN) benchmarks/video.py --keyframe-seconds 2 --containers mp4
+
+soak: $(INSTALLED)        ## 200 steps with images: does memory, or anything else that a run holds, grow (minutes)
+	$(RUN) benchmarks/soak.py
 
 learn: $(INSTALLED)       ## a tiny run with each estimator and each loss; writes the table in docs/algorithms.md (half an hour)
 	$(RUN) benchmarks/learning.py

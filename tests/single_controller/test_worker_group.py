@@ -2,6 +2,7 @@
 import gc
 import os
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +24,22 @@ def numbers(count):
 def test_a_call_to_all_returns_one_result_for_each_rank_in_order(group):
     assert group.say() == [(0, "hello", None), (1, "hello", None)]
     assert group.say({"a": [1]}) == [(0, "hello", {"a": [1]}), (1, "hello", {"a": [1]})]
+
+
+def names_of(group):
+    return [Path(f"/proc/{info.pid}/comm").read_text().strip() for info in group.infos]
+
+
+def test_processes_are_named_after_what_they_do(group):
+    items = group.generate(numbers(8), pause_s=0.2)
+    next(items)
+
+    during = names_of(group)
+    list(items)
+    group.nothing()
+
+    assert during == ["generate", "generate"]
+    assert "generate" not in names_of(group)
 
 
 def test_ranks_get_their_environment_before_they_start(group):

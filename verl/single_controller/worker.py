@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of what runs in each worker process: one process for each device.
 
+While a process runs a call its name is the call's phase: `top` and `ps -o pid,comm` show `update_actor`.
+
 Subclass it, mark with `@register` what the controller may call, and hand the class to a worker group. To
 split batches (`Dispatch.SHARD`), call `set_axis` before the first such call.
 """
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 from verl.single_controller.dispatch import Place
 
 STACKS_WAIT_S = 0.5  # a worker has this long to write where it stands
+NAME = Path("/proc/self/comm")  # of this process; the kernel keeps 15 characters, Ray puts its own back
 
 
 class WorkerInfo(NamedTuple):
@@ -73,23 +76,28 @@ class Worker:
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method and return its result."""
-        self.phase = phase
+        self._show(phase)
         result = getattr(self, name)(*args, **kwargs)
-        self.phase = ""
+        self._show("")
         return result
 
     def stream(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Run a generator method and yield its items."""
-        self.phase = phase
+        self._show(phase)
         items = getattr(self, name)(*args, **kwargs)
         for item in items:  # noqa: UP028 - Ray sends values into generators, which not every iterator takes
             yield item
-        self.phase = ""
+        self._show("")
 
     def drain(self, name: str, phase: str, *args: Any, **kwargs: Any) -> None:
         """Run a generator method to its end: its items are another rank's too."""
         for _ in self.stream(name, phase, *args, **kwargs):
             pass
+
+    def _show(self, phase: str) -> None:
+        """Say what this process does from now on; "" is nothing."""
+        self.phase = phase
+        NAME.write_text(phase or "idle")
 
 
 def read_stacks(info: WorkerInfo) -> str:

@@ -10,10 +10,14 @@ another.
 Bad rows, those found at the start and those found on the way, are listed in the checkpoint folder.
 
 Processes read ahead: while a step works on a batch they decode the media of the next one into the cache, at
-the end of an epoch those of the next epoch. What was read ahead is no part of the position.
+the end of an epoch those of the next epoch. What was read ahead is no part of the position, so processes that
+died are replaced by others which read the same rows again.
 """
 
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +35,8 @@ from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import MediaLoader, MediaOptions
 from verl.utils.prompts import BadRowError
 from verl.utils.rank_logger import get_logger
+
+DEAD_READER = "DataLoader worker (pid"  # how torch begins to say that a process of its own ended
 
 logger = get_logger(__name__)
 
@@ -131,10 +137,33 @@ class PromptLoader:
         if self._next != (self.epoch, place):
             self._rows = self._open(place)
         self._next = None  # nowhere, should reading fail
-        row = next(self._rows)
+        row = self._take(place)
         is_last = place + 1 == len(self.dataset)
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, place + 1)
         return row
+
+    def _take(self, place: int) -> dict[str, Any] | BadRow:
+        """The row that the processes give next; once, if they died, from others in their place.
+
+        Raises:
+            RuntimeError: The others died too.
+        """
+        try:
+            return next(self._rows)
+        except RuntimeError as error:
+            if not str(error).startswith(DEAD_READER):
+                raise
+            logger.warning("processes that read rows died and are replaced: place=%d cause=%s", place, error)
+        self._rows = self._open(place)
+        try:
+            return next(self._rows)
+        except RuntimeError as error:
+            if not str(error).startswith(DEAD_READER):
+                raise
+            raise RuntimeError(
+                f"the processes that read rows died twice before the row at place {place} of epoch"
+                f" {self.epoch} ({error}): lower `data.num_workers` ({self.num_workers}) if memory is short"
+            ) from error
 
     def _open(self, place: int) -> Iterator[dict[str, Any] | BadRow]:
         workers = min(self.num_workers, len(self.dataset))
@@ -148,7 +177,8 @@ class PromptLoader:
             num_workers=workers,
             prefetch_factor=None if workers == 0 else max(2, -(-self.batch_size // workers)),
         )
-        return iter(rows)
+        with _own_sigchld():
+            return iter(rows)
 
     def _leave_out(self, row: BadRow) -> None:
         if self.dataset.report is not None:
@@ -158,6 +188,23 @@ class PromptLoader:
         if row.index not in self.bad_rows:
             self.bad_rows[row.index] = row
             logger.warning("bad row left out: number=%d %s", len(self.bad_rows), row)
+
+
+@contextmanager
+def _own_sigchld() -> Iterator[None]:
+    """Keep the handler of SIGCHLD inside the block.
+
+    That of torch raises wherever the main thread happens to be when a process of the loader dies, in the
+    middle of an update for example. Without it the death is found when a row is asked for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _order(num_rows: int, epoch: int, place: int, seed: int | None, read_on: bool) -> Iterator[int]:

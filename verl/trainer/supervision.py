@@ -25,6 +25,7 @@ from verl.utils.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.utils.rank_logger import get_logger
 
 PR_SET_PDEATHSIG = 1
+GLANCE_S = 0.5  # between looks whether the child lives
 
 logger = get_logger(__name__)
 
@@ -68,10 +69,9 @@ class Supervisor:
         sender.close()
         assert child.pid is not None, "it was started"
         with self._forwarding(child.pid):
-            try:
-                ending = receiver.recv()
-            except EOFError:
-                ending = None
+            while not receiver.poll(GLANCE_S) and child.exitcode is None:
+                pass  # its own children may hold the pipe longer than it lives
+            ending = _last_words(receiver)
             child.join()
         return ending or self._ending_of_dead(child.exitcode or 0)
 
@@ -137,6 +137,14 @@ def _train(config: PPOConfig, patience_s: float | None, sender: Connection) -> N
     finally:
         sender.send(ending)
     sys.exit(ending.status)
+
+
+def _last_words(receiver: Connection) -> Ending | None:
+    """How the child said that it ended; None if it did not say."""
+    try:
+        return receiver.recv() if receiver.poll() else None
+    except EOFError:
+        return None
 
 
 def _time_of(path: Path) -> int | None:

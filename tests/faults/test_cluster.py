@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines of a Ray cluster that are lost: a node, or the head. Here each is a set of processes."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.runs import Run, assert_same, descendants, steps_again
+from tests.helpers.distributed import free_port
+
+pytestmark = pytest.mark.faults
+RAY = Path(sys.executable).with_name("ray")
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class Cluster:
+    """A head and other nodes of one CPU each, started by Ray's command and killed as a machine ends."""
+
+    def __init__(self, folder):
+        self.folder, self.port = folder, free_port()
+        self.nodes = []
+
+    @property
+    def environment(self):
+        """Of a run on this cluster."""
+        return ENVIRONMENT | {"RAY_ADDRESS": f"127.0.0.1:{self.port}", "RAY_TMPDIR": str(self.folder)}
+
+    def start(self, is_head):
+        """Start a node and wait until it belongs to the cluster."""
+        where = [f"--port={self.port}", f"--temp-dir={self.folder}", "--include-dashboard=false"]
+        kind = ["--head", *where] if is_head else [f"--address=127.0.0.1:{self.port}"]
+        node = subprocess.Popen(
+            [RAY, "start", "--block", "--num-cpus=1", "--node-ip-address=127.0.0.1", *kind],
+            env=os.environ | self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.nodes.append(node)
+        for line in node.stdout:
+            if "--block" in line:
+                return node
+        raise AssertionError(f"the node ended with {node.wait()}")
+
+    def kill(self, node):
+        """End a node with everything that runs on it."""
+        everything = [psutil.Process(node.pid), *descendants(node.pid)]
+        for process in everything:
+            with_its_end(process.kill)
+        node.wait()
+        node.stdout.close()
+        self.nodes.remove(node)
+
+
+def with_its_end(act):
+    """Act on a process that may have ended."""
+    try:
+        act()
+    except psutil.NoSuchProcess:
+        return
+
+
+@pytest.fixture
+def cluster():
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets in it have short names only
+    cluster = Cluster(folder)
+    cluster.start(is_head=True)
+    yield cluster
+    for node in list(cluster.nodes):
+        cluster.kill(node)
+    shutil.rmtree(folder)
+
+
+def two_nodes(*options):
+    return ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.max_restarts=3", *options]
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, text_arguments, undisturbed, record):
+    node = cluster.start(is_head=False)
+    options = two_nodes("trainer.elastic=true", "trainer.restart_wait_s=5")
+    run = Run(tmp_path, [*text_arguments, *options], env=cluster.environment)
+    run.come_to(step=4, saved=2)
+
+    run.harm(lambda: cluster.kill(node))
+
+    assert run.end() == 0, run.stderr
+    assert "fewer devices than asked for: nodes=1 of=2" in run.stderr
+    before = [logged for logged in run.steps if logged.moment < run.harmed]
+    assert_same(before, {step: undisturbed[step] for step in range(1, len(before) + 1)})
+    assert [logged.step for logged in run.steps][-1] == max(undisturbed)
+    record(
+        "a node is lost, `trainer.elastic=true`",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_run_waits_for_a_node_that_comes_back(cluster, tmp_path, text_arguments, undisturbed, record):
+    node = cluster.start(is_head=False)
+    run = Run(tmp_path, [*text_arguments, *two_nodes()], env=cluster.environment)
+    run.come_to(step=4, saved=2)
+
+    run.harm(lambda: cluster.kill(node))
+    time.sleep(5)
+    cluster.start(is_head=False)
+
+    assert run.end() == 0, run.stderr
+    assert_same(run.steps, undisturbed)
+    record(
+        "a node is lost and another joins after 5 s",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_run_survives_a_restart_of_the_head(cluster, tmp_path, text_arguments, undisturbed, record):
+    cluster.start(is_head=False)
+    run = Run(tmp_path, [*text_arguments, *two_nodes()], env=cluster.environment)
+    run.come_to(step=4, saved=2)
+
+    run.harm(lambda: cluster.kill(cluster.nodes[0]))
+    time.sleep(5)
+    for node in list(cluster.nodes):
+        cluster.kill(node)
+    cluster.start(is_head=True)
+    cluster.start(is_head=False)
+
+    assert run.end() == 0, run.stderr
+    assert_same(run.steps, undisturbed)
+    record(
+        "Ray's head is lost and starts again after 5 s",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are killed, stopped, or raise: nothing is lost but what was done since the last checkpoint."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run, assert_same, steps_again
+
+pytestmark = pytest.mark.faults
+RESTART = "trainer.max_restarts=1"
+SITE = Path(__file__).with_name("site")
+
+
+def kill(pid):
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("phase", ["sync_weights", "gen", "old", "update_actor", "save_checkpoint"])
+def test_a_run_whose_worker_is_killed_goes_on(phase, tmp_path, text_arguments, undisturbed, record):
+    run = Run(tmp_path, [*text_arguments, RESTART])
+    run.come_to(step=4, saved=2)
+
+    pid = run.catch(phase)
+    run.harm(kill(pid))
+
+    assert run.end() == 0, run.stderr
+    failure = (tmp_path / "failures.log").read_text()
+    assert re.search(rf"rank \d of 2 \(pid {pid} on .*\) died in phase `{phase}`", failure), failure
+    assert_same(run.steps, undisturbed)
+    record(
+        f"a worker is killed in `{phase}`",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_run_whose_worker_is_killed_amid_writing_goes_on(tmp_path, text_arguments, undisturbed, record):
+    run = Run(tmp_path, [*text_arguments, RESTART])
+    run.come_to(step=4, saved=2)
+
+    run.wait((tmp_path / "global_step_4.tmp" / "actor").is_dir, pause_s=0.001)
+    run.harm(kill(run.workers()[0]))
+    was_written = (tmp_path / "global_step_4").exists()
+
+    assert run.end() == 0, run.stderr
+    assert not was_written
+    assert_same(run.steps, undisturbed)
+    assert not list(tmp_path.glob("*.tmp"))
+    record(
+        "a worker is killed while a checkpoint is written behind the training",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_run_whose_worker_is_stopped_goes_on(tmp_path, text_arguments, undisturbed, record):
+    run = Run(tmp_path, [*text_arguments, RESTART])
+    run.come_to(step=4, saved=2)
+
+    pid = run.catch("update_actor")
+    run.harm(lambda: os.kill(pid, signal.SIGSTOP))
+
+    assert run.end() == 0, run.stderr
+    assert "are stopped (SIGSTOP)" in (tmp_path / "failures.log").read_text()
+    assert_same(run.steps, undisturbed)
+    record(
+        "a worker is stopped (SIGSTOP)",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+HARMS = {
+    "a worker is killed, no restarts": (signal.SIGKILL, "died in phase `update_actor`"),
+    "a worker raises": (signal.SIGUSR2, "ValueError: raised from outside"),
+}
+
+
+@pytest.mark.parametrize("fault", HARMS)
+def test_a_run_that_ends_says_why_and_the_same_command_goes_on(
+    fault, tmp_path, text_arguments, undisturbed, record
+):
+    number, cause = HARMS[fault]
+    options = [] if number == signal.SIGKILL else [RESTART]  # what raises would raise again
+    run = Run(tmp_path, [*text_arguments, *options], env={"PYTHONPATH": str(SITE)})
+    run.come_to(step=4, saved=2)
+
+    pid = run.catch("update_actor")
+    run.harm(lambda: os.kill(pid, number))
+
+    assert run.end() == 1
+    assert re.search(rf"the run failed in step 4: rank \d of 2 \(pid {pid} on .*in phase", run.stderr)
+    assert cause in run.stderr
+    assert "the same command goes on from the last checkpoint" in run.stderr
+    next_run = Run(tmp_path, [*text_arguments, *options])
+    assert next_run.end() == 0, next_run.stderr
+    assert_same([*run.steps, *next_run.steps], undisturbed)
+    record(
+        fault,
+        again=steps_again(run, next_run),
+        noticed_s=run.noticed_s("the run failed"), went_on_s=next_run.went_on_s(),
+    )  # fmt: skip

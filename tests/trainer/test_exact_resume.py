@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose controller is killed, started again, ends bit for bit where an unbroken run ends."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.runs import Run, assert_same
+from tests.helpers.training import QUICKSTART, quickstart_arguments, read_metrics
+from verl.models.tiny import save_tiny_model
+from verl.utils.checkpoint.storage import ShardReader, read_tensors
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+HALF = 3  # steps
+REWARD = Path(__file__).with_name("scored_by_letters.py")
+FILTER = [
+    "algorithm.online_filtering=true",
+    "algorithm.filter_key=accuracy",
+    "algorithm.filter_low=0.3",
+    "algorithm.filter_high=0.9",
+]
+slow = pytest.mark.slow
+KINDS = {
+    "text": ("qwen2", []),
+    "text, filtered": ("qwen2", FILTER),
+    "images": ("qwen2_5_vl", []),
+    "images, filtered": ("qwen2_5_vl", FILTER),
+}
+
+
+def arguments_for(folder, kind):
+    family, options = KINDS[kind]
+    has_images = family != "qwen2"
+    save_tiny_model(folder / "model", family)
+    write_questions(folder, "train", 24, seed=1, with_images=has_images)
+    write_questions(folder, "val", 4, seed=2, with_images=has_images)
+    common = [
+        f"worker.reward.reward_function={REWARD}:compute_score",
+        "data.num_workers=1",
+        "trainer.val_before_train=false",
+        "trainer.val_freq=-1",
+        "trainer.save_limit=-1",
+        f"trainer.save_freq={HALF}",
+        f"trainer.max_steps={2 * HALF}",
+    ]
+    return quickstart_arguments(folder, folder / "model", *common, *options)
+
+
+def saved_tensors(folder):
+    """Weights and optimizer of a checkpoint, whole, by key."""
+    reader = ShardReader(folder / "actor")
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in reader.tensors().items()
+    }
+    read_tensors(reader, tensors, is_alone=True)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "images, filtered" else slow) for kind in KINDS]
+)
+def test_a_run_that_is_killed_and_resumed_ends_bit_for_bit_as_an_unbroken_one(kind, tmp_path):
+    arguments = arguments_for(tmp_path, kind)
+    unbroken = Run(tmp_path / "unbroken", arguments)
+    assert unbroken.end() == 0, unbroken.stderr
+
+    killed = Run(tmp_path / "killed", arguments)
+    killed.wait((tmp_path / "killed" / f"global_step_{HALF}").is_dir)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.end()
+    resumed = Run(tmp_path / "killed", arguments)
+    assert resumed.end() == 0, resumed.stderr
+
+    assert resumed.resumed_from() == HALF
+    assert [logged.step for logged in resumed.steps] == list(range(HALF + 1, 2 * HALF + 1))
+    expected = read_metrics(tmp_path / "unbroken")
+    assert_same([*killed.steps, *resumed.steps], expected)
+    assert all(expected[step]["actor/grad_norm"] > 0 for step in range(1, 2 * HALF + 1))
+    if "filtered" in kind:
+        assert expected[HALF + 1]["filter/carried_in"] > 0  # groups went through the checkpoint
+    one, other = (
+        saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
+    )
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(one[key].equal(other[key]) for key in one)
