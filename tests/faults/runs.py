@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch
 
 from tests.helpers.training import ROOT, learned
+from verl.utils.checkpoint.storage import ShardReader, read_tensors
 from verl.utils.logger.base import flatten
 from verl.utils.logger.file import METRICS_FILE
 
@@ -238,3 +240,13 @@ def assert_same(
             found, wanted = learned(logged.metrics), learned(expected[logged.step])
             differing = {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
             assert differing <= set(but), (logged.step, {k: (found.get(k), wanted.get(k)) for k in differing})
+
+
+def saved_tensors(folder):
+    """Weights and optimizer of a checkpoint, whole, by key."""
+    reader = ShardReader(folder / "actor")
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in reader.tensors().items()
+    }
+    read_tensors(reader, tensors, is_alone=True)
+    return tensors

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.faults.runs import Run, assert_same
+from tests.faults.runs import Run, assert_same, saved_tensors
 from tests.helpers.training import QUICKSTART, quickstart_arguments, read_metrics
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.storage import ShardReader, read_tensors
 
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
+pytestmark = pytest.mark.slow  # three runs each; tests/trainer/test_training.py kills a shorter one
 HALF = 3  # steps
 REWARD = Path(__file__).with_name("scored_by_letters.py")
 FILTER = [
@@ -25,7 +24,6 @@ FILTER = [
     "algorithm.filter_low=0.3",
     "algorithm.filter_high=0.9",
 ]
-slow = pytest.mark.slow
 KINDS = {
     "text": ("qwen2", []),
     "text, filtered": ("qwen2", FILTER),
@@ -52,19 +50,7 @@ def arguments_for(folder, kind):
     return quickstart_arguments(folder, folder / "model", *common, *options)
 
 
-def saved_tensors(folder):
-    """Weights and optimizer of a checkpoint, whole, by key."""
-    reader = ShardReader(folder / "actor")
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in reader.tensors().items()
-    }
-    read_tensors(reader, tensors, is_alone=True)
-    return tensors
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "images, filtered" else slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_and_resumed_ends_bit_for_bit_as_an_unbroken_one(kind, tmp_path):
     arguments = arguments_for(tmp_path, kind)
     unbroken = Run(tmp_path / "unbroken", arguments)

@@ -2,6 +2,7 @@
 """Whole runs of the command on two CPU processes: real Ray, FSDP2 over gloo, vLLM, reward processes."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
+from tests.faults.runs import Run, saved_tensors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
 from verl.models.tiny import save_tiny_model
@@ -77,22 +79,24 @@ def test_the_engine_gives_the_trainers_log_probs_after_every_sync(unbroken):
     assert max(differences) < 1e-4, differences
 
 
-def test_a_run_that_was_stopped_and_resumed_logs_what_the_unbroken_one_logs(
+def test_a_run_that_was_killed_and_resumed_ends_bit_for_bit_as_the_unbroken_one(
     text_folder, text_arguments, unbroken
 ):
-    output = text_folder / "stopped"
-    train(output, *text_arguments, "trainer.max_steps=2", "trainer.save_freq=2")
-    resumed = train(
-        output,
-        *text_arguments,
-        "trainer.max_steps=4",
-        "trainer.save_freq=2",
-        "trainer.val_before_train=false",
-    )
+    arguments = [*text_arguments, "trainer.max_steps=4", "trainer.save_freq=2", "trainer.save_limit=-1"]
+    output = text_folder / "killed"
+    killed = Run(output, arguments)
+    killed.wait((output / "global_step_2").is_dir)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.end()
+
+    resumed = train(output, *arguments, "trainer.val_before_train=false")
 
     assert {step: learned(resumed[step]) for step in (1, 2, 3, 4)} == {
         step: learned(unbroken[step]) for step in (1, 2, 3, 4)
     }
+    one, other = (saved_tensors(text_folder / name / "global_step_4") for name in ("unbroken", "killed"))
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(one[key].equal(other[key]) for key in one)
 
 
 def test_two_nodes_with_one_process_each_log_what_one_node_with_two_logs(
