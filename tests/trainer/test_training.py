@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of the command on two CPU processes: real Ray, FSDP2 over gloo, vLLM, reward processes."""
 
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -62,7 +64,9 @@ def text_arguments(text_folder):
 @pytest.fixture(scope="module")
 def unbroken(text_folder, text_arguments):
     """Metrics by step of a run of 4 steps that was never stopped."""
-    return train(text_folder / "unbroken", *text_arguments, "trainer.max_steps=4")
+    return train(
+        text_folder / "unbroken", *text_arguments, "trainer.max_steps=4", "trainer.profile_steps=[3]"
+    )
 
 
 def test_a_step_logs_every_metric_that_users_know(unbroken):
@@ -77,6 +81,24 @@ def test_the_engine_gives_the_trainers_log_probs_after_every_sync(unbroken):
     differences = [unbroken[step]["rollout/log_probs_diff_max"] for step in (1, 2, 3, 4)]
 
     assert max(differences) < 1e-4, differences
+
+
+def test_a_profiled_step_leaves_traces_of_all_ranks_and_a_report(text_folder, unbroken):
+    folder = text_folder / "unbroken" / "profile"
+
+    assert [path.name for path in folder.iterdir()] == ["step_3"]
+    assert sorted(path.name for path in (folder / "step_3").iterdir()) == [
+        "rank_0.json.gz", "rank_1.json.gz", "ray_timeline.json", "report.txt",
+    ]  # fmt: skip
+    for rank in (0, 1):
+        with gzip.open(folder / "step_3" / f"rank_{rank}.json.gz") as file:
+            events = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"sync_weights", "old", "ref", "update_actor", "aten::linear"} <= events
+    calls = json.loads((folder / "step_3" / "ray_timeline.json").read_text())
+    assert any(call["name"] == "execute" for call in calls)
+    report = (folder / "step_3" / "report.txt").read_text()
+    assert report.startswith(f"step 3: {unbroken[3]['timing_s/step']:.2f} s")
+    assert "update_actor" in report
 
 
 def test_a_run_that_was_killed_and_resumed_ends_bit_for_bit_as_the_unbroken_one(

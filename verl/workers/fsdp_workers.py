@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -42,10 +43,16 @@ from verl.workers.rollout.base import (
     build_rollout_engine,
 )
 from verl.workers.run_options import RunOptions
+from verl.workers.step_profiler import StepProfiler
 
 
 class FSDPWorker(Worker):
     """One process of the colocated worker group."""
+
+    def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method under the name of its phase in profiles."""
+        with record_function(phase):
+            return super().execute(name, phase, *args, **kwargs)
 
     def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
         super().__init__()
@@ -75,6 +82,7 @@ class FSDPWorker(Worker):
         )
         self.hosted: list[HostedModel] = []
         self.checkpoints = BackgroundWriter()
+        self.profiler = StepProfiler()
         self.num_encoded = 0  # media that frozen towers had encoded when it was last said
         self._init_reference()
         self._init_actor()
@@ -341,6 +349,16 @@ class FSDPWorker(Worker):
     def finish_checkpoint(self) -> str | None:
         """Wait until the checkpoint is written; returns what kept the ranks from it, None if nothing did."""
         return self.checkpoints.finish()
+
+    @register(Dispatch.ALL, phase="profile")
+    def start_profiler(self) -> None:
+        """Begin to record every operation of this process."""
+        self.profiler.start()
+
+    @register(Dispatch.ALL, phase="profile")
+    def stop_profiler(self, folder: str) -> None:
+        """Write what was recorded to `folder/rank_R.json.gz`."""
+        self.profiler.stop(Path(folder) / f"rank_{self.rank}.json.gz")
 
     @register(Dispatch.ALL, phase="load_checkpoint")
     def load_checkpoint(self, folder: str) -> None:
