@@ -24,8 +24,11 @@ usage: python3 -m verl.trainer.main [config=FILE.yaml] [section.option=value ...
 """
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; what is wrong is told on stderr.
+
+    Args:
+        arguments: Of the command line; None takes those of this process.
 
     Returns:
         The exit status: 0; 2 for bad input, before anything was trained; 1 for a machine that does not do or
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         Exception: An error of this package, which needs its traceback.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     switches = [argument for argument in arguments if argument.startswith("-")]
     unknown = [switch for switch in switches if switch not in ("--dry-run", "--print-config", "--help", "-h")]
@@ -99,4 +103,4 @@ def _checked_and_trained(config: PPOConfig) -> Ending:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -28,13 +28,28 @@ def example_yaml(cls: type) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def config_yaml(config: Any) -> str:
-    """Return the values of a loaded config as YAML that loads to the same config."""
+def config_yaml(config: Any, *, only_changed: bool = False) -> str:
+    """Return the values of a loaded config as YAML that loads to the same config.
+
+    Args:
+        config: As `load_config` returns it.
+        only_changed: Leave out the options that have their default.
+    """
     lines: list[str] = []
-    for entry in walk_options(type(config)):
+    for entry in _changed_entries(config) if only_changed else walk_options(type(config)):
         value = "" if is_section(entry.hint) else " " + yaml_text(value_at(config, entry.key))
         lines.append(f"{'  ' * entry.key.count('.')}{entry.key.rpartition('.')[2]}:{value}")
     return "\n".join(lines) + "\n"
+
+
+def _changed_entries(config: Any) -> list[OptionEntry]:
+    """The options that differ from the config that nobody changed, and the sections around them."""
+    entries, default = list(walk_options(type(config))), type(config)()
+    changed = [
+        entry.key for entry in entries
+        if not is_section(entry.hint) and value_at(config, entry.key) != value_at(default, entry.key)
+    ]  # fmt: skip
+    return [entry for entry in entries if any(_is_inside(key, entry.key) for key in changed)]
 
 
 def help_text(cls: type, topic: str = "") -> str:

@@ -79,6 +79,9 @@ class RLHFDataset(Dataset):
     Attributes:
         bad_rows: Rows left out when the files were checked.
         num_overlong: Rows left out because their prompt is longer than `data.max_prompt_length`.
+        lengths: Tokens of each row's prompt, 0 of a bad row; those of media only count with
+            `data.filter_overlong_prompts`, which is what measures media.
+        indices: The rows that are used, by their number over all files.
 
     Raises:
         ValueError: A column is missing, a row cannot be used (`data.on_bad_row=error`), or no row is left.
@@ -108,6 +111,7 @@ class RLHFDataset(Dataset):
         self._names = self._column_names(reserved)
         self.bad_rows: list[BadRow] = []
         self.num_overlong = 0
+        self.lengths: list[int] = []
         self.indices = self._usable_rows(option)
 
     def __len__(self) -> int:
@@ -238,6 +242,7 @@ class RLHFDataset(Dataset):
         self.prompt_format.close()  # processes that are forked from this one have their own
         if self._reader is not None:
             self._reader.close()
+        self.lengths = [finding.length for finding in findings]
         for index, finding in enumerate(findings):
             if finding.reason is not None:
                 self.bad_rows.append(BadRow(index, self.rows.where(index), finding.reason))

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call the reward function of a run in this process: `verl/trainer/reward_check.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
+sys.path.insert(0, "")  # a reward file can import from the working directory, as in a run
+
+from verl.trainer.reward_check import main
+
+if __name__ == "__main__":
+    sys.exit(main())
