@@ -12,7 +12,7 @@ LAYERS = [  # top first
     {"trainer"},
     {"workers"},
     {"models", "single_controller"},
-    {"algorithms", "protocol"},
+    {"algorithms", "protocol", "viewer"},  # the viewer reads files: it knows nothing of what writes them
     {"utils"},
 ]
 HOMES = {

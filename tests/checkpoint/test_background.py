@@ -98,9 +98,7 @@ def test_every_rank_hears_of_a_flipped_bit_by_the_name_of_the_file(seen):
     (_, first), (_, second) = seen
 
     assert first[3] == second[3]
-    assert (
-        "__1_0.distcp does not hold what was written (sha256), it is damaged" in first[3]
-    )
+    assert "__1_0.distcp does not hold what was written (sha256), it is damaged" in first[3]
 
 
 def test_a_folder_with_a_file_of_other_size_names_a_whole_step_to_go_on_from(tmp_path):
@@ -113,7 +111,5 @@ def test_a_folder_with_a_file_of_other_size_names_a_whole_step_to_go_on_from(tmp
     for step in (3, 4):
         (tmp_path / f"global_step_{step}" / "actor" / "shard").write_text("weight")
 
-    with pytest.raises(
-        ValueError, match=r"6 bytes instead of 7.*load_checkpoint_path=.*_2`"
-    ):
+    with pytest.raises(ValueError, match=r"6 bytes instead of 7.*load_checkpoint_path=.*_2`"):
         read_manifest(tmp_path / "global_step_4" / "actor")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ray.cluster_utils import Cluster
@@ -19,6 +20,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
 from verl.models.tiny import save_tiny_model
 from verl.utils.checkpoint.fsdp_checkpoint import load_shards
+from verl.utils.rollout_store import step_files
 
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
@@ -75,6 +77,26 @@ def test_a_step_logs_every_metric_that_users_know(unbroken):
     assert names(VALIDATION_METRICS) - set(unbroken[0]) == set()
     assert names(VALIDATION_METRICS) - set(unbroken[2]) == set()
     assert not names(VALIDATION_METRICS) & set(unbroken[3])
+
+
+def test_a_run_keeps_the_rollouts_of_every_step(unbroken, text_folder):
+    tables = {step: pq.read_table(path) for step, path in step_files(text_folder / "unbroken").items()}
+
+    assert list(tables) == [1, 2, 3, 4]
+    for step, table in tables.items():
+        rows = table.to_pylist()
+        assert len(rows) == 16  # 4 prompts, fewer than are kept, with 4 responses each
+        assert sum(row["score"] for row in rows) / 16 == pytest.approx(unbroken[step]["critic/score/mean"])
+        overall = [dict(row["reward_values"])["overall"] for row in rows]
+        assert overall == pytest.approx([row["score"] for row in rows])
+        differences = [
+            abs(ours - engines)
+            for row in rows
+            for ours, engines in zip(row["old_log_probs"], row["rollout_log_probs"], strict=True)
+        ]
+        logged = unbroken[step]["rollout/log_probs_diff_max"]
+        assert max(differences) == pytest.approx(logged, abs=1e-6)
+        assert unbroken[step]["timing_s/keep_rollouts"] < 1.0
 
 
 def test_the_engine_gives_the_trainers_log_probs_after_every_sync(unbroken):

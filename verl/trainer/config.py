@@ -67,6 +67,17 @@ class TrainerConfig:
     val_before_train: bool = option(True, help="Validate before the first step.")
     val_only: bool = option(False, help="Validate once and do not train.")
     val_generations_to_log: int = option(0, help="Validation responses to log.", minimum=0, example=3)
+    rollouts_to_keep: int = option(
+        8,
+        help="Prompts of each step whose responses are written beside the checkpoints; 0 is none.",
+        minimum=0,
+    )
+    viewer_port: int | None = option(
+        None,
+        help="Port of 127.0.0.1 where a page shows the run and its rollouts; 0 takes a free one, null none.",
+        minimum=0,
+        maximum=65535,
+    )
     save_freq: int = option(
         -1, help="Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
@@ -99,6 +110,9 @@ class TrainerConfig:
     )
     worker_timeout_s: float | None = option(
         3600.0, help="Seconds without progress of any rank after which workers hang; null waits.", minimum=1.0
+    )
+    profile_steps: tuple[int, ...] = option(
+        (), help="Steps of which traces of every rank and a report are written below `profile/`."
     )
     ray_timeline: str | None = option(None, help="File for Ray's timeline of the run.", resolve=writable_file)
     debug: bool = option(False, help="Check every key of the batch after each stage.")

@@ -2,8 +2,8 @@
 """The training loop, as ordinary Python in one CPU process.
 
 `fit` runs steps, validates and saves; `train_step` is the algorithm. Everything else is a component with one
-duty: `RolloutCollector` samples, `Validator` validates, `RunState` saves and resumes, the worker group owns
-the devices.
+duty: `RolloutCollector` samples, `Validator` validates, `RunState` saves and resumes, `RolloutKeeper` writes
+down what was sampled, the worker group owns the devices.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from verl.trainer.core_algos import (
     resample_by_score,
     with_tensors,
 )
+from verl.trainer.kept_rollouts import RolloutKeeper, with_reward_values
 from verl.trainer.metrics import (
     Metrics,
     StageTimer,
@@ -31,6 +32,7 @@ from verl.trainer.metrics import (
     compute_throughput_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.profiling import StepProfiles
 from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.run_state import RunState
 from verl.trainer.scores import score
@@ -53,6 +55,7 @@ class RayPPOTrainer:
         collector: RolloutCollector,
         validator: Validator,
         run_state: RunState,
+        keeper: RolloutKeeper,
         tracker: Tracker,
     ) -> None:
         self.config = config
@@ -60,8 +63,10 @@ class RayPPOTrainer:
         self.collector = collector
         self.validator = validator
         self.run_state = run_state
+        self.keeper = keeper
         self.tracker = tracker
         self.stop = StopRequest()
+        self.profiles = StepProfiles(config.trainer, workers)
         self.correction = get_rollout_correction(config.algorithm.rollout_correction)
 
     def fit(self) -> None:
@@ -84,8 +89,10 @@ class RayPPOTrainer:
             state.step += 1
             self.tracker.begin_step(state.step)
             timer = StageTimer(self.tracker.stage)
-            with timer("step"):
+            with self.profiles.recording(state.step), timer("step"):
                 batch, metrics = self.train_step(timer)
+                with timer("keep_rollouts"):
+                    self.keeper.keep(batch, state.step)
                 if self.validator.has_prompts and self.is_due(trainer.val_freq):
                     metrics |= self.validate(timer)
                 if self.is_due(trainer.save_freq) or self.stop.signal or state.unsaved:
@@ -95,6 +102,7 @@ class RayPPOTrainer:
             metrics |= compute_batch_metrics(batch, state.step) | compute_timing_metrics(batch, timer.seconds)
             metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
             self.tracker.log(metrics, state.step)
+            self.profiles.report(state.step, metrics)
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """One rollout and its updates. Returns the finished batch and the metrics of its stages."""
@@ -106,8 +114,10 @@ class RayPPOTrainer:
         batch = self.evaluate(batch, timer)  # old_log_probs, ref_log_probs, values: what the run needs
         with timer("reward"):
             model_scores = batch.batch.get("reward_model_scores")
-            scores, reward_metrics = score(batch, scoring.result(), self.config, model_scores)
+            values = scoring.result()
+            scores, reward_metrics = score(batch, values, self.config, model_scores)
             batch = replace_tensors(batch, **scores.batch)  # token_level_scores; masks what failed
+            batch = with_reward_values(batch, values)
         batch, process_metrics = self.reward_process(batch, timer)
         with timer("adv"):
             batch, advantage_metrics = self.estimate_advantages(batch)

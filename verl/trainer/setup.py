@@ -24,6 +24,7 @@ from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.data_loader import PromptLoader, make_loaders, media_options
 from verl.trainer.elastic import largest_run
+from verl.trainer.kept_rollouts import RolloutKeeper
 from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
@@ -36,6 +37,7 @@ from verl.utils.logger.tracker import Tracker
 from verl.utils.media_cache import MediaCache
 from verl.utils.rank_logger import get_logger
 from verl.utils.tokenizer import load_processor, load_tokenizer
+from verl.viewer.process import viewer_process
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
@@ -74,6 +76,9 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
         ClusterError: The cluster is too small, or cannot be reached.
     """
     with ExitStack() as stack:
+        if config.trainer.viewer_port is not None:
+            folder = Path(config.trainer.checkpoint_folder)
+            stack.enter_context(viewer_process(folder, config.trainer.viewer_port))
         device = resolve_device(config.trainer.device)
         config, pool = _join_cluster(config, device, patience_s, stack)
         cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
@@ -113,7 +118,8 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
             collector,
         )
         validator = Validator(config, sampler, loaders.val)
-        yield RayPPOTrainer(config, workers, collector, validator, run_state, tracker)
+        keeper = RolloutKeeper(config, tokenizer, loaders.train.dataset.media if loaders.train else None)
+        yield RayPPOTrainer(config, workers, collector, validator, run_state, keeper, tracker)
         if config.trainer.ray_timeline is not None:
             ray.timeline(config.trainer.ray_timeline)
 

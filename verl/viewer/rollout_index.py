@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollouts of one run in memory: a table of what fits, the rest read when it is asked for.
+
+Files of steps are read once, and again when a run replaces them.
+"""
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from verl.utils.rollout_store import SCHEMA, TABLE_COLUMNS, step_files
+
+TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
+Signature = tuple[int, int]  # time of change in ns, bytes
+
+
+class RolloutIndex:
+    """What is known of a run's kept rollouts.
+
+    Attributes:
+        problems: Files that are no rollouts, and why; they are left out.
+
+    Example::
+
+        index = RolloutIndex(Path("checkpoints/math/first"))
+        index.refresh().num_rows
+        index.group(step=12, group="step12-0-0")
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        """Read nothing yet."""
+        self.run_folder = run_folder
+        self.problems: dict[str, str] = {}
+        self._table = TABLE_SCHEMA.empty_table()
+        self._known: dict[int, Signature] = {}
+        self._lock, self._search_lock = threading.Lock(), threading.Lock()
+        self._searched = ("", self._table, self._table)  # the last text, in which table, and what was found
+
+    def refresh(self) -> pa.Table:
+        """Read what is new; returns the columns `TABLE_COLUMNS` of all rollouts, steps in no order."""
+        with self._lock:
+            files = step_files(self.run_folder)
+            found = {step: _signature(path) for step, path in files.items()}
+            changed = [step for step, signature in found.items() if self._known.get(step) != signature]
+            stale = [step for step in self._known if found.get(step) != self._known[step]]
+            if stale:
+                self._table = self._table.filter(~pc.field("step").isin(stale))
+            if changed:
+                for step in changed:
+                    self.problems.pop(files[step].name, None)
+                read = self._read([files[step] for step in changed])
+                self._table = pa.concat_tables([self._table, read]).combine_chunks()
+            self._known = found
+            return self._table
+
+    def search(self, text: str) -> pa.Table:
+        """The rows of the table whose prompt, response or ground truth holds a text, in either case."""
+        table = self.refresh()
+        with self._search_lock:  # the page asks for rows and histograms at once: one search does for both
+            if self._searched[0] != text or self._searched[1] is not table:
+                self._searched = (text, table, self._search(text))
+            return self._searched[2]
+
+    def group(self, step: int, group: str) -> list[dict[str, Any]]:
+        """Every column of the responses to a prompt, as plain values; a number that is not finite is None.
+
+        Raises:
+            KeyError: There is no such group.
+        """
+        path = step_files(self.run_folder).get(step)
+        if path is None:
+            raise KeyError(f"{self.run_folder} keeps no rollouts of step {step}")
+        rows = pq.read_table(path, schema=SCHEMA, filters=ds.field("group") == group).to_pylist()
+        if not rows:
+            raise KeyError(f"step {step} has no group {group!r}")
+        return [plain(row | {"reward_values": dict(row["reward_values"] or [])}) for row in rows]
+
+    def _search(self, text: str) -> pa.Table:
+        contains = pc.match_substring  # pyright: ignore[reportAttributeAccessIssue] - made at import
+        in_prompt, in_response, in_truth = (
+            contains(ds.field(name), text, ignore_case=True)
+            for name in ("prompt", "response", "ground_truth")
+        )
+        paths = [path for path in step_files(self.run_folder).values() if path.name not in self.problems]
+        data = self._dataset(paths)
+        return data.to_table(columns=TABLE_COLUMNS, filter=in_prompt | in_response | in_truth)
+
+    def _read(self, paths: list[Path]) -> pa.Table:
+        try:
+            return self._dataset(paths).to_table(columns=TABLE_COLUMNS)
+        except (pa.ArrowInvalid, OSError):  # one of them is damaged: which?
+            tables = [self._read_alone(path) for path in paths]
+            return pa.concat_tables([TABLE_SCHEMA.empty_table(), *tables])
+
+    def _read_alone(self, path: Path) -> pa.Table:
+        try:
+            return self._dataset([path]).to_table(columns=TABLE_COLUMNS)
+        except (pa.ArrowInvalid, OSError) as error:
+            self.problems[path.name] = str(error)
+            return TABLE_SCHEMA.empty_table()
+
+    def _dataset(self, paths: list[Path]) -> ds.Dataset:
+        return ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return value
+
+
+def _signature(path: Path) -> Signature:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as the viewer knows them: folders with a log of metrics, kept rollouts, or both."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.utils.logger.file import METRICS_FILE, read_log
+from verl.utils.rollout_store import FOLDER
+from verl.viewer.rollout_index import RolloutIndex, plain
+
+DEPTH = 2  # folders between what a user names and a run: PROJECT/EXPERIMENT
+
+
+class RunFolder:
+    """One run: its metrics and its rollouts, as they are on disk now."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Read nothing yet; `name` is what the page calls it."""
+        self.folder, self.name = folder, name
+        self.rollouts = RolloutIndex(folder)
+
+    def state(self) -> dict[str, Any]:
+        """What the page asks for again and again; `version` changes with anything that is shown."""
+        rollouts = self.rollouts.refresh()
+        log = self.folder / METRICS_FILE
+        status = log.stat() if log.exists() else None
+        folder = self.folder / FOLDER
+        version = [
+            status and (status.st_size, status.st_mtime_ns),
+            folder.stat().st_mtime_ns if folder.exists() else None,
+        ]
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "num_rollouts": rollouts.num_rows,
+            "problems": dict(self.rollouts.problems),
+            "version": str(version),
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """The logged metrics as columns: `{"step": [1, 2], "metrics": {"reward/overall": [0.5, None]}}`."""
+        log = read_log(self.folder) if (self.folder / METRICS_FILE).exists() else []
+        names = sorted({name for entry in log for name in entry if name != "step"})
+        columns = {name: [plain(entry.get(name)) for entry in log] for name in names}
+        return {"step": [entry["step"] for entry in log], "metrics": columns}
+
+
+def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
+    """The runs in these folders: each is one, or holds some, as `PROJECT/EXPERIMENT` or `EXPERIMENT`.
+
+    Raises:
+        ValueError: A folder is not there, or holds no run.
+    """
+    found: list[Path] = []
+    for folder in folders:
+        runs = _runs_in(Path(os.path.abspath(folder)), DEPTH)
+        if not runs:
+            raise ValueError(f"{folder} is no run and holds none: a run has `{METRICS_FILE}` or `{FOLDER}/`")
+        found += [run for run in runs if run not in found]
+    return name_runs(found)
+
+
+def name_runs(folders: Sequence[Path]) -> list[RunFolder]:
+    """Runs with the shortest names that tell them apart: the end of their paths."""
+    length = 1
+    while len({folder.parts[-length:] for folder in folders}) < len(folders):
+        length += 1
+    return [RunFolder(folder, "/".join(folder.parts[-length:])) for folder in folders]
+
+
+def _runs_in(folder: Path, depth: int) -> list[Path]:
+    if (folder / METRICS_FILE).exists() or (folder / FOLDER).is_dir():
+        return [folder]
+    if depth == 0 or not folder.is_dir():
+        return []
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [run for path in inside for run in _runs_in(path, depth - 1)]

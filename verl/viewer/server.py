@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of the viewer: reads runs, answers GET requests from this machine, changes nothing.
+
+What others wrote, prompts and responses above all, leaves only as JSON and as JPEG; the page puts it into
+text nodes. A policy in every answer forbids scripts and addresses other than the server's own, and names of
+hosts other than this machine's are refused, so that no page of another site can ask on a browser's behalf.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verl.utils.rollout_store import FOLDER, MEDIA, MEDIA_FILE
+from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
+from verl.viewer.runs import RunFolder
+
+LOOPBACK = "127.0.0.1"
+SHUTDOWN_S = 3  # for answers that are under way
+STATIC = Path(__file__).parent / "static"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class SafeHeaders:
+    """Adds `HEADERS` to every answer, errors included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers)
+
+
+def make_app(runs: Sequence[RunFolder]) -> Starlette:
+    """The routes over these runs.
+
+    - `/api/runs`: names, sizes, and a version that changes with the content
+    - `/api/runs/{run}/metrics`: logged metrics as columns
+    - `/api/runs/{run}/groups/{step}/{group}`: the responses to a prompt, in full
+    - `/api/rollouts?run=0&score_min=0.5...`: a page of the table, as `RolloutQuery` says
+    - `/api/distributions?run=0...`: histograms of the same rows
+    - `/media/{run}/{file}`: an image, or a frame of a video
+    - `/`: the page
+    """
+    views = _Views(runs)
+    routes = [
+        Route("/api/runs", _answering(views.runs)),
+        Route("/api/runs/{run:int}/metrics", _answering(views.metrics)),
+        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", _answering(views.group)),
+        Route("/api/rollouts", _answering(views.rollouts)),
+        Route("/api/distributions", _answering(views.distributions)),
+        Route("/media/{run:int}/{file}", views.media),
+        Mount("/", StaticFiles(directory=STATIC, html=True)),
+    ]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False)
+    return Starlette(routes=routes, middleware=[Middleware(SafeHeaders), hosts])
+
+
+def loopback_socket(port: int) -> socket.socket:
+    """A socket that listens on a port of this machine for this machine; 0 takes a free port.
+
+    Raises:
+        OSError: The port is taken, or this user may not have it.
+    """
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((LOOPBACK, port))
+        listening.listen()
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    """What to type into a browser."""
+    return f"http://{LOOPBACK}:{listening.getsockname()[1]}/"
+
+
+def serve(runs: Sequence[RunFolder], listening: socket.socket, until: BinaryIO | None = None) -> None:
+    """Answer requests until Ctrl-C, or until a stream ends.
+
+    Args:
+        runs: What is shown.
+        listening: Of `loopback_socket`.
+        until: Read to its end in a thread; a pipe ends with the process that holds its other side.
+    """
+    config = uvicorn.Config(
+        make_app(runs), log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
+    )
+    server = uvicorn.Server(config)
+    if until is not None:
+
+        def wait() -> None:
+            until.read()
+            server.should_exit = True
+
+        threading.Thread(target=wait, daemon=True).start()
+    server.run(sockets=[listening])
+
+
+class _Views:
+    """What each route answers; plain functions, which Starlette runs in threads."""
+
+    def __init__(self, runs: Sequence[RunFolder]) -> None:
+        self._runs = runs
+
+    def runs(self, request: Request) -> Any:
+        return [run.state() for run in self._runs]
+
+    def metrics(self, request: Request) -> Any:
+        return self._run(request).metrics()
+
+    def group(self, request: Request) -> Any:
+        params = request.path_params
+        try:
+            return self._run(request).rollouts.group(params["step"], params["group"])
+        except KeyError as error:
+            raise HTTPException(404, str(error.args[0])) from error
+
+    def rollouts(self, request: Request) -> Any:
+        query = self._query(request)
+        table = select(self._runs, query)
+        return page(table, query) | {"choices": choices(table)}
+
+    def distributions(self, request: Request) -> Any:
+        query = self._query(request)
+        return distributions(select(self._runs, query), query.runs)
+
+    def media(self, request: Request) -> Response:
+        name = request.path_params["file"]
+        path = self._run(request).folder / FOLDER / MEDIA / name
+        if not MEDIA_FILE.fullmatch(name) or not path.is_file():
+            raise HTTPException(404, "no such image")
+        return FileResponse(path, media_type="image/jpeg")
+
+    def _run(self, request: Request) -> RunFolder:
+        number = request.path_params["run"]
+        if number >= len(self._runs):
+            raise HTTPException(404, "no such run")
+        return self._runs[number]
+
+    def _query(self, request: Request) -> RolloutQuery:
+        try:
+            return RolloutQuery.from_params(request.query_params.multi_items(), len(self._runs))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+
+
+def _answering(view: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    return lambda request: JSONResponse(view(request))

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// One prompt with its images and frames, and the responses to it side by side, coloured token by token.
+//
+// Texts are others' words: they go into text nodes, cut where they are long, and never into markup.
+
+import { html, useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
+import { ask, shown } from "./api.js";
+
+const MOST_CHARACTERS = 20000;
+const MOST_TOKENS = 2000;
+const STRONGEST = 5; // nats: a token this unlikely has the full colour
+const COLORINGS = {
+  "old log-prob": (row, place) => surprise(row.old_log_probs[place]),
+  "rollout log-prob": (row, place) => surprise(row.rollout_log_probs[place]),
+  "difference": (row, place) => surprise(-STRONGEST * 10 * Math.abs(difference(row, place))),
+  "advantage": (row, place) => signed(row.advantages[place], row.largest),
+};
+const PLAIN = "none: plain text";
+
+export function Group({ runs, run, step, group }) {
+  const [rows, setRows] = useState([]);
+  const [problem, setProblem] = useState("");
+  const [coloring, setColoring] = useState("old log-prob");
+  useEffect(() => {
+    ask(`/api/runs/${run}/groups/${step}/${encodeURIComponent(group)}`)
+      .then((answer) => setRows(withScale(answer)))
+      .catch((error) => setProblem(error.message));
+  }, [run, step, group]);
+  if (problem || !rows.length) {
+    return html`<p class="notice">${problem || "Loading …"}</p>`;
+  }
+  const [first] = rows;
+  return html`
+    <section class="filters">
+      <a href="#rollouts">back</a>
+      <strong>${runs[run].name}, step ${step}, ${group}</strong>
+      <label>Colour of tokens
+        <select name="coloring" value=${coloring} onChange=${(event) => setColoring(event.target.value)}>
+          ${[...Object.keys(COLORINGS), PLAIN].map((name) => html`<option value=${name}>${name}</option>`)}
+        </select>
+      </label>
+    </section>
+    <section class="prompt">
+      <h2>Prompt <small>${first.prompt_length} tokens</small></h2>
+      <${Long} text=${first.prompt} />
+      ${(first.media || []).map((medium) => html`<${Medium} medium=${medium} run=${run} />`)}
+      <h2>Ground truth</h2>
+      <${Long} text=${first.ground_truth} />
+    </section>
+    <section class="responses">
+      ${rows.map((row) => html`<${Response} key=${row.sample} row=${row} coloring=${coloring} />`)}
+    </section>
+  `;
+}
+
+function Response({ row, coloring }) {
+  const [most, setMost] = useState(MOST_TOKENS);
+  const color = COLORINGS[coloring];
+  return html`
+    <article>
+      <h3>score ${shown(row.score)}, advantage ${shown(row.advantage)}</h3>
+      <p class="facts">
+        ${row.response_length} tokens, ${shown(row.finish_reason)}
+        ${Object.entries(row.reward_values).map(([name, value]) => html` · ${name} ${shown(value)}`)}
+      </p>
+      ${coloring === PLAIN
+        ? html`<${Long} text=${row.response} />`
+        : html`<pre>${row.tokens.slice(0, most).map((token, place) => html`
+            <span title=${title(row, place)} style=${{ background: color(row, place) }}>${token}</span>`)}</pre>`}
+      ${coloring !== PLAIN && row.tokens.length > most && html`
+        <button onClick=${() => setMost(row.tokens.length)}>all ${row.tokens.length} tokens</button>`}
+    </article>
+  `;
+}
+
+function Medium({ medium, run }) {
+  return html`
+    <figure class="medium" data-kind=${medium.kind}>
+      ${(medium.files || []).map((file) => html`<img src=${`/media/${run}/${file}`} alt=${medium.kind} />`)}
+      <figcaption>${medium.kind}: ${medium.source} ${medium.problem && `(not shown: ${medium.problem})`}</figcaption>
+    </figure>
+  `;
+}
+
+function Long({ text }) {
+  const [isWhole, setWhole] = useState(false);
+  const value = shown(text);
+  return html`
+    <pre>${isWhole ? value : value.slice(0, MOST_CHARACTERS)}</pre>
+    ${!isWhole && value.length > MOST_CHARACTERS && html`
+      <button onClick=${() => setWhole(true)}>all ${value.length} characters</button>`}
+  `;
+}
+
+function withScale(rows) {
+  const sizes = rows.flatMap((row) => row.advantages.map((value) => Math.abs(value || 0)));
+  const largest = sizes.reduce((most, size) => Math.max(most, size), 0) || 1;
+  return rows.map((row) => ({ ...row, largest }));
+}
+
+function difference(row, place) {
+  return (row.old_log_probs[place] ?? 0) - (row.rollout_log_probs[place] ?? 0);
+}
+
+function surprise(logProb) {
+  const strength = Math.min(Math.max(-(logProb ?? -STRONGEST), 0) / STRONGEST, 1);
+  return `rgba(220, 38, 38, ${(0.75 * strength).toFixed(3)})`;
+}
+
+function signed(value, largest) {
+  const strength = (0.75 * Math.abs(value || 0)) / largest;
+  return `rgba(${(value || 0) < 0 ? "234, 88, 12" : "22, 163, 74"}, ${strength.toFixed(3)})`;
+}
+
+function title(row, place) {
+  return [
+    `token ${row.token_ids[place]}`,
+    `old log-prob ${shown(row.old_log_probs[place], 4)}`,
+    `rollout log-prob ${shown(row.rollout_log_probs[place], 4)}`,
+    `advantage ${shown(row.advantages[place], 4)}`,
+  ].join("\n");
+}
