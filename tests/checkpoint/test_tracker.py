@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.utils.checkpoint.manifest import write_manifest
 from verl.utils.checkpoint.tracker import TRACKER, CheckpointTracker, checkpoint_step, find_last_checkpoint
 
 
@@ -71,6 +72,56 @@ def test_a_half_written_folder_is_removed_by_the_next_save(tmp_path):
     save(CheckpointTracker(tmp_path), 5)
 
     assert steps(tmp_path) == [5]
+
+
+def test_a_run_killed_before_the_folder_has_its_name_goes_on_from_it(tmp_path, monkeypatch):
+    def save_until_killed(step, renames):
+        tracker = CheckpointTracker(tmp_path)
+        folder = tracker.begin(step)
+        (folder / "actor").mkdir()
+        for part in (folder / "actor", folder):
+            (part / "shard").write_text(f"{renames}")
+            write_manifest(part, {})
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "rename", killed_after(renames))
+            tracker.publish(step)
+
+    save_until_killed(3, renames=0)
+    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_3"
+
+    save_until_killed(3, renames=1)  # the old folder stepped aside, the new one has not its name yet
+    assert not (tmp_path / "global_step_3").exists()
+    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_3"
+    assert (tmp_path / "global_step_3" / "shard").read_text() == "1"
+
+
+def killed_after(renames, rename=Path.rename):
+    """`Path.rename` that works so often, and then ends the process that calls it."""
+    left = [None] * renames
+
+    def rename_or_die(path, target):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return rename(path, target)
+
+    return rename_or_die
+
+
+def test_a_folder_that_cannot_get_its_name_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    before = save(CheckpointTracker(tmp_path), 1)
+    tracker = CheckpointTracker(tmp_path)
+    tracker.begin(2)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
+        patch.setattr(Path, "rename", fails)
+        tracker.publish(2)
+
+    assert find_last_checkpoint(tmp_path) == before
+
+
+def fails(path, target):
+    raise OSError("disk")
 
 
 def test_a_resumed_run_knows_the_best_and_replaces_a_step_it_writes_again(tmp_path):

@@ -155,8 +155,8 @@ class RunState:
 
     def load(self) -> None:
         """Go on from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
-        self.checkpoints.clear()
         folder = self._find()
+        self.checkpoints.clear()
         if folder is None:
             return
         self.step = checkpoint_step(folder)

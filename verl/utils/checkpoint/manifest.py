@@ -88,9 +88,19 @@ def remedy(folder: Path) -> str:
     is_step = STEP_FOLDER.fullmatch(own.name) is not None and own.parent.is_dir()
     siblings = own.parent.iterdir() if is_step else ()
     found = [(int(match[1]), path) for path in siblings if (match := STEP_FOLDER.fullmatch(path.name))]
-    others = [path for _, path in sorted(found, reverse=True) if path != own and _is_whole(path)]
+    others = [path for _, path in sorted(found, reverse=True) if path != own and is_whole(path)]
     name = str(others[0]) if others else "…/global_step_N"
     return f"go on from another step with `trainer.load_checkpoint_path={name}`"
+
+
+def is_whole(step_folder: Path) -> bool:
+    """Whether a step's folder has every file of the run and of the policy, in full size."""
+    try:
+        _checked_manifest(step_folder)
+        _checked_manifest(step_folder / "actor")
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -125,15 +135,6 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
         if file.stat().st_size != size:
             raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size}")
     return manifest
-
-
-def _is_whole(step_folder: Path) -> bool:
-    try:
-        _checked_manifest(step_folder)
-        _checked_manifest(step_folder / "actor")
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _digest(path: Path) -> str:

@@ -21,7 +21,14 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from verl.utils.checkpoint.manifest import STEP_FOLDER, check_digests, read_manifest, remedy, write_json
+from verl.utils.checkpoint.manifest import (
+    STEP_FOLDER,
+    check_digests,
+    is_whole,
+    read_manifest,
+    remedy,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +67,7 @@ class CheckpointTracker:
             OSError: The folder cannot be written.
         """
         self.clear()
-        folder = self.root / f"global_step_{step}{PARTIAL}"
+        folder = _partial(self.root / f"global_step_{step}")
         try:
             folder.mkdir(parents=True)
         except OSError as error:
@@ -86,10 +93,15 @@ class CheckpointTracker:
         Returns:
             The folder under its final name.
         """
-        folder = self.root / f"global_step_{step}"
-        _replace_folder(self.root / f"global_step_{step}{PARTIAL}", folder)
+        folder, before = self.root / f"global_step_{step}", self.record
         self.record = self._record_with(step, folder, score)
-        write_json(self.root / TRACKER, asdict(self.record))
+        write_json(self.root / TRACKER, asdict(self.record))  # a run killed from here on is found whole
+        try:
+            _replace_folder(_partial(folder), folder)
+        except OSError:
+            self.record = before
+            write_json(self.root / TRACKER, asdict(before))
+            raise
         self._prune()
         return folder
 
@@ -151,9 +163,10 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
     if record is None or record.last_global_step is None:
         return None
     folder = Path(root) / f"global_step_{record.last_global_step}"
-    aside = _aside(folder)
-    if aside.is_dir() and not folder.is_dir():  # it was killed while it replaced the folder
-        aside.rename(folder)
+    if not folder.is_dir():  # the run was killed while it gave the folder its name
+        written = next(filter(is_whole, (_partial(folder), _aside(folder))), None)
+        if written is not None:
+            written.rename(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{Path(root) / TRACKER} names {folder.name}, which is gone: {remedy(folder)},"
@@ -237,6 +250,10 @@ def _replace_folder(partial: Path, final: Path) -> None:
         os.fsync(descriptor)  # the new name survives a power failure before the tracker tells it
     finally:
         os.close(descriptor)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{PARTIAL}")
 
 
 def _aside(folder: Path) -> Path:
