@@ -226,6 +226,7 @@ def test_whole_rows_are_encoded_by_their_own_rank_or_spread_over_all(two_ranks):
     assert [found["patches"] for found in two_ranks] == [[32, 16], [32, 16]]
 
 
+@pytest.mark.slow  # four processes
 def test_four_ranks_in_one_line_and_in_two_equal_one_process(folders, alone):
     runs = [((2, 2), FOUR_IN_A_LINE), ((2, 1), TWO_LINES)]
 

@@ -62,11 +62,13 @@ def record(request):
     return write
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def adopted():
     """Processes whose parent died become children of this one: none is lost from sight."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    return psutil.Process()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    yield psutil.Process()
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0)  # other tests wait until such processes are gone
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,7 @@ def assert_same(unbroken, resumed, steps):
         assert learned(resumed[step]) | learned(unbroken[step]) == learned(resumed[step]), step
 
 
+@pytest.mark.slow  # three runs
 def test_ppo_trains_its_critic_and_goes_on_from_a_checkpoint_exactly(folder):
     critic = [
         "algorithm.adv_estimator=gae",
@@ -82,6 +83,7 @@ def test_ppo_trains_its_critic_and_goes_on_from_a_checkpoint_exactly(folder):
     assert exported.score.weight.abs().sum() > 0  # it started at zero
 
 
+@pytest.mark.slow  # three runs
 def test_filtered_prompts_are_carried_over_steps_and_over_a_stop(folder):
     filtering = [
         "algorithm.online_filtering=true",
@@ -173,6 +175,7 @@ def test_remax_with_resampling_corrections_and_the_kl_over_the_vocabulary_in_the
     assert "timing_s/ref" not in unbroken[1]  # both models ran in one pass
 
 
+@pytest.mark.slow  # one more run
 def test_the_engines_log_probs_can_be_trusted_in_place_of_a_pass(folder):
     options = [
         "algorithm.adv_estimator=reinforce_plus_plus_baseline",
@@ -193,6 +196,7 @@ def test_the_engines_log_probs_can_be_trusted_in_place_of_a_pass(folder):
     assert metrics[2]["actor/kl_loss"] > 0
 
 
+@pytest.mark.slow  # one more run
 def test_a_token_baseline_gets_its_sums_of_squares_from_the_actor(folder):
     options = ["algorithm.adv_estimator=optimal_token_baseline", "worker.actor.loss_type=kl_cov"]
     metrics = train(folder / "otb", *arguments(folder, *options, "trainer.max_steps=1"))

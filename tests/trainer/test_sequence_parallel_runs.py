@@ -70,7 +70,7 @@ DIVIDED = "worker.actor.divide_short_sequences=true"
         (["worker.actor.share_prompt=true"], None),
         (["worker.actor.ulysses_size=2", DIVIDED], 0.0),
         (["worker.actor.ring_size=2", DIVIDED], 0.0),
-        (["worker.actor.ring_size=2"], 1.0),
+        pytest.param(["worker.actor.ring_size=2"], 1.0, marks=pytest.mark.slow),
     ],
     ids=["shared prompts", "ulysses", "ring", "whole sequences"],
 )

@@ -93,6 +93,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_the_last_checkpoint(folder, u
     assert "rank 0 of 2" in (folder / "killed" / "failures.log").read_text()
 
 
+@pytest.mark.slow  # tests/faults has it too
 def test_without_restarts_a_killed_worker_ends_the_run_with_the_way_to_go_on(folder, undisturbed):
     status, told = disturbed(folder, "ended", 2, kill_a_worker)
 

@@ -143,6 +143,7 @@ def test_a_run_that_was_killed_and_resumed_ends_bit_for_bit_as_the_unbroken_one(
     assert all(one[key].equal(other[key]) for key in one)
 
 
+@pytest.mark.slow  # one more run; tests/faults has nodes that are lost
 def test_two_nodes_with_one_process_each_log_what_one_node_with_two_logs(
     text_folder, text_arguments, unbroken
 ):
@@ -216,6 +217,7 @@ def test_an_image_run_on_a_tensor_parallel_engine_samples_with_equal_log_probs(t
     assert metrics[1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow  # one more run; tests/faults has it too
 def test_a_raising_reward_function_ends_the_run_with_its_line(tmp_path, text_folder, text_arguments):
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(reward_inputs):\n    return reward_inputs[0]['no such column']\n")
