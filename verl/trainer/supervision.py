@@ -7,7 +7,6 @@ itself. The next attempt puts everything together anew. An exception that a work
 fault and would come again: it ends the run.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,8 +22,8 @@ from verl.trainer.ending import FAILED, Ending, how_to_go_on, report_failure
 from verl.trainer.stopping import ENDED_BY, SIGNALS
 from verl.utils.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.utils.rank_logger import get_logger
+from verl.utils.sandbox import kernel
 
-PR_SET_PDEATHSIG = 1
 GLANCE_S = 0.5  # between looks whether the child lives
 
 logger = get_logger(__name__)
@@ -125,7 +124,7 @@ class Supervisor:
 def _train(config: PPOConfig, patience_s: float | None, sender: Connection) -> None:
     """The child: train and say how it ended."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which hands it on: once, not twice
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # nobody would start this again
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)  # nobody would start this again
     from verl.trainer.attempt import attempt_to_train  # noqa: PLC0415 - the parent needs no torch
 
     ending = Ending(FAILED)
