@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from verl.utils.config_source import read_argument, read_config_file, resolve_references
 from verl.utils.config_values import NULL_WORDS, convert, members_of, show
+from verl.utils.moved_keys import MovedKeys
 
 C = TypeVar("C")
 QUOTED_OPTION = re.compile(r"`([\w.]+)")  # how a problem names the options it is about
@@ -114,10 +115,15 @@ def option(
     return dataclasses.field(default=default, metadata={"option": info})
 
 
-def load_config(cls: type[C], arguments: Sequence[str] = ()) -> C:
+def load_config(cls: type[C], arguments: Sequence[str] = (), moved: MovedKeys | None = None) -> C:
     """Return the config that `arguments` describe.
 
     Later wins: the defaults, the YAML files named by `config=FILE`, the arguments `section.option=value`.
+
+    Args:
+        cls: The dataclass at the top of the tree.
+        arguments: As on the command line.
+        moved: The keys of another program, which errors then name by what they are called here.
 
     Raises:
         ConfigError: Names every unknown key, wrong value and broken rule.
@@ -140,7 +146,7 @@ def load_config(cls: type[C], arguments: Sequence[str] = ()) -> C:
         values = resolve_references(layers)
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
-    return _Builder(cls, problems).build(values)
+    return _Builder(cls, problems, moved).build(values)
 
 
 def check_config(config: Any) -> None:
@@ -223,13 +229,17 @@ def nearest_key(key: str, cls: type) -> str | None:
 class _Builder:
     """Builds a config tree from nested mappings and collects every problem on the way."""
 
-    def __init__(self, cls: type, problems: Sequence[str] = ()) -> None:
+    def __init__(self, cls: type, problems: Sequence[str] = (), moved: MovedKeys | None = None) -> None:
         self.cls = cls
         self.problems = list(problems)
+        self.moved = moved
+        self.found: list[tuple[str, str]] = []  # unknown keys that are another program's, and their entries
         self.broken: set[str] = set()  # options already complained about: no rule is checked on their account
 
     def build(self, values: Any) -> Any:
         config = self._build_section(self.cls, values, "", None)
+        if self.moved is not None:
+            self.problems[:0] = self.moved.problems(self.found)
         for problem in _rule_problems(config):
             if not self.broken.intersection(QUOTED_OPTION.findall(problem)):
                 self.problems.append(problem)
@@ -275,6 +285,11 @@ class _Builder:
         self.problems.append(problem)
 
     def _complain_unknown(self, key: str, value: Any) -> None:
+        entry = None if self.moved is None else self.moved.find(key)
+        if self.moved is not None and entry is not None:
+            self.found.append((key, entry))
+            self.broken.add(self.moved.keys[entry].option or key)
+            return
         if isinstance(value, dict) and value:
             for name, item in value.items():
                 self._complain_unknown(_join(key, str(name)), item)
