@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
+
+from verl.viewer.server import cookie_name
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "scripts/rollout_viewer.py")]
@@ -30,13 +32,20 @@ class Answer(NamedTuple):
 
 
 def request(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    """Send one request with the path exactly as it is given."""
+    """Send one request with the path exactly as it is given, and the token of the address as a cookie."""
+    token = token_of(address)
+    headers = {"Cookie": f"{cookie_name(token)}={token}"} | headers
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
     connection.request(method, path, headers=headers)
     response = connection.getresponse()
     answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
     connection.close()
     return answer
+
+
+def token_of(address: str) -> str:
+    """The token that an address ends in."""
+    return parse_qs(urlsplit(address).query)["token"][0]
 
 
 @contextmanager

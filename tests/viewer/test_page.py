@@ -210,6 +210,34 @@ def test_the_page_follows_a_run_that_writes(page, tmp_path):
     expect(page.locator(".state")).to_have_text("the server does not answer", timeout=10_000)
 
 
+def test_what_a_run_writes_leaves_the_part_of_a_chart_that_was_enlarged(page, tmp_path):
+    write_log(tmp_path, range(1, 41))
+    with viewer(tmp_path) as address:
+        page.goto(address)
+        assert "token" not in page.url
+        chart = page.locator('figure[data-title="reward/overall"]')
+        over = chart.locator(".u-over").bounding_box()
+        whole = picture_of(chart)
+        place = over["y"] + over["height"] / 2
+        page.mouse.move(over["x"] + over["width"] * 0.25, place)
+        page.mouse.down()
+        page.mouse.move(over["x"] + over["width"] * 0.5, place, steps=4)
+        page.mouse.up()
+        enlarged = picture_of(chart)
+        with page.expect_response(lambda answer: "/metrics" in answer.url, timeout=10_000):
+            write_log(tmp_path, range(41, 81))
+        page.wait_for_timeout(500)  # to draw it
+
+        assert whole != picture_of(chart) == enlarged  # the steps that came are beyond what is looked at
+        chart.locator(".u-over").dblclick()
+        page.wait_for_timeout(500)
+        assert picture_of(chart) not in (whole, enlarged)  # they are there
+
+
+def picture_of(chart):
+    return chart.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+
+
 @pytest.mark.slow
 def test_a_hundred_thousand_rollouts_open_within_three_seconds(page, tmp_path):
     write_steps(tmp_path, range(1, 783), groups=16, n=8)  # 128 in a step

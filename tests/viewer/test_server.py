@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
 from tests.helpers.rollouts import rollout, with_media, write_log, write_steps
-from tests.helpers.viewer import COMMAND, ROOT, request, viewer
+from tests.helpers.viewer import COMMAND, ROOT, request, token_of, viewer
 from verl.utils.rollout_store import RolloutStore
 from verl.viewer.process import viewer_process
+from verl.viewer.server import cookie_name
 
 HOSTILE = "<script>window.hacked = 1</script>\x00\ud800"
 
@@ -182,10 +185,49 @@ def test_a_name_that_another_site_made_point_here_is_refused(address, host):
 
 
 def test_this_machines_own_names_are_answered(address):
-    port = address.rstrip("/").rpartition(":")[2]
+    port = urlsplit(address).port
 
     for host in (f"localhost:{port}", f"127.0.0.1:{port}", "localhost:8901"):  # the last through a tunnel
         assert request(address, "/api/runs", Host=host).status == 200
+
+
+@pytest.mark.parametrize(
+    "cookie", ["", "viewer_000000000000=guess", "viewer_{digest}=\xff", "viewer_{digest}="]
+)
+def test_who_does_not_know_the_token_gets_nothing(address, cookie):
+    digest = cookie_name(token_of(address)).removeprefix("viewer_")
+    for path in ("/", "/app.js", "/api/runs", "/media/1/x.jpg", "/?token=guess", "/?token="):
+        answer = request(address, path, Cookie=cookie.format(digest=digest))
+        assert answer.status == 403 and b"first" not in answer.body
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_printed_address_gives_a_cookie_that_scripts_and_other_sites_cannot_use(address):
+    token = token_of(address)
+
+    answer = request(address, f"/?token={token}", Cookie="")
+
+    assert answer.status == 303 and answer.headers["location"] == "/"
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and "path=/" in cookie
+    assert request(address, "/api/runs", Cookie=f"{cookie_name(token)}={token}").status == 200
+
+
+def test_two_viewers_keep_their_own_cookies(address, runs):
+    with viewer(runs) as other:
+        both = "; ".join(f"{cookie_name(token)}={token}" for token in map(token_of, (address, other)))
+
+        assert token_of(address) != token_of(other)
+        assert [request(one, "/api/runs", Cookie=both).status for one in (address, other)] == [200, 200]
+        assert request(other, f"/?token={token_of(address)}", Cookie="").status == 403
+
+
+def test_the_token_of_a_run_stands_in_no_argument_of_its_processes(tmp_path):
+    with viewer_process(tmp_path, 0) as address:
+        shown = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+
+        assert request(address, "/api/runs").status == 200
+        assert not [line for line in shown if token_of(address).encode() in line]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
@@ -211,7 +253,7 @@ def test_every_answer_forbids_scripts_of_others_and_lets_no_other_site_read(addr
 
 
 def test_it_listens_on_the_loopback_address_alone(address):
-    port = int(address.rstrip("/").rpartition(":")[2])
+    port = urlsplit(address).port
     with open("/proc/net/tcp") as file:
         listening = [line.split()[1] for line in file if line.split()[3] == "0A"]
 

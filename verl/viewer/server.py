@@ -4,8 +4,11 @@
 What others wrote, prompts and responses above all, leaves only as JSON and as JPEG; the page puts it into
 text nodes. A policy in every answer forbids scripts and addresses other than the server's own, and names of
 hosts other than this machine's are refused, so that no page of another site can ask on a browser's behalf.
+Other accounts of this machine do not know the token that the printed address ends in.
 """
 
+import hashlib
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +32,7 @@ from verl.viewer.queries import RolloutQuery, choices, distributions, page, sele
 from verl.viewer.runs import RunFolder
 
 LOOPBACK = "127.0.0.1"
+TOKEN = "token"  # parameter of the printed address
 SHUTDOWN_S = 3  # for answers that are under way
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -60,8 +64,41 @@ class SafeHeaders:
         await self.app(scope, receive, send_with_headers)
 
 
-def make_app(runs: Sequence[RunFolder]) -> Starlette:
-    """The routes over these runs.
+class TokenGate:
+    """Lets through who knows the token: from the address on the first visit, from then on from a cookie.
+
+    Cookies of a host are sent to all its ports, so the cookie's name follows from the token: viewers beside
+    one another keep theirs.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token, self.cookie = app, token, cookie_name(token)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        request = Request(scope)
+        if self._is_token(request.cookies.get(self.cookie, "")):
+            return await self.app(scope, receive, send)
+        if not self._is_token(request.query_params.get(TOKEN, "")):
+            refusal = PlainTextResponse("open the address that the viewer printed, with its token", 403)
+            return await refusal(scope, receive, send)
+        answer = RedirectResponse(request.url.path, 303)  # the token leaves the address bar
+        answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+        return await answer(scope, receive, send)
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self.token.encode())
+
+
+def cookie_name(token: str) -> str:
+    """Of the cookie that holds a token."""
+    return f"viewer_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+
+
+def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
+    """The routes over these runs, for who knows the token.
 
     - `/api/runs`: names, sizes, and a version that changes with the content
     - `/api/runs/{run}/metrics`: logged metrics as columns
@@ -82,7 +119,8 @@ def make_app(runs: Sequence[RunFolder]) -> Starlette:
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False)
-    return Starlette(routes=routes, middleware=[Middleware(SafeHeaders), hosts])
+    gate = Middleware(TokenGate, token=token)
+    return Starlette(routes=routes, middleware=[Middleware(SafeHeaders), hosts, gate])
 
 
 def loopback_socket(port: int) -> socket.socket:
@@ -102,21 +140,29 @@ def loopback_socket(port: int) -> socket.socket:
     return listening
 
 
-def address_of(listening: socket.socket) -> str:
+def new_token() -> str:
+    """What nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def address_of(listening: socket.socket, token: str) -> str:
     """What to type into a browser."""
-    return f"http://{LOOPBACK}:{listening.getsockname()[1]}/"
+    return f"http://{LOOPBACK}:{listening.getsockname()[1]}/?{TOKEN}={token}"
 
 
-def serve(runs: Sequence[RunFolder], listening: socket.socket, until: BinaryIO | None = None) -> None:
+def serve(
+    runs: Sequence[RunFolder], listening: socket.socket, token: str, until: BinaryIO | None = None
+) -> None:
     """Answer requests until Ctrl-C, or until a stream ends.
 
     Args:
         runs: What is shown.
         listening: Of `loopback_socket`.
+        token: Of `new_token`; who does not know it gets no answer.
         until: Read to its end in a thread; a pipe ends with the process that holds its other side.
     """
     config = uvicorn.Config(
-        make_app(runs), log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
+        make_app(runs, token), log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
     server = uvicorn.Server(config)
     if until is not None:

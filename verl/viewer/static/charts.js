@@ -19,9 +19,21 @@ export function Chart({ title, lines, bars = false }) {
     return () => plot.current.destroy();
   }, [shape]);
   useEffect(() => {
-    plot.current.setData(data);
+    update(plot.current, data);
   }, [lines]);
   return html`<figure data-title=${title}><figcaption>${title}</figcaption><div ref=${holder}></div></figure>`;
+}
+
+// New data; who has enlarged a part of the axis keeps looking at that part.
+function update(chart, data) {
+  const { min, max } = chart.scales.x;
+  const places = chart.data[0];
+  const isDrawn = Number.isFinite(min) && places.length > 0; // uPlot draws after a new chart's first update
+  const isEnlarged = isDrawn && (min > places[0] || max < places.at(-1));
+  chart.setData(data, !isEnlarged);
+  if (isEnlarged) {
+    chart.setScale("x", { min, max });
+  }
 }
 
 function options(lines, bars) {
