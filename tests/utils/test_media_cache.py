@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from verl.utils.media_cache import Entry, MediaCache, remove_stale_directories
+from verl.utils import media_cache
+from verl.utils.media_cache import Entry, MediaCache, encode_entry, read_entry, remove_stale_directories
 
 FORK = multiprocessing.get_context("fork")
 
@@ -103,6 +104,23 @@ def test_the_oldest_entries_leave_when_the_bound_is_reached_and_open_ones_stay_r
     assert (first.tensors["x"] == 0).all()
     assert (cache.get_or_make("k0", lambda: entry(5)).tensors["x"] == 5).all()
     cache.close()
+
+
+def test_an_entry_that_leaves_while_it_is_opened_is_read_all_the_same(tmp_path, monkeypatch):
+    path = tmp_path / "key.safetensors"
+    path.write_bytes(encode_entry(Entry({"pixels": torch.arange(3)}, {"frames": 1})))
+    safe_open = media_cache.safe_open
+
+    def open_after_another_process_made_room(name, **options):
+        path.unlink()
+        return safe_open(name, **options)
+
+    monkeypatch.setattr(media_cache, "safe_open", open_after_another_process_made_room)
+
+    entry = read_entry(path)
+
+    assert entry.tensors["pixels"].tolist() == [0, 1, 2] and entry.meta == {"frames": 1}
+    assert read_entry(path) is None
 
 
 def test_a_process_keeps_a_bounded_number_of_bytes_open(tmp_path):

@@ -63,15 +63,22 @@ def encode_entry(entry: Entry) -> bytes:
 def read_entry(path: Path) -> Entry | None:
     """The entry of a file, mapped and not copied; None if there is no file.
 
+    `safe_open` opens what it is told twice, header first, and another process may make room in between: a
+    name that this process holds open is there for both.
+
     Raises:
         SafetensorError: The file is damaged.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            return Entry(tensors, json.loads(file.metadata()["meta"]))
+        held = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
+    try:
+        with safe_open(f"/proc/self/fd/{held}", framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            return Entry(tensors, json.loads(file.metadata()["meta"]))
+    finally:
+        os.close(held)
 
 
 class MediaCache:
