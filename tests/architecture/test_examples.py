@@ -5,13 +5,16 @@ import re
 import shlex
 
 import pytest
+import yaml
 from jinja2.sandbox import SandboxedEnvironment
+from ray.runtime_env import RuntimeEnv
 
 from tests.architecture.source import ROOT
 from verl.trainer.main import main
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
-FILES = sorted((ROOT / "examples").rglob("*.yaml"))
+RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config
+FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path != RUNTIME_ENV)
 TEMPLATES = sorted((ROOT / "examples").rglob("*.jinja"))
 
 
@@ -49,6 +52,15 @@ def test_every_example_config_passes_a_dry_run_once_model_and_data_are_named(fil
     ]
 
     assert main([f"config={file}", *inputs, reward, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_the_runtime_environment_is_one_for_ray_and_takes_no_checkpoints_along():
+    content = yaml.safe_load(RUNTIME_ENV.read_text())
+
+    environment = RuntimeEnv(**content)  # checks names and types
+
+    assert environment.env_vars() == content["env_vars"]
+    assert {"/.git/", "/checkpoints/", "/outputs/"} <= set(content["excludes"])
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)

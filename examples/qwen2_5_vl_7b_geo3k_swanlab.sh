@@ -1,0 +1,15 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Qwen/Qwen2.5-VL-7B-Instruct  # a hub name or a local folder
+
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=hiyouga/geometry3k@train \
+    data.val_files=hiyouga/geometry3k@test \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    trainer.experiment_name=qwen2_5_vl_7b_geo_swanlab \
+    trainer.logger='["file","swanlab"]' \
+    trainer.n_gpus_per_node=8 \
+    "$@"

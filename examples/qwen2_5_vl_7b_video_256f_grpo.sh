@@ -1,0 +1,32 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Qwen/Qwen2.5-VL-7B-Instruct  # a hub name or a local folder
+VIDEO_DIR=.  # the folder that video paths in the rows start from
+
+# Two frames share their tokens: 128 x 257 = 32896 for a video.
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=LongVideo-Reason/longvideo-reason@train \
+    data.val_files=LongVideo-Reason/longvideo-reason@validation \
+    data.video_key=videos \
+    data.video_dir=${VIDEO_DIR} \
+    data.cache_dir=outputs/video_frames \
+    data.format_prompt=./examples/format_prompt/r1v.jinja \
+    data.max_prompt_length=36864 \
+    data.rollout_batch_size=128 \
+    data.num_workers=2 \
+    worker.actor.global_batch_size=64 \
+    worker.actor.micro_batch_size_per_device_for_experience=1 \
+    worker.actor.ulysses_size=4 \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    worker.rollout.num_video_frames=256 \
+    worker.rollout.tokens_per_frame=257 \
+    worker.rollout.max_num_batched_tokens=38912 \
+    worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
+    trainer.experiment_name=qwen2_5_vl_7b_video_256f_grpo \
+    trainer.n_gpus_per_node=8 \
+    trainer.val_before_train=false \
+    trainer.val_freq=-1 \
+    "$@"
