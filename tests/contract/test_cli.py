@@ -101,6 +101,12 @@ def test_the_shipped_config_is_the_generated_one():
     assert (ROOT / "examples" / "config.yaml").read_text() == example_yaml(PPOConfig), "run `make config`"
 
 
+def test_the_page_of_options_is_the_generated_one(capsys):
+    assert main(["--print-options"]) == 0
+
+    assert (ROOT / "docs" / "options.md").read_text() == capsys.readouterr().out, "run `make config`"
+
+
 def test_unsupported_versions_exit_1_before_anything_is_loaded(capsys, monkeypatch):
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
 

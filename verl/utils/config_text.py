@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config as text, from the `option(...)` declarations: the example YAML, the resolved YAML and `--help`."""
+"""A config as text, from the `option(...)` declarations: example YAML, resolved YAML, `--help`, Markdown."""
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verl.utils.config import ConfigError, OptionEntry, is_section, value_at, walk_options
 from verl.utils.config_values import describe, yaml_text
 
 WIDTH = 110
+PAGE_HEAD = """\
+# Every option
+
+Written by `make config` from the declarations in the source. A section is a mapping in YAML; on the command
+line an option is `section.option=value`. `--dry-run` prints what a run uses, `--help NAME` a part of this.
+"""
 
 
 def example_yaml(cls: type) -> str:
@@ -73,20 +79,60 @@ def help_text(cls: type, topic: str = "") -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
+def options_page(cls: type) -> str:
+    """Return every option as a Markdown page: a heading for each section, above a table of its options."""
+    entries = list(_walk_with_limits(cls))
+    parts = [PAGE_HEAD, _table(entries, "")]
+    for section in entries:
+        if is_section(section.hint):
+            parts.append(f"## `{section.key}`\n\n{_escaped(option_text(section, with_type=False))}\n")
+            parts.append(_table(entries, section.key))
+    return "\n".join(part for part in parts if part)
+
+
+def _table(entries: Sequence[OptionEntry], section: str) -> str:
+    """The options of one section, without those of sections inside it; empty if it has none of its own."""
+    own = [entry for entry in entries if entry.key.rpartition(".")[0] == section]
+    rows = [_table_row(entry) for entry in own if not is_section(entry.hint)]
+    return "\n".join(["| option | values | default | |", "|---|---|---|---|", *rows, ""]) if rows else ""
+
+
+def _table_row(entry: OptionEntry) -> str:
+    """One option of the page; what a table or HTML would take as its own is escaped."""
+    info, limits = entry.info, "; ".join(_limits(entry))
+    kind = ", ".join(f"`{choice}`" for choice in info.choices) if info.choices else describe(entry.hint)
+    values = "; ".join(fact for fact in (kind, info.range_text()) if fact)
+    meaning = f"{info.help} ({limits})" if limits else info.help
+    name, default = entry.key.rpartition(".")[2], yaml_text(entry.default)
+    return f"| `{name}` | {_escaped(values)} | `{default}` | {_escaped(meaning)} |"
+
+
+def _escaped(text: str) -> str:
+    """Markdown that shows a text of words and of code in backticks as it is."""
+    parts = text.replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*") for part in parts[::2]]
+    return "`".join(parts)
+
+
 def option_text(entry: OptionEntry, with_type: bool = True) -> str:
     """Return the help of one option with its type, range, choices and limits."""
     info = entry.info
     kind = describe(entry.hint) if with_type else ""
     if info.choices:
         kind = "one of " + ", ".join(str(choice) for choice in info.choices)
-    facts = [kind, info.range_text()]
+    stated = "; ".join(fact for fact in (kind, info.range_text(), *_limits(entry)) if fact)
+    return f"{info.help} ({stated})" if stated else info.help
+
+
+def _limits(entry: OptionEntry) -> list[str]:
+    """What this version lacks of an option, and why the value of another has no effect."""
+    info, limits = entry.info, []
     if info.unavailable:
         only = "" if is_section(entry.hint) else f"only {_supported_text(entry)}: "
-        facts.append(f"{only}this version has no {info.unavailable}")
+        limits.append(f"{only}this version has no {info.unavailable}")
     if info.inert:
-        facts.append(f"no effect: {info.inert}")
-    stated = "; ".join(fact for fact in facts if fact)
-    return f"{info.help} ({stated})" if stated else info.help
+        limits.append(f"no effect: {info.inert}")
+    return limits
 
 
 def _walk_with_limits(cls: type) -> Iterator[OptionEntry]:
