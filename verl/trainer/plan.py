@@ -4,10 +4,12 @@
 All of it follows from the config and the number of ranks; `--dry-run` prints it. Nothing here needs torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl.trainer.config import PPOConfig
+from verl.workers.config import AUTO, MicroBatchSize
 
 
 class PlanLine(NamedTuple):
@@ -37,10 +39,10 @@ class Plan:
     mini_batches: int  # in a step and PPO epoch
     mini_batch_prompts: int
     mini_batch_sequences: int
-    update_micro_batches: int  # on one rank in a mini batch; the most, with dynamic batching
-    experience_micro_batches: int  # on one rank in a step; the most, with dynamic batching
+    update_micro_batches: int | None  # on one rank in a mini batch; the most, with dynamic batching
+    experience_micro_batches: int | None  # on one rank in a step; the most, with dynamic batching
     optimizer_steps: int  # in a step, PPO epochs included
-    token_budget: int  # tokens in a micro batch of the update at most
+    token_budget: int | None  # tokens in a micro batch of the update at most; None where its size is `auto`
     training_steps: int | None  # None until the number of rows is known
 
     @property
@@ -55,6 +57,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> Plan:
     prompts, update = config.data.rollout_batch_size, actor.global_batch_size
     sequences = prompts * num_responses
     mini_batches = prompts // update
+    size = actor.micro_batch_size_per_device_for_update
     return Plan(
         world_size=config.world_size,
         num_engines=config.num_engines,
@@ -65,14 +68,14 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> Plan:
         mini_batches=mini_batches,
         mini_batch_prompts=update,
         mini_batch_sequences=update * num_responses,
-        update_micro_batches=_ceil(
+        update_micro_batches=_parts(
             update * num_responses // dp_size, actor.micro_batch_size_per_device_for_update
         ),
-        experience_micro_batches=_ceil(
+        experience_micro_batches=_parts(
             sequences // dp_size, actor.micro_batch_size_per_device_for_experience
         ),
         optimizer_steps=mini_batches * actor.ppo_epochs,
-        token_budget=actor.micro_batch_size_per_device_for_update * config.max_sequence_length,
+        token_budget=None if size == AUTO else int(size) * config.max_sequence_length,
         training_steps=count_training_steps(config, dataset_size),
     )
 
@@ -104,7 +107,11 @@ def count_training_steps(config: PPOConfig, dataset_size: int | None) -> int | N
 def plan_text(config: PPOConfig, plan: Plan) -> str:
     """Return the plan as a table with one line for each stage of a step."""
     lines = [PlanLine("", "step", "per rank"), *_rollout_lines(config, plan), *_update_lines(config, plan)]
-    lines += [_length_line(config, plan)]
+    return plan_table([*lines, _length_line(config, plan)])
+
+
+def plan_table(lines: Sequence[PlanLine]) -> str:
+    """Return lines as a table, the first one its head."""
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     rows = [
         (line.name.ljust(widths[0]), line.total.rjust(widths[1]), line.per_rank.rjust(widths[2]), line.remark)
@@ -139,7 +146,8 @@ def _rollout_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
 
 
 def _update_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
-    budget = f", at most {plan.token_budget} tokens" if config.worker.actor.dynamic_batching else ""
+    is_budget = config.worker.actor.dynamic_batching and plan.token_budget is not None
+    budget = f", at most {plan.token_budget} tokens" if is_budget else ""
     return [
         PlanLine("mini batches", str(plan.mini_batches), "", f"{plan.mini_batch_prompts} prompts each"),
         PlanLine(
@@ -178,9 +186,12 @@ def _share(number: int, parts: int) -> str:
     return str(number // parts) if number % parts == 0 else f"{number / parts:.1f}"
 
 
-def _at_most(number: int, config: PPOConfig) -> str:
+def _at_most(number: int | None, config: PPOConfig) -> str:
+    if number is None:
+        return AUTO
     return f"<= {number}" if config.worker.actor.dynamic_batching else str(number)
 
 
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)
+def _parts(rows: int, size: MicroBatchSize) -> int | None:
+    """Micro batches that rows make; None as long as their size is `auto`."""
+    return None if size == AUTO else -(-rows // int(size))

@@ -2,14 +2,15 @@
 """From a value in YAML or on the command line to the type an option declares, and back to text.
 
 Types an option may have: `bool`, `int`, `float`, `str`, `list[...]`, `tuple[...]`, `dict[str, Any]`, `Any`,
-and unions of them with `None`. A conversion succeeds or raises a ValueError that starts with "must be".
+and unions of them with `None` and with words (`Literal["auto"]`). A conversion succeeds or raises a
+ValueError that starts with "must be".
 """
 
 import json
 import math
 import re
 import types
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 NULL_WORDS = ("null", "None", "~", "")
 PLAIN_YAML_TEXT = re.compile(r"([A-Za-z_/]|\.(?=[A-Za-z./]))[\w./@\-]*(:[\w./@\-]+)*")
@@ -88,6 +89,8 @@ def _describe_one(hint: Any) -> str:
         return f"a list, each item {describe(items[0])}"
     if get_origin(hint) is dict:
         return "a mapping"
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
     return names.get(hint, "any value")
 
@@ -101,6 +104,8 @@ def _convert_one(value: Any, hint: Any) -> tuple[bool, Any]:
         return isinstance(value, dict), value
     if origin in (list, tuple):
         return _convert_items(value, origin, get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint), value
     return {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}[hint](value)
 
 

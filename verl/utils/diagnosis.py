@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
+from verl.utils.host_memory import container_limit
 from verl.utils.sandbox.isolation import REMEDY, Isolation, is_unsafe_allowed
 from verl.utils.sandbox.runner import detect
 from verl.utils.version_check import VLLM_PACKAGES, find_version
@@ -106,23 +107,13 @@ def check_memory() -> Finding:
     lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total, free = kib["MemTotal"] / 2**20, kib["MemAvailable"] / 2**20
-    limit = _container_limit()
+    limit = container_limit()
     found = f"{free:.0f} of {total:.0f} GiB available"
     if limit is not None and limit / GIB < total:
         free, found = min(free, limit / GIB), f"{found}, the container may use {limit / GIB:.0f}"
     if free < LOW_MEMORY_GIB:
         return Finding("host memory", Level.WARN, found, "end other programs; keep only tiny models here")
     return Finding("host memory", Level.OK, found)
-
-
-def _container_limit() -> int | None:
-    """Bytes that the container of this process may use; None is without limit, or not known."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        file = Path("/sys/fs/cgroup", name)
-        text = file.read_text().strip() if file.exists() else ""
-        if text.isdigit():
-            return int(text)
-    return None
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:

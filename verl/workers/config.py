@@ -7,12 +7,22 @@ neutral value and refused by name otherwise. Whoever builds the feature deletes 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl.utils.config import option
 from verl.utils.config_paths import function_in_file, writable_folder
 from verl.workers.model_config import TINY, FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.workers.rollout_config import DIFFUSION, VILA, RolloutConfig
+
+AUTO = "auto"  # the largest micro batch whose planned memory fits; the trainer puts a number in its place
+MicroBatchSize = int | Literal["auto"]
+
+
+def as_number(size: MicroBatchSize) -> int:
+    """The size, which is a number wherever a worker reads it."""
+    assert size != AUTO, "the trainer puts numbers in the place of `auto` before workers start"
+    return int(size)
+
 
 LOSS_AVG_MODES = ("token", "seq", "seq_sum", "seq_sum_norm")
 LOSS_AVG_ALIASES = {  # verl's names
@@ -55,11 +65,19 @@ class ActorConfig:
     global_batch_size: int = option(
         256, help="Prompts in a mini batch: one optimizer step.", minimum=1, example=128
     )
-    micro_batch_size_per_device_for_update: int = option(
-        4, help="Sequences a device runs forward and backward at once.", minimum=1, example=1
+    micro_batch_size_per_device_for_update: MicroBatchSize = option(
+        4,
+        help="Sequences a device runs forward and backward at once; `auto` is as many as fit.",
+        minimum=1,
+        also=(AUTO,),
+        example=1,
     )
-    micro_batch_size_per_device_for_experience: int = option(
-        16, help="Sequences a device runs forward at once for log-probs.", minimum=1, example=2
+    micro_batch_size_per_device_for_experience: MicroBatchSize = option(
+        16,
+        help="Sequences a device runs forward at once for log-probs; `auto` is as many as fit.",
+        minimum=1,
+        also=(AUTO,),
+        example=2,
     )
     max_grad_norm: float = option(1.0, help="Gradients are scaled down to this norm.", minimum=TINY)
     clip_ratio_low: float = option(
@@ -188,11 +206,17 @@ class CriticConfig:
 
     strategy: str = option("fsdp", help="How the model is distributed.", choices=("fsdp",))
     global_batch_size: int = option(256, help="Prompts in a mini batch: one optimizer step.", minimum=1)
-    micro_batch_size_per_device_for_update: int = option(
-        4, help="Sequences a device runs forward and backward at once.", minimum=1
+    micro_batch_size_per_device_for_update: MicroBatchSize = option(
+        4,
+        help="Sequences a device runs forward and backward at once; `auto` is as many as fit.",
+        minimum=1,
+        also=(AUTO,),
     )
-    micro_batch_size_per_device_for_experience: int = option(
-        16, help="Sequences a device runs forward at once for values.", minimum=1
+    micro_batch_size_per_device_for_experience: MicroBatchSize = option(
+        16,
+        help="Sequences a device runs forward at once for values; `auto` is as many as fit.",
+        minimum=1,
+        also=(AUTO,),
     )
     max_grad_norm: float = option(1.0, help="Gradients are scaled down to this norm.", minimum=TINY)
     cliprange_value: float = option(0.5, help="Values move at most this far from the old ones.", minimum=0.0)
@@ -229,11 +253,17 @@ class PrimeConfig:
     """The implicit process reward model of PRIME, trained beside the policy."""
 
     global_batch_size: int = option(256, help="Prompts in a mini batch: one optimizer step.", minimum=1)
-    micro_batch_size_per_device_for_update: int = option(
-        4, help="Sequences a device runs forward and backward at once.", minimum=1
+    micro_batch_size_per_device_for_update: MicroBatchSize = option(
+        4,
+        help="Sequences a device runs forward and backward at once; `auto` is as many as fit.",
+        minimum=1,
+        also=(AUTO,),
     )
-    micro_batch_size_per_device_for_experience: int = option(
-        16, help="Sequences a device runs forward at once for process rewards.", minimum=1
+    micro_batch_size_per_device_for_experience: MicroBatchSize = option(
+        16,
+        help="Sequences a device runs forward at once for process rewards; `auto` is as many as fit.",
+        minimum=1,
+        also=(AUTO,),
     )
     dynamic_batching: bool = option(
         True,
@@ -258,7 +288,9 @@ class PrimeConfig:
 class RewardModelConfig:
     """A sequence-classification model that scores responses on the training devices."""
 
-    micro_batch_size_per_device: int = option(16, help="Sequences a device scores at once.", minimum=1)
+    micro_batch_size_per_device: MicroBatchSize = option(
+        16, help="Sequences a device scores at once; `auto` is as many as fit.", minimum=1, also=(AUTO,)
+    )
     coef: float = option(1.0, help="Weight of its score beside the reward function's `overall`.")
     model: ModelConfig = option(
         ModelConfig, help="Which model; without `model_path` there is no reward model."

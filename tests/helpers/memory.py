@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker's model really takes beside what is planned for it: peaks of resident memory by phase."""
+
+import gc
+import json
+import os
+import tempfile
+import unittest.mock
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.distributed import run_distributed
+from verl.models.tiny import save_tiny_model
+from verl.protocol import DataProto, objects
+from verl.trainer.config import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
+from verl.trainer.held_models import held_models
+from verl.trainer.machine import find_machine
+from verl.trainer.memory_plan import plan_memory
+from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
+from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
+from verl.workers.hosted_model import HostedModel, Place
+from verl.workers.model_config import ModelConfig
+from verl.workers.model_sizes import read_shape
+
+PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
+PEAK, NOW = "VmHWM:", "VmRSS:"
+PHASES = ("load", "update_actor", "old")  # log-probs last: the optimizer has its state by then
+OF_THE_MODEL = ("weights", "first rank reads", "gradients", "optimizer", "gathered weights", "activations")
+FIRST_TOKEN, LAST_TOKEN = 10, 250  # of the tiny models' text
+
+
+# Models of some 50 million weights whose memory is in different places.
+SHAPES = {
+    "deep": dict(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=48, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32,
+    ),
+    "wide": dict(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=3, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=64,
+    ),
+    "vocabulary": dict(
+        hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, vocab_size=128000,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a rank: all of the full length, groups of `n` with the same prompt."""
+
+    prompts: int = 2
+    n: int = 2
+    prompt_length: int = 64
+    response_length: int = 64
+
+
+def resident(name: str) -> int:
+    """Bytes of this process: `PEAK` since the last `forget_peak`, or `NOW`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def peak_bytes(device: str) -> int:
+    """The most since `forget_peak`: resident memory, or what tensors took of a GPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else resident(PEAK)
+
+
+def forget_peak(device: str) -> int:
+    """Let the peak begin at what is there now, and return that."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident(NOW)
+
+
+def make_rows(rows: Rows) -> DataProto:
+    """Random rows with what an update reads."""
+    generator = torch.Generator().manual_seed(0)
+    total, width = rows.prompts * rows.n, rows.prompt_length + rows.response_length
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (total, width), generator=generator)
+    first = torch.arange(total) // rows.n * rows.n
+    ids[:, : rows.prompt_length] = ids[first, : rows.prompt_length]
+    mask = torch.ones(total, rows.response_length, dtype=torch.int64)
+    noise = torch.randn(total, rows.response_length, generator=generator)
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(width).expand_as(ids).clone(),
+        "responses": ids[:, rows.prompt_length :],
+        "response_mask": mask,
+        "old_log_probs": noise - 6.0,
+        "advantages": noise,
+    }
+    return DataProto.from_dict(tensors, {"uid": objects([str(int(row)) for row in first])})
+
+
+def make_case(folder: Path, *, checkpointing: bool, world_size: int = 1, **options: Any) -> ActorConfig:
+    """`worker.actor` of two mini batches, each of two micro batches, so that gradients add up."""
+    return ActorConfig(
+        global_batch_size=world_size,
+        micro_batch_size_per_device_for_update=1,
+        micro_batch_size_per_device_for_experience=2,
+        share_prompt=False,
+        model=ModelConfig(model_path=str(folder), enable_gradient_checkpointing=checkpointing),
+        **options,
+    )
+
+
+def planned_phases(
+    actor: ActorConfig, rows: Rows, world_size: int = 1, device: str = "cpu"
+) -> dict[str, int]:
+    """What the plan of a run with these options says of the model alone."""
+    config = PPOConfig(
+        data=DataConfig(
+            rollout_batch_size=rows.prompts * world_size,
+            max_prompt_length=rows.prompt_length,
+            max_response_length=rows.response_length,
+        ),
+        algorithm=AlgorithmConfig(disable_kl=True),
+        worker=WorkerConfig(actor=actor, rollout=RolloutConfig(name="hf", n=rows.n, tensor_parallel_size=1)),
+        trainer=TrainerConfig(n_gpus_per_node=world_size),
+    )
+    plan = plan_memory(config, held_models(config, device, read_shape), find_machine(device, 100))
+    return {
+        phase.name: sum(
+            item.size
+            for item in (*phase.device, *(phase.node if device == "cpu" else ()))
+            if item.name in OF_THE_MODEL
+        )
+        for phase in plan.phases
+        if phase.name in PHASES
+    }
+
+
+def measure_phases(
+    cases: Sequence[tuple[ActorConfig, Rows]], world_size: int = 1, *, keeps_freed: bool = False
+) -> list[dict[str, int]]:
+    """Bytes above those of the process without models at the peak of each phase, the largest of all ranks.
+
+    A tiny model runs before all others, so that what code and libraries take is there before anything counts.
+    A tensor's memory goes back to the system when it is freed: glibc's own threshold, which rises as a
+    process runs, would leave some of it resident.
+
+    Args:
+        cases: `worker.actor` and the rows of a rank.
+        world_size: Ranks that share the model.
+        keeps_freed: Leave the allocator as it is.
+    """
+    threshold = {} if keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(PAGES_OF_ITS_OWN)}
+    with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, threshold):
+        files = json.loads((Path(str(cases[0][0].model.model_path)) / "config.json").read_text())
+        tiny = save_tiny_model(folder, files["model_type"])
+        of_ranks = run_distributed(_measure_cases, world_size, tiny, cases, timeout_s=1500)
+    return [
+        {phase: max(found[number][phase] for found in of_ranks) for phase in of_ranks[0][number]}
+        for number in range(len(cases))
+    ]
+
+
+def _measure_cases(
+    rank: int, world_size: int, tiny: Path, cases: list[tuple[ActorConfig, Rows]]
+) -> list[dict[str, int]]:
+    config, rows = cases[0]
+    first = replace(config, model=replace(config.model, model_path=str(tiny)))
+    measure(first, replace(rows, prompt_length=8, response_length=8), "cpu", world_size)
+    return [measure(config, rows, "cpu", world_size) for config, rows in cases]
+
+
+def measure(config: ActorConfig, rows: Rows, device: str, world_size: int = 1) -> dict[str, int]:
+    """Bytes of this process above what it had before, at the peak of each phase."""
+    batch, peaks = make_rows(rows), {}
+    base = forget_peak(device)
+    place = Place(torch.device(device), world_size, None, config.share_prompt)
+    hosted = HostedModel(
+        "actor", config.model, config.fsdp, config.offload, place, optim=config.optim, training_steps=10
+    )
+    training = ActorTraining(*hosted.training, rollout_n=rows.n, max_response_length=rows.response_length)
+    actor = DataParallelPPOActor(config, hosted.forward, None, training)
+    works = (lambda: None, lambda: actor.update(batch, 1.0), lambda: actor.compute_log_probs(batch, 1.0))
+    for phase, work in zip(PHASES, works, strict=True):
+        work()
+        peaks[phase] = peak_bytes(device) - base
+        forget_peak(device)
+    return peaks

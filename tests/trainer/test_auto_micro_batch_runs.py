@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs that choose their own micro batches."""
+
+import sys
+
+import pytest
+
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
+from verl.models.tiny import save_tiny_model
+from verl.trainer.main import main
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
+EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("auto")
+    save_tiny_model(folder / "model", "qwen2")
+    write_questions(folder, "train", 8, seed=1, with_images=False)
+    write_questions(folder, "val", 4, seed=2, with_images=False)
+    return folder
+
+
+def arguments_of(folder, *options):
+    common = [
+        "worker.rollout.name=hf",
+        "worker.actor.fsdp.mp_param_dtype=fp32",
+        "trainer.max_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.val_freq=-1",
+        "trainer.n_gpus_per_node=2",
+    ]
+    return quickstart_arguments(folder, folder / "model", *common, *options)
+
+
+@pytest.mark.slow
+def test_a_run_with_auto_learns_what_a_run_with_a_number_learns(folder, tmp_path):
+    auto = train(tmp_path / "auto", *arguments_of(folder, f"{UPDATE}=auto", f"{EXPERIENCE}=auto"))
+    one = train(tmp_path / "one", *arguments_of(folder, f"{UPDATE}=1", f"{EXPERIENCE}=1"))
+
+    assert learned(auto[1]).keys() == learned(one[1]).keys()
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy_loss", "critic/score/mean"):
+        assert auto[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_what_auto_becomes(folder):
+    finished = start_training(*arguments_of(folder, f"{UPDATE}=auto", f"{EXPERIENCE}=auto"), "--dry-run")
+
+    assert finished.returncode == 0, finished.stderr
+    # 2 prompts x 4 responses on 2 ranks are 4 sequences in a mini batch; 4 prompts are 8 in a step.
+    assert f"auto: {UPDATE}=4" in finished.stdout
+    assert f"auto: {EXPERIENCE}=8" in finished.stdout
+
+
+def test_a_machine_that_is_too_small_is_refused_with_a_remedy(folder, capsys):
+    status = main([*arguments_of(folder, f"{UPDATE}=auto"), "--dry-run", "--device-memory-gb=1"])
+
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert f"`{UPDATE}` (auto): not even one sequence fits: update_actor takes" in printed
+
+
+@pytest.mark.parametrize("size", ["0", "-4", "much"])
+def test_a_memory_that_is_no_size_is_refused(folder, capsys, size):
+    assert main([*arguments_of(folder), "--dry-run", f"--device-memory-gb={size}"]) == 2
+    assert "must be a number of GiB above zero" in capsys.readouterr().err

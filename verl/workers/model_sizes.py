@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of the models that a worker will hold, from their configs alone; no weights are read."""
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.models.model_shape import model_shape
+from verl.utils.fsdp_utils import torch_dtype
+from verl.utils.hub_names import meta_model
+from verl.utils.memory_model import ModelShape
+from verl.utils.optimizers.groups import parameter_groups
+from verl.utils.scalar_model import make_scalar
+from verl.workers.model_builder import adapter_config, choose_trainable, load_model_config
+from verl.workers.model_config import FSDPConfig, ModelConfig, OptimConfig
+
+
+def read_shape(
+    model: ModelConfig, fsdp: FSDPConfig, *, option: str, is_trained: bool, head: str = "causal"
+) -> ModelShape:
+    """Build a model without memory, as `build_model` does, and count.
+
+    Args:
+        model: Where its config is, and what of it is trained.
+        fsdp: The type of its weights.
+        option: Where `model` stands in the config, for errors.
+        is_trained: It learns.
+        head: "causal" or "scalar".
+
+    Raises:
+        FileNotFoundError: The folder has no config that can be read.
+        ValueError: `override_config`, `lora` or the patterns of parameters do not fit the model.
+    """
+    adapter = adapter_config(model, option) if is_trained else None
+    default = "fp32" if is_trained and adapter is None else "bf16"
+    empty = _empty(model, option, head, torch_dtype(fsdp.torch_dtype or default))
+    if is_trained:
+        choose_trainable(empty, model, option)
+    else:
+        empty.requires_grad_(False)
+    return model_shape(empty)
+
+
+def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> None:
+    """Find what is wrong with the choice of what is trained, and how, without weights and devices.
+
+    Args:
+        model: Of the role.
+        optim: Of the role.
+        role: Section below `worker`, for errors.
+        head: "causal" or "scalar".
+
+    Raises:
+        FileNotFoundError: The folder has no config that can be read.
+        ValueError: A pattern matches nothing, an adapter cannot be used, or nothing is left to train.
+    """
+    empty = _empty(model, f"worker.{role}.model", head)
+    choose_trainable(empty, model, f"worker.{role}.model")
+    parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
+
+
+def _empty(model: ModelConfig, option: str, head: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    config = load_model_config(model, option)
+    if head == "scalar":
+        make_scalar(config, has_bias=True)
+    return meta_model(config, dtype, model.trust_remote_code)
