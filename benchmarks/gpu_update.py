@@ -15,7 +15,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from verl.models.registry import prepare_model
 from verl.utils.device import backend_of, resolve_device, synchronize
 from verl.utils.flops_counter import FlopsCounter, peak_flops
 from verl.utils.fsdp_utils import clip_grad_norm, make_mesh, shard_model
-from verl.utils.optim import build_optimizer
+from verl.utils.optim import OPTIMIZERS, build_optimizer
 from verl.utils.padding import unpack
 from verl.utils.torch_functional import TokenLogProbs
 
@@ -98,6 +98,7 @@ class OptimSettings:
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
+    lr_factors: dict[str, float] = field(default_factory=dict)
 
 
 class MicroBatch(NamedTuple):
@@ -396,7 +397,7 @@ def parse_arguments() -> argparse.Namespace:
         default="float32",
         help="as they are held between passes",
     )
-    parser.add_argument("--optimizer", choices=("adamw", "adamw_bf16"), default="adamw")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--matmul-size", type=int, default=8192)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")

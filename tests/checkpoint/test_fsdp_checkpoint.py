@@ -21,7 +21,8 @@ from verl.utils.checkpoint.fsdp_checkpoint import (
 )
 from verl.utils.checkpoint.manifest import MANIFEST, read_manifest
 from verl.utils.fsdp_utils import clip_grad_norm, make_mesh
-from verl.utils.optim import build_optimizer, build_scheduler
+from verl.utils.optim import build_optimizer
+from verl.utils.schedules import build_scheduler
 from verl.workers.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.workers.model_builder import build_model
 

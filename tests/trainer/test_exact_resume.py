@@ -24,11 +24,20 @@ FILTER = [
     "algorithm.filter_low=0.3",
     "algorithm.filter_high=0.9",
 ]
+STOCHASTIC = ["worker.actor.fsdp.torch_dtype=bf16", "worker.actor.optim.strategy=adamw_bf16_sr"]
+MUON = [
+    "worker.actor.optim.strategy=muon",
+    r"worker.actor.optim.lr_factors={'visual\.merger': 10.0, 'visual': 0.1}",
+    "worker.actor.optim.lr_scheduler_type=wsd",
+    "worker.actor.optim.lr_decay_ratio=0.9",
+]
 KINDS = {
     "text": ("qwen2", []),
     "text, filtered": ("qwen2", FILTER),
     "images": ("qwen2_5_vl", []),
     "images, filtered": ("qwen2_5_vl", FILTER),
+    "text, stochastic": ("qwen2", STOCHASTIC),
+    "images, muon": ("qwen2_5_vl", MUON),
 }
 
 

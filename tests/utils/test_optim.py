@@ -1,124 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
-from verl.utils.optim import AnyPrecisionAdamW, build_optimizer, build_scheduler
+from tests.helpers.optimizers import IN_BF16, MARKED_STRATEGIES, STRATEGIES, Parameters, update
+from verl.utils.config import ConfigError, check_config, load_config
+from verl.utils.optim import OPTIMIZERS, build_optimizer
+from verl.utils.schedules import SCHEDULES, SHAPES
 from verl.workers.config import OptimConfig
 
-
-def rates(config: OptimConfig, steps: int, training_steps: int = 10) -> list[float]:
-    """The learning rate at steps 0, 1, …"""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
-    scheduler = build_scheduler(optimizer, config, training_steps)
-    seen = []
-    for _ in range(steps):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return seen
+# Of the parameters of `Parameters`: in matrices of layers or a stack; in the table and vectors; and of
+# those in blocks of 8 bits (rows of 256: embed, wide; of 1536: experts).
+MATRICES, OTHERS = 17 * 256 + 40 * 16 + 12 * 40 + 24 * 24 + 4 * 8 * 192, 20 * 256 + 17 + 30
+IN_BLOCKS, SCALES = 17 * 256 + 20 * 256 + 4 * 8 * 192, 17 + 20 + 4 * 6
 
 
-def test_warm_up_rises_linearly_from_zero_then_stays():
-    assert rates(OptimConfig(lr=1.0, lr_warmup_ratio=0.4), 6) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_warm_up_steps_win_over_the_ratio():
-    assert rates(OptimConfig(lr=1.0, lr_warmup_ratio=0.4, lr_warmup_steps=2), 4) == [0.0, 0.5, 1.0, 1.0]
-
-
-def test_cosine_falls_to_the_lowest_ratio_and_stays():
-    # After 2 steps of warm-up 8 remain; half way the cosine is at 0.2 + 0.8 / 2.
-    seen = rates(OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", min_lr_ratio=0.2), 13)
-
-    assert seen[2] == pytest.approx(1.0)
-    assert seen[6] == pytest.approx(0.6)
-    assert seen[10:] == pytest.approx([0.2, 0.2, 0.2])
-
-
-def test_a_resumed_schedule_continues_and_listens_to_a_new_learning_rate():
-    config = OptimConfig(lr=1.0, lr_warmup_steps=4)
-    whole = rates(config, 6)
-    first = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_scheduler(first, config, 10)
-    for _ in range(3):
-        first.step()
-        scheduler.step()
-
-    second = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    resumed = build_scheduler(second, OptimConfig(lr=2.0, lr_warmup_steps=4), 10)
-    resumed.load_state_dict(scheduler.state_dict())
-
-    assert second.param_groups[0]["lr"] == 2 * whole[3]
-    assert resumed.get_last_lr() == [2 * whole[3]]
-    second.step()
-    resumed.step()
-    assert second.param_groups[0]["lr"] == 2 * whole[4]
-
-
-def test_any_precision_adamw_is_adamw_on_float32_weights():
-    torch.manual_seed(0)
-    start = torch.randn(40)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    options = dict(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
-    optimizers = AnyPrecisionAdamW([ours], **options), torch.optim.AdamW([theirs], **options)
-
-    for _ in range(20):
-        grad = torch.randn(40)
-        for param, optimizer in zip((ours, theirs), optimizers, strict=True):
-            param.grad = grad.clone()
-            optimizer.step()
-
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
-
-
-def test_the_first_step_moves_each_weight_by_the_learning_rate_against_the_gradients_sign():
-    # m / (1 - b1) = g and v / (1 - b2) = g^2, so the step is lr * sign(g); decay adds lr * 0.5 * weight.
-    weight = nn.Parameter(torch.tensor([2.0, 2.0], dtype=torch.bfloat16))
-    weight.grad = torch.tensor([4.0, -4.0], dtype=torch.bfloat16)
-
-    AnyPrecisionAdamW([weight], lr=0.25, weight_decay=0.5).step()
-
-    assert weight.tolist() == [2.0 - 0.25 - 0.25, 2.0 + 0.25 - 0.25]
-
-
-def test_updates_too_small_for_bfloat16_are_not_lost():
-    # bfloat16 near 1 has steps of 2^-8 below and 2^-7 above; 200 updates of 1e-4 move a float32 weight to
-    # 0.98.
-    kept = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    plain = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    optimizers = (
-        AnyPrecisionAdamW([kept], lr=1e-4, weight_decay=0.0),
-        torch.optim.AdamW([plain], lr=1e-4, weight_decay=0.0),
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.dim() > 0
     )
-
-    for _ in range(200):
-        for param, optimizer in zip((kept, plain), optimizers, strict=True):
-            param.grad = torch.ones_like(param)
-            optimizer.step()
-
-    assert kept.float().sub(0.98).abs().max() < 2**-8
-    assert plain.eq(1.0).all()
-
-
-def test_bfloat16_training_follows_float32_adamw_closely():
-    torch.manual_seed(0)
-    inputs, target = torch.randn(64, 16), torch.randn(64, 1)
-    exact, half = nn.Linear(16, 1), nn.Linear(16, 1)
-    half.load_state_dict(exact.state_dict())
-    half.bfloat16()
-    optimizers = (
-        torch.optim.AdamW(exact.parameters(), lr=1e-3),
-        AnyPrecisionAdamW(half.parameters(), lr=1e-3),
-    )
-
-    for _ in range(300):
-        for model, optimizer in zip((exact, half), optimizers, strict=True):
-            optimizer.zero_grad()
-            (model(inputs.to(model.weight.dtype)).float() - target).square().mean().backward()
-            optimizer.step()
-
-    torch.testing.assert_close(half.weight.float(), exact.weight, atol=0.02, rtol=0.02)
 
 
 def test_only_trained_weights_are_optimized_and_none_is_an_error():
@@ -132,3 +38,102 @@ def test_only_trained_weights_are_optimized_and_none_is_an_error():
     ]
     with pytest.raises(ValueError, match="everything is frozen"):
         build_optimizer(model.requires_grad_(False), OptimConfig())
+
+
+@pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
+def test_the_state_takes_the_bytes_that_the_page_says(strategy):
+    total = MATRICES + OTHERS
+    expected = {
+        "adamw": 8 * total,
+        "adamw_bf16": 8 * total,
+        "adamw_bf16_sr": 4 * total,
+        "adamw_8bit": 2 * (IN_BLOCKS + 4 * SCALES) + 8 * (total - IN_BLOCKS),
+        "muon": 4 * MATRICES + 8 * OTHERS,
+    }
+    model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32)
+    optimizer = build_optimizer(model, OptimConfig(strategy=strategy))
+
+    update(model, optimizer, None, range(1))
+
+    assert state_bytes(optimizer) == expected[strategy]
+
+
+@pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
+def test_what_is_frozen_has_neither_state_nor_a_group_and_does_not_change(strategy):
+    model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32)
+    for part in (model.embed, model.flat, model.square):
+        part.requires_grad_(False)
+    model.wide.weight.requires_grad_(False)
+    model.experts.requires_grad_(False)
+    frozen = [model.embed.weight, model.wide.weight, model.experts]
+    before = [param.clone() for param in frozen]
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, strategy=strategy, weight_decay=0.5))
+
+    update(model, optimizer, None, range(2))
+
+    grouped = [param for group in optimizer.param_groups for param in group["params"]]
+    assert Counter(map(id, grouped)) == Counter(map(id, (model.wide.bias, model.tall.weight, model.norm)))
+    assert set(optimizer.state) == {model.wide.bias, model.tall.weight, model.norm}
+    assert all(map(torch.equal, frozen, before))
+
+
+@pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
+def test_a_factor_scales_the_updates_of_its_group_alone(strategy):
+    # The first update of every optimizer, without decay, is the learning rate times something.
+    changes = []
+    for factors in ({}, {"wide": 4.0}):
+        model = Parameters()
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        config = OptimConfig(lr=1e-2, strategy=strategy, weight_decay=0.0, lr_factors=factors)
+        update(model, build_optimizer(model, config), None, range(1))
+        changes.append({name: param.detach() - before[name] for name, param in model.named_parameters()})
+
+    for name, change in changes[0].items():
+        factor = 4 if "wide" in name else 1
+        torch.testing.assert_close(changes[1][name], factor * change, atol=1e-5, rtol=1e-4)
+
+
+def test_the_log_says_what_each_group_holds(caplog):
+    with caplog.at_level("INFO"):
+        build_optimizer(nn.Linear(3, 2), OptimConfig(lr=0.5, lr_factors={"bias": 2.0}), "worker.critic.optim")
+
+    first, second = caplog.messages
+    assert "worker.critic.optim" in first and "pattern=None lr=0.5 tensors=1 parameters=6" in first
+    assert "pattern=bias lr=1 tensors=1 parameters=2" in second
+
+
+def test_the_options_name_what_is_registered():
+    fields = OptimConfig.__dataclass_fields__
+    choices = {name: set(fields[name].metadata["option"].choices) for name in (
+        "strategy", "lr_scheduler_type", "lr_decay_shape",
+    )}  # fmt: skip
+
+    assert choices["strategy"] == set(OPTIMIZERS) == set(STRATEGIES)
+    assert choices["lr_scheduler_type"] == set(SCHEDULES)
+    assert choices["lr_decay_shape"] == set(SHAPES)
+
+
+def test_factors_are_read_in_the_order_in_which_they_are_written():
+    config = load_config(OptimConfig, [r"lr_factors={'visual\.merger\.': 10, 'visual\.': 0.1}"])
+
+    assert list(config.lr_factors.items()) == [(r"visual\.merger\.", 10), (r"visual\.", 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "problem"),
+    [
+        ({"visual": 0.0}, r"lr_factors` \(visual\) must be a number above 0, got 0.0: .*`freeze_modules`"),
+        ({"visual": "fast"}, r"lr_factors` \(visual\) must be a number above 0, got 'fast'"),
+        ({"(": 1.0}, r"lr_factors` \(\(\) must be a regular expression"),
+    ],
+)
+def test_a_wrong_factor_is_found_in_the_config(factors, problem):
+    with pytest.raises(ConfigError, match=problem):
+        check_config(OptimConfig(lr_factors=factors))
+
+
+def test_eight_bits_without_torchao_are_refused_in_the_config_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+
+    with pytest.raises(ConfigError, match=r"strategy` \(adamw_8bit\) needs .*pip install 'verl\[torchao\]'"):
+        check_config(OptimConfig(strategy="adamw_8bit"))

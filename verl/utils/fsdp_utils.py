@@ -5,7 +5,8 @@ The model's parameters are DTensors. Whatever reads them goes through `sharded_p
 pass FSDP2 may leave gathered parameters in their place.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -135,7 +136,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full_named_tensors(
-    model: nn.Module, dtype: torch.dtype | None = None, within: str = ""
+    model: nn.Module, dtype: torch.dtype | None = None, select: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the whole tensor of each weight, gathered one by one.
 
@@ -146,11 +147,11 @@ def full_named_tensors(
     Args:
         model: Sharded or not.
         dtype: What floating-point weights are cast to before they are gathered; None keeps theirs.
-        within: How their names begin.
+        select: Which of them are wanted, by their names.
     """
     tensors = sharded_parameters(model) | persistent_buffers(model)
     for name, tensor in tensors.items():
-        if name.startswith(within):
+        if select(name):
             yield name, _gather(tensor.detach(), dtype)
 
 
@@ -169,6 +170,90 @@ def _whole(tensor: DTensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_shards(tensor: Tensor) -> int:
+    """How many ranks share a tensor; copies of its parts (hybrid sharding) are not counted."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    axes = enumerate(tensor.placements)
+    return math.prod(tensor.device_mesh.size(axis) for axis, place in axes if place.is_shard())
+
+
+def shard_index(tensor: Tensor) -> int:
+    """Which of the parts of a tensor is this rank's; copies of a part have the same index."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh, index = tensor.device_mesh, 0
+    for axis, place in enumerate(tensor.placements):
+        if place.is_shard():
+            index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+    return index
+
+
+def zeros_beside(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros whose rows lie where the rows of a tensor lie.
+
+    Args:
+        tensor: Sharded by its rows, or not.
+        size: As many rows as the tensor has; the rest is free.
+        dtype: Of the zeros.
+    """
+    rows = local_part(tensor).shape[0]
+    part = torch.zeros((rows, *size[1:]), dtype=dtype, device=tensor.device)
+    if not isinstance(tensor, DTensor):
+        return part
+    return _sharded_like(part, tensor, torch.Size(size)).to(tensor.device)
+
+
+def on_whole_matrices(
+    function: Callable[[Tensor], Tensor], like: Sequence[Tensor], parts: Sequence[Tensor]
+) -> list[Tensor]:
+    """Apply a function of a whole matrix to some that are sharded; the ranks share the work.
+
+    Rank i gathers all of them, one after the other, applies the function to the i-th, and sends its rows to
+    the ranks that have them. Every rank must call it. Matrices that are not sharded stay where they are.
+
+    Args:
+        function: From a matrix to one of its shape and type.
+        like: How the matrices are sharded: by rows, over the same ranks; `num_shards` of them at most.
+        parts: This rank's rows of each.
+
+    Returns:
+        This rank's rows of each result, on the device of the mesh.
+    """
+    mine: Tensor | None = None
+    own, results = shard_index(like[0]), []
+    for number, (part, one) in enumerate(zip(parts, like, strict=True)):
+        whole = _sharded_like(part, one, one.shape).full_tensor() if isinstance(one, DTensor) else part
+        if number == own:
+            mine = function(whole)
+    for number, one in enumerate(like):
+        if isinstance(one, DTensor):
+            results.append(_rows_from(number, mine if number == own else None, one, parts[number].dtype))
+        elif mine is not None:
+            results.append(mine)
+    return results
+
+
+def _sharded_like(part: Tensor, tensor: DTensor, size: torch.Size) -> DTensor:
+    """This rank's rows as a tensor that is sharded as another is; on the device of the mesh."""
+    stride = tuple(math.prod(size[axis + 1 :]) for axis in range(len(size)))
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride
+    )
+
+
+def _rows_from(source: int, whole: Tensor | None, like: DTensor, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a matrix that the rank of one shard has."""
+    mesh = like.device_mesh
+    axis = next(axis for axis, place in enumerate(like.placements) if place.is_shard())
+    if mesh.ndim > 1:
+        assert mesh.mesh_dim_names is not None, "`make_mesh` names the axes"
+        mesh = mesh[mesh.mesh_dim_names[axis]]
+    if whole is None:
+        whole = torch.empty(like.shape, dtype=dtype, device=mesh.device_type)
+    return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=source).to_local()
 
 
 @torch.no_grad()

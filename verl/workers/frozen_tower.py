@@ -163,8 +163,10 @@ class FrozenTower:
         if self._weights is None:
             digest = hashlib.blake2b(self.config.vision_config.to_json_string().encode(), digest_size=20)
             is_first = not dist.is_initialized() or dist.get_rank() == 0
-            tower = model_type_of(self.config).vision_tower
-            for name, tensor in full_named_tensors(self.model, self.dtype, within=f"{tower}."):
+            prefix = f"{model_type_of(self.config).vision_tower}."
+            for name, tensor in full_named_tensors(
+                self.model, self.dtype, lambda name: name.startswith(prefix)
+            ):
                 if is_first:
                     digest.update(name.encode())
                     digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())

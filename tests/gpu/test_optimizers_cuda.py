@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every optimizer updates on a GPU as on the CPU, its state offloaded between updates."""
+
+import pytest
+import torch
+
+from tests.gpu.alone import run_alone
+from tests.helpers.optimizers import IN_BF16, MARKED_STRATEGIES, Parameters, gradients
+
+pytestmark = pytest.mark.gpu(1)
+UPDATES, RATE = 3, 1e-2
+BF16_STEP = 2**-5  # of weights below 8
+DIFFERENCE = {  # at most
+    "adamw": 1e-5,
+    "adamw_bf16": BF16_STEP,  # rounded to the other side
+    "adamw_bf16_sr": UPDATES * BF16_STEP,  # other random numbers
+    "adamw_8bit": RATE,  # a moment on the border of two codes
+    "muon": 0.2 * RATE,  # products in bf16, summed in another order
+}
+
+
+def updated(strategy, device):
+    """Weights before and after some updates."""
+    from verl.utils.fsdp_utils import load_optimizer, offload_optimizer
+    from verl.utils.optim import build_optimizer
+    from verl.workers.config import OptimConfig
+
+    model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32).to(device)
+    before = [param.detach().float().cpu().numpy().copy() for param in model.parameters()]
+    optimizer = build_optimizer(model, OptimConfig(lr=RATE, strategy=strategy))
+    for step in range(UPDATES):
+        for param, grad in gradients(model, step):
+            param.grad = grad.to(device)
+        load_optimizer(optimizer, device)
+        optimizer.step()
+        offload_optimizer(optimizer)
+    return before, [param.detach().float().cpu().numpy() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
+def test_a_gpu_updates_as_the_cpu_does(strategy):
+    (before, expected), (_, found) = (run_alone(updated, strategy, device) for device in ("cpu", "cuda"))
+
+    for start, one, other in zip(before, expected, found, strict=True):
+        assert abs(one - other).max() <= DIFFERENCE[strategy]
+        assert abs(one - other).mean() < 0.3 * abs(one - start).mean()

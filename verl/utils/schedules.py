@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedules: a linear warm-up from 0, then a curve from the peak to `min_lr_ratio` of it.
+
+    warm-up:   lr * step / warmup_steps
+    after it:  lr * (min + (1 - min) * height),    height from 1 to 0
+
+To add a schedule: one function registered in `SCHEDULES`, which gives the height.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.utils.registry import Registry
+
+SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in [0, 1]
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+
+
+class ScheduleOptions(Protocol):
+    """What is read here of `worker.actor.optim` and `worker.critic.optim`."""
+
+    @property
+    def lr_warmup_ratio(self) -> float:
+        """Share of the steps in which the rate rises."""
+        ...
+
+    @property
+    def lr_warmup_steps(self) -> int | None:
+        """Steps in which the rate rises; None for the ratio."""
+        ...
+
+    @property
+    def min_lr_ratio(self) -> float | None:
+        """Where the curve ends, as a share of the peak; None is 0."""
+        ...
+
+    @property
+    def lr_scheduler_type(self) -> str:
+        """A name in `SCHEDULES`."""
+        ...
+
+    @property
+    def lr_decay_ratio(self) -> float:
+        """Share of the steps in which `wsd` falls."""
+        ...
+
+    @property
+    def lr_decay_shape(self) -> str:
+        """How `wsd` falls: a name in `SHAPES`."""
+        ...
+
+
+class Position(NamedTuple):
+    """A step after the warm-up, counted from 0."""
+
+    step: int
+    warmup: int  # steps
+    total: int  # steps of the run
+
+    def progress(self, start: int) -> float:
+        """How far the run is from the step `start`, or the end of the warm-up, to its end; in [0, 1]."""
+        start = max(start, self.warmup)
+        return min(1.0, max(0, self.step - start) / max(1, self.total - start))
+
+
+SCHEDULES: Registry[Callable[[Position, ScheduleOptions], float]] = Registry("optim.lr_scheduler_type")
+
+
+@SCHEDULES.register("constant")
+def constant(position: Position, config: ScheduleOptions) -> float:
+    """The peak."""
+    return 1.0
+
+
+@SCHEDULES.register("linear")
+def linear(position: Position, config: ScheduleOptions) -> float:
+    """A straight line that ends with the run."""
+    return SHAPES["linear"](position.progress(position.warmup))
+
+
+@SCHEDULES.register("cosine")
+def cosine(position: Position, config: ScheduleOptions) -> float:
+    """Half a cosine that ends with the run.
+
+    Source: SGDR, equation 5 without restarts (https://arxiv.org/abs/1608.03983).
+    """
+    return SHAPES["cosine"](position.progress(position.warmup))
+
+
+@SCHEDULES.register("wsd")
+def wsd(position: Position, config: ScheduleOptions) -> float:
+    """Warm-up, stable, decay: the peak, and in the last steps of the run a fall.
+
+    A checkpoint of the stable part can go on in a longer run: what it was trained with does not depend on
+    the length.
+
+    Source: MiniCPM, section 4 (https://arxiv.org/abs/2404.06395); the shape `sqrt`: Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations, section 4 (https://arxiv.org/abs/2405.18392).
+    """
+    decay = round(config.lr_decay_ratio * position.total)
+    return SHAPES[config.lr_decay_shape](position.progress(position.total - decay))
+
+
+class WarmupSchedule(LambdaLR):
+    """A learning-rate schedule whose checkpoint is its position only.
+
+    The shape comes from the config of the run, so a resumed run may change the learning rate, the groups or
+    the curve and is heard.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps taken."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a position and set the learning rates that belong to it."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
+        rates = [
+            base * factor(self.last_epoch)
+            for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._last_lr = rates
+
+
+def build_scheduler(optimizer: Optimizer, config: ScheduleOptions, training_steps: int) -> WarmupSchedule:
+    """The schedule of `optim.lr_scheduler_type`; stepped once a training step.
+
+    Args:
+        optimizer: Whose learning rates follow the schedule, those of its groups alike.
+        config: `optim`; `lr_warmup_steps` wins over `lr_warmup_ratio`.
+        training_steps: Length of the run, in steps.
+
+    Raises:
+        ValueError: `optim.lr_scheduler_type` is unknown.
+    """
+    height = SCHEDULES[config.lr_scheduler_type]
+    warmup = config.lr_warmup_steps
+    if warmup is None:
+        warmup = int(config.lr_warmup_ratio * training_steps)
+    lowest = config.min_lr_ratio or 0.0
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        return lowest + (1 - lowest) * height(Position(step, warmup, training_steps), config)
+
+    return WarmupSchedule(optimizer, factor)
