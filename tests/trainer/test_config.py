@@ -167,7 +167,6 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
 @pytest.mark.parametrize(
     ("argument", "supported"),
     [
-        ("worker.actor.model.lora.rank=8", "0"),
         ("worker.actor.vila_model=true", "false"),
         ("worker.hybrid_engine=false", "true"),
         ("worker.is_omni=true", "false"),

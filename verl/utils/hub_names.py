@@ -87,6 +87,10 @@ class HubNames:
         """The hub names that a tensor in memory becomes, alone or with the others of its group."""
         return self._groups[name].hub_names
 
+    def of_module(self, module: str) -> str:
+        """The name on the hub of a linear module in memory."""
+        return self.of(f"{module}.weight")[0].removesuffix(".weight")
+
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor under its hub name as soon as what it is made of has arrived.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from verl.models.adapters import adapters_off
 from verl.models.causal_head import DeferredLogits
 from verl.models.layouts import Layout, PackedLayout, SharedLayout
 from verl.models.registry import check_sequence_parallel, model_type_of, why_prompts_stay_apart
@@ -312,6 +313,14 @@ class PackedForward:
         if is_shared:
             media, share["media_share"] = share_media(self.config, media, self.sp)
         return {name: value.to(self.device) for name, value in media.items()} | share
+
+
+class BaseForward(PackedForward):
+    """The forward pass through the base of a model with adapters: as if they were not there."""
+
+    def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
+        with adapters_off(self.model):
+            return super()._run(inputs, read)
 
 
 def _layout(line: PackedLine, device: torch.device | str) -> Layout:

@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as a worker process holds it: sharded, with what trains it, on the device while it is used."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from verl.models.adapters import adapted_layers
 from verl.models.registry import check_model, model_type_of
+from verl.utils.adapter_files import AdapterFiles
 from verl.utils.checkpoint.fsdp_checkpoint import Restored, Snapshot, load_shards, take_snapshot
 from verl.utils.flops_counter import FlopsCounter
-from verl.utils.fsdp_utils import loaded_on_device, make_mesh, torch_dtype
+from verl.utils.fsdp_utils import full_named_tensors, loaded_on_device, make_mesh, torch_dtype
+from verl.utils.lora import fold, is_adapter
 from verl.utils.multimodal import MediaData, MediaLoader
-from verl.utils.optim import build_optimizer, build_scheduler
+from verl.utils.optim import build_optimizer
+from verl.utils.schedules import build_scheduler
 from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.workers.forward import PackedForward
+from verl.workers.forward import BaseForward, PackedForward
 from verl.workers.frozen_tower import FrozenTower
 from verl.workers.line_division import LineDivision, Way
-from verl.workers.model_builder import build_model
+from verl.workers.model_builder import adapter_config, build_model
 from verl.workers.model_config import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 
 
@@ -45,6 +51,7 @@ class HostedModel:
     Attributes:
         model: The sharded model.
         forward: The packed forward pass through it.
+        adapter: How it is adapted; None where its weights are trained.
         tower: Its vision tower, if it has one that is frozen.
         optimizer, scheduler: What updates it; None for a frozen model.
         flops: What its passes cost.
@@ -89,14 +96,11 @@ class HostedModel:
         self.optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if optim is not None:
-            self.optimizer = build_optimizer(self.model, optim)
+            self.optimizer = build_optimizer(self.model, optim, f"worker.{role}.optim")
             self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
+        self.adapter = None if optim is None else adapter_config(model, f"worker.{role}.model")
         self.tower = self._frozen_tower(model)
-        self.forward = PackedForward(
-            self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp, self.tower
-        )
-        if place.always_divides:
-            self.forward.division = LineDivision(place.sp.size, [Way.DIVIDED])
+        self.forward = self._forward(PackedForward)
         self.flops = FlopsCounter(self.model.config, device=place.device)
         with self.loaded():
             check_model(self.model)
@@ -114,6 +118,36 @@ class HostedModel:
             return None
         dtype = torch_dtype(self.fsdp.mp_param_dtype)
         return FrozenTower(self.model, config, place.media, place.device, dtype, place.sp, place.embeds_dir)
+
+    def _forward(self, kind: type[PackedForward]) -> PackedForward:
+        place = self.place
+        forward = kind(
+            self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp, self.tower
+        )
+        if place.always_divides:
+            forward.division = LineDivision(place.sp.size, [Way.DIVIDED])
+        return forward
+
+    @cached_property
+    def base_forward(self) -> PackedForward:
+        """The forward pass through the model without its adapters: the reference that costs no memory."""
+        assert self.adapter is not None, f"{self.role} has no adapters"
+        return self._forward(BaseForward)
+
+    def engine_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of each weight, adapters folded into theirs; every rank iterates to the end.
+
+        Args:
+            dtype: What weights are cast to before they are gathered, where nothing is folded.
+        """
+        if self.adapter is None:
+            return full_named_tensors(self.model, dtype)
+        adapter = self.adapter
+        return fold(full_named_tensors(self.model), adapter.scale, has_magnitude=adapter.use_dora)
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """The whole tensors of the adapters by their names in the model; every rank calls it."""
+        return dict(full_named_tensors(self.model, select=is_adapter))
 
     def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:
         """Have what its frozen tower makes of the rows' media at hand inside the block; every rank enters."""
@@ -142,7 +176,11 @@ class HostedModel:
         """
         optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
         savable = () if files is None else (self.model.config, self.model.generation_config, *files)
-        return take_snapshot(self.model, optimizer, scheduler, extra, savable, copies=copies)
+        adapter = None
+        if self.adapter is not None:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.adapter_tensors().items()}
+            adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors)
+        return take_snapshot(self.model, optimizer, scheduler, extra, savable, adapter, copies=copies)
 
     def load(self, folder: Path) -> Restored:
         """Go on from `folder/role`, saved by any number of ranks."""

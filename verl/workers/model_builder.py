@@ -6,6 +6,8 @@ files and broadcasts tensor by tensor, so host memory holds one copy of the mode
 """
 
 import difflib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from verl.models.registry import model_type_of, prepare_model
+from verl.models.adapters import set_adapter
+from verl.models.registry import prepare_model
+from verl.models.trainable import TrainableOptions, select_trainable
+from verl.utils.adapter_files import AdapterConfig, read_adapter, read_adapter_config
 from verl.utils.fsdp_utils import offload_policy, shard_model, sharded_parameters, torch_dtype
-from verl.utils.hub_names import auto_class, meta_model
+from verl.utils.hub_names import HubNames, auto_class, meta_model
 from verl.utils.rank_logger import get_logger
 from verl.utils.scalar_model import (
     SCORE_BIAS,
@@ -53,7 +58,8 @@ def build_model(
         mesh: From `make_mesh`.
         device: Where the forward passes run.
         trainable: True for a policy or critic, kept in float32 unless `fsdp.torch_dtype` says otherwise, with
-            gradients; False for a reference, kept in bfloat16, without.
+            gradients; False for a reference, kept in bfloat16, without. Beside adapters the weights are kept
+            in bfloat16 too.
         head: "causal" for a policy; "scalar" for a value or reward model, which has one number per token. Its
             files may be those of a scalar model or, if it is trained, of a causal or vision-language one;
             then the score is zero at first, for every token.
@@ -71,14 +77,22 @@ def build_model(
     _check_head(config, head, f"`{option}.model_path` ({model.model_path})")
     if head == "scalar":
         make_scalar(config, has_bias=True)
-    dtype = torch_dtype(fsdp.torch_dtype or ("fp32" if trainable else "bf16"))
+    adapter = adapter_config(model, option) if trainable else None
+    dtype = torch_dtype(fsdp.torch_dtype or ("fp32" if trainable and adapter is None else "bf16"))
     empty = meta_model(config, dtype, model.trust_remote_code)
     empty.generation_config = load_generation_config(model, config)
     prepare_model(empty)
-    _select_trainable(empty, model, trainable, option)
     source = _read_on_rank0(model, config, dtype, trainable, option)
     if head == "scalar":
         _agree_on_bias(empty, source)
+    if trainable:
+        choose_trainable(empty, model, option)
+        if adapter is not None:
+            _adapt_source(source, model, option)
+        if model.enable_gradient_checkpointing:
+            empty.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        empty.requires_grad_(False)
     shard_model(empty, mesh, fsdp)
     _fill(empty, source, fsdp, mesh, torch.device(device))
     empty.train(trainable)
@@ -142,20 +156,58 @@ def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> Gene
         return GenerationConfig.from_model_config(config)
 
 
-def _select_trainable(model: PreTrainedModel, config: ModelConfig, trainable: bool, option: str) -> None:
-    if not trainable:
-        model.requires_grad_(False)
-        return
-    if config.freeze_vision_tower:
-        tower = model_type_of(model.config).vision_tower
-        if tower is None:
-            logger.warning(
-                "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
-            )
-        else:
-            model.get_submodule(tower).requires_grad_(False)
-    if config.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
+    """How a trained model is adapted, as `lora` or the adapter it starts from says; None: it is not.
+
+    Raises:
+        ValueError: `lora.path` holds no adapter of a supported kind, or of another rank than `lora.rank`.
+    """
+    lora = model.lora
+    if not lora.is_used:
+        return None
+    if lora.path is None:
+        return AdapterConfig(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            target_modules=lora.target_modules,
+            exclude_modules=lora.exclude_modules,
+            use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,
+            base=model.model_path,
+        )
+    saved = read_adapter_config(Path(lora.path), f"`{option}.lora.path` ({lora.path})")
+    if lora.rank not in (0, saved.rank):
+        raise ValueError(
+            f"`{option}.lora.rank` ({lora.rank}) must be that of the adapter in `{option}.lora.path`,"
+            f" {saved.rank}: leave it at 0"
+        )
+    return replace(saved, base=model.model_path)
+
+
+def choose_trainable(empty: PreTrainedModel, model: ModelConfig, option: str) -> None:
+    """Freeze and adapt a model as its options say; see `verl.models.trainable.select_trainable`."""
+    options = TrainableOptions(
+        adapter_config(model, option), model.train_modules, model.freeze_modules, model.freeze_vision_tower
+    )
+    select_trainable(empty, options, option)
+
+
+def _adapt_source(source: PreTrainedModel | None, model: ModelConfig, option: str) -> None:
+    """Give rank 0's source adapters with their first values; all ranks raise together."""
+    problem = None
+    if source is not None:
+        choose_trainable(source, model, option)
+        if model.lora.path is not None:
+            where = f"`{option}.lora.path` ({model.lora.path})"
+            hub = HubNames(source.config, model.trust_remote_code)
+            try:
+                set_adapter(source, read_adapter(Path(model.lora.path), where), hub.of_module, where)
+            except ValueError as error:
+                problem = str(error)
+    problems = [problem]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0] is not None:
+        raise ValueError(problems[0])
 
 
 def _fill(

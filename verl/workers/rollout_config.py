@@ -32,6 +32,12 @@ class RolloutConfig:
     )
     top_k: int = option(-1, help="Sample from this many tokens; -1 is all.", minimum=1, also=(-1, 0))
     seed: int = option(1, help="Seed of sampling.", minimum=0)
+    lora_sync: str = option(
+        "auto",
+        help="How LoRA reaches the engine: as an adapter, or `merged` into its weights; `auto` is an adapter"
+        " on GPUs, wherever the engine can serve it.",
+        choices=("auto", "adapter", "merged"),
+    )
     limit_images: int = option(0, help="Images in a prompt at most; 0 is the engine's own limit.", minimum=0)
     dtype: str = dtype_option("bf16", "Type of the engine's weights and activations.")
     gpu_memory_utilization: float = option(

@@ -7,6 +7,7 @@ actor/.metadata           of the shards (torch.distributed.checkpoint)
 actor/__R_N.distcp        weights and optimizer, sharded; any world size loads them
 actor/rank_R.pt           random generators and extra state of rank R
 actor/huggingface/        config, tokenizer, processor; `scripts/model_merger.py` adds weights
+actor/lora_adapter/       where adapters are trained, these in peft's format; the shards then hold no base
 ```
 """
 
@@ -35,12 +36,13 @@ from verl.utils.checkpoint.manifest import (
     write_manifest,
 )
 from verl.utils.checkpoint.storage import ShardReader, read_tensors
-from verl.utils.fsdp_utils import persistent_buffers, sharded_parameters
+from verl.utils.fsdp_utils import persistent_buffers, sharded_parameters, zeros_beside
+from verl.utils.lora import saved_tensors
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
-HUGGINGFACE = "huggingface"
+HUGGINGFACE, LORA_ADAPTER = "huggingface", "lora_adapter"
 
 
 class Savable(Protocol):
@@ -64,6 +66,7 @@ class Snapshot(NamedTuple):
     rank_state: dict[str, Any]  # random generators and extra state
     manifest: dict[str, Any]
     files: tuple[Savable | None, ...]  # for `huggingface/`, of rank 0
+    adapter: Savable | None = None  # for `lora_adapter/`, of rank 0
 
 
 class NotWrittenError(RuntimeError):
@@ -76,6 +79,7 @@ def take_snapshot(
     scheduler: LRScheduler | None = None,
     extra: dict[str, Any] | None = None,
     files: tuple[Savable | None, ...] = (),
+    adapter: Savable | None = None,
     *,
     copies: bool = False,
 ) -> Snapshot:
@@ -87,6 +91,7 @@ def take_snapshot(
         scheduler: Its position is kept.
         extra: State of this rank beside: tensors, numbers, strings, and lists and dictionaries of them.
         files: Config, generation config, tokenizer, processor; whatever of them the model has.
+        adapter: Whole adapters, if the model is adapted.
         copies: Copy tensors to host memory, so that training may go on while they are written.
     """
     tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
@@ -95,9 +100,10 @@ def take_snapshot(
     manifest = {
         "world_size": dist.get_world_size(),
         "has_optimizer": optimizer is not None,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
         "scheduler": deepcopy(scheduler.state_dict()) if scheduler is not None else None,
     }
-    return Snapshot(tensors, {"random": random_state(), "extra": extra or {}}, manifest, files)
+    return Snapshot(tensors, {"random": random_state(), "extra": extra or {}}, manifest, files, adapter)
 
 
 def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
@@ -153,7 +159,8 @@ def load_shards(
 
     Raises:
         FileNotFoundError: The folder is missing or incomplete.
-        ValueError: A file is damaged, or the weights are those of another model; on every rank.
+        ValueError: A file is damaged, or the weights are those of another model, or the state is that of
+            another optimizer; on every rank.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -164,6 +171,7 @@ def load_shards(
 
     state: dict[Tensor, dict[str, Tensor]] = {}
     if optimizer is not None and manifest["has_optimizer"]:
+        _check_same_optimizer(optimizer, manifest, path)
         state = _empty_optimizer_state(model, optimizer, reader.tensors())
     elif optimizer is not None:
         logger.warning("checkpoint has weights only, the optimizer's moments start from zero: path=%s", path)
@@ -228,6 +236,9 @@ def _write_files(
         own.append(".metadata")
         if snapshot.files:
             save_huggingface_files(path, *snapshot.files)
+        if snapshot.adapter is not None:
+            snapshot.adapter.save_pretrained(path / LORA_ADAPTER)
+            own += [str(file.relative_to(path)) for file in (path / LORA_ADAPTER).iterdir()]
     return file_entries(path, own)
 
 
@@ -264,7 +275,7 @@ def _check_files(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    tensors = sharded_parameters(model) | persistent_buffers(model)
+    tensors = saved_tensors(model, sharded_parameters(model) | persistent_buffers(model))
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -283,7 +294,10 @@ def _named_state(model: nn.Module, state: dict[Tensor, dict[str, Tensor]]) -> di
 def _empty_optimizer_state(
     model: nn.Module, optimizer: Optimizer, saved: dict[str, TensorStorageMetadata]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Room for the state of every parameter that has one in the checkpoint: its like, or a counter."""
+    """Room for the state of every parameter that has one in the checkpoint.
+
+    It is the parameter's like, something with as many rows (scales of 8-bit numbers), or a counter.
+    """
     groups = {param: group for group in optimizer.param_groups for param in group["params"]}
     names = {name: param for name, param in sharded_parameters(model).items() if param in groups}
     state: dict[Tensor, dict[str, Tensor]] = {}
@@ -295,8 +309,10 @@ def _empty_optimizer_state(
             continue
         param = names[name]
         dtype = entry.properties.dtype
-        if entry.size:
+        if entry.size == param.shape:
             empty = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        elif entry.size:
+            empty = zeros_beside(param, entry.size, dtype)
         else:  # a step counter; fused kernels want it beside the parameter
             empty = torch.zeros((), dtype=dtype, device=param.device if groups[param].get("fused") else "cpu")
         state.setdefault(param, {})[key] = empty
@@ -312,9 +328,19 @@ def _check_same_model(
         different = sorted(key for key in known | wanted if known.get(key) != wanted.get(key))
         first = different[0]
         raise ValueError(
-            f"{path} holds another model than `worker.actor.model.model_path`:"
+            f"{path} holds another model than `worker.{path.name}.model` describes:"
             f" {len(different)} weights differ, for example {first.removeprefix('model.')}:"
             f" {known.get(first)} in the checkpoint, {wanted.get(first)} in the model"
+        )
+
+
+def _check_same_optimizer(optimizer: Optimizer, manifest: dict[str, Any], path: Path) -> None:
+    """Refuse the state of an optimizer that keeps other numbers; a manifest may be older than its name."""
+    saved, wanted = manifest.get("optimizer"), type(optimizer).__name__
+    if saved not in (None, wanted):
+        raise ValueError(
+            f"{path} holds the state of {saved}, which `worker.{path.name}.optim.strategy` ({wanted}) cannot"
+            " continue: set the strategy back, or start anew from the exported weights"
         )
 
 

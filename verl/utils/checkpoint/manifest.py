@@ -127,7 +127,7 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     for name, size in sizes.items():
-        if Path(name).name != name:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path} names a file elsewhere ({name!r})")
         file = folder / name
         if not file.is_file():

@@ -4,6 +4,7 @@
     python3 scripts/model_merger.py --local_dir checkpoints/math/first/global_step_100/actor
 
 writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model.
+Adapters are folded into their base; by themselves they stand in `…/actor/lora_adapter`, in peft's format.
 Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`) work too.
 """
 
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--local_dir", required=True, type=Path, help="folder of a role: …/global_step_N/actor"
     )
+    parser.add_argument(
+        "--base_model", help="what adapters are folded into, if it is no longer where they say it was"
+    )
     parser.add_argument("--hf_upload_path", help="hub repository to upload to, as user/name")
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="of the weights; without it the checkpoint's own"
@@ -36,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = merge_checkpoint(
             options.local_dir,
             dtype=DTYPES[options.dtype] if options.dtype else None,
+            base_model=options.base_model,
             trust_remote_code=options.trust_remote_code,
         )
     except (OSError, ValueError, NotImplementedError) as error:

@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from verl.utils.checkpoint.adapted_shards import AdaptedShards
 from verl.utils.checkpoint.fsdp_checkpoint import HUGGINGFACE
 from verl.utils.checkpoint.manifest import MANIFEST, check_digests, read_manifest
 from verl.utils.checkpoint.storage import ShardReader, read_tensors
 from verl.utils.checkpoint.torch_shards import find_shard_files, join_shards, load_shard_file
 from verl.utils.hub_names import HubNames
+from verl.utils.lora import is_adapter
 
 MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
 
@@ -48,6 +50,7 @@ def merge_checkpoint(
     local_dir: Path | str,
     *,
     dtype: torch.dtype | None = None,
+    base_model: str | None = None,
     trust_remote_code: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -55,11 +58,14 @@ def merge_checkpoint(
 
     A value model becomes a sequence-classification model with one label, as its config says; a token-
     classification model if its score has a bias. transformers has such classes for text models; a vision-
-    language one can be loaded here, as a critic or reward model.
+    language one can be loaded here, as a critic or reward model. Adapters are folded into the weights of
+    their base, which is then held in memory.
 
     Args:
         local_dir: A role's folder: `…/global_step_N/actor`.
-        dtype: Of the written weights; None keeps the checkpoint's, so that log-probs are the trainer's own.
+        dtype: Of the written weights; None keeps the checkpoint's, so that log-probs are the trainer's own;
+            or for a checkpoint of adapters the base's.
+        base_model: Folder or hub name of the model that adapters are for; None takes the one that they name.
         trust_remote_code: Whether Python code that came with the model may run.
         max_file_bytes: Where the weights are cut into several files.
 
@@ -79,7 +85,11 @@ def merge_checkpoint(
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     names = HubNames(config, trust_remote_code)
-    tensors = _hub_tensors(open_shards(local_dir), names, local_dir)
+    shards = open_shards(local_dir)
+    if any(map(is_adapter, shards.names())):
+        shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
+        dtype = dtype or shards.dtype
+    tensors = _hub_tensors(shards, names, local_dir)
     written = _write_files(folder, _cast(tensors, dtype), max_file_bytes)
     _set_dtype(folder, config, written)
     return folder

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from verl.utils.adapter_files import AdapterConfig
 from verl.utils.registry import Registry
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
@@ -109,6 +110,7 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype  # of its weights
     takes_embeddings: bool  # whether it reads `EmbeddedMedia`
+    takes_adapter: bool  # whether `sync_adapter` is called, and `sync_weights` is not
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
@@ -125,6 +127,10 @@ class RolloutEngine(Protocol):
 
         Waits for nothing by itself; every rank calls it, since producing a tensor gathers it from all shards.
         """
+        ...
+
+    def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the adapter by whole tensors under their names in the model; the base is there already."""
         ...
 
     def wake(self) -> None:
@@ -149,6 +155,19 @@ class RolloutEngine(Protocol):
 
 
 @dataclass(frozen=True)
+class EngineAdapter:
+    """The adapter that an engine serves.
+
+    Attributes:
+        config: How the model is adapted.
+        modules: Names of the adapted modules in memory.
+    """
+
+    config: AdapterConfig
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """What an engine needs to know beside `worker.rollout`.
 
@@ -162,6 +181,7 @@ class EngineSetup:
         trust_remote_code: Whether to run code that comes with the model.
         override_config: Options of the model's config to replace.
         takes_embeddings: Media will come as `EmbeddedMedia`, if the engine takes them.
+        adapter: What will come by `sync_adapter`, if the engine takes it; None: whole weights will come.
     """
 
     model_path: str
@@ -172,6 +192,7 @@ class EngineSetup:
     trust_remote_code: bool = False
     override_config: Mapping[str, Any] = field(default_factory=dict)
     takes_embeddings: bool = False
+    adapter: EngineAdapter | None = None
 
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")

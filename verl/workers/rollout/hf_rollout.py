@@ -7,7 +7,7 @@ response of all. Prompts are padded on the left, run once, and their attention s
 responses.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class HFRollout:
             )
         self.device = setup.device
         self.dtype = torch_dtype(config.dtype)
-        self.takes_embeddings = False
+        self.takes_embeddings = self.takes_adapter = False
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
         self.hf_config = AutoConfig.from_pretrained(
@@ -139,6 +139,10 @@ class HFRollout:
             raise RuntimeError(f"weight sync left parameters of the rollout engine as they were: {missing}")
         model.generation_config = generation_config
         self.model = self._place(model)
+
+    def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Never called: this engine takes whole weights."""
+        raise NotImplementedError("`worker.rollout.name=hf` takes whole weights, adapters folded into them")
 
     def wake(self) -> None:
         """Move the weights to the device; nothing to do on CPU."""

@@ -5,7 +5,7 @@ Finished responses leave at once. With tensor parallelism every rank of a group 
 requests in the same order and draws from an equal random stream, and so computes the same responses.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from verl.utils.fsdp_utils import torch_dtype
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
-from verl.workers.rollout import vllm_patches, weight_sync
+from verl.workers.rollout import adapter_sync, vllm_patches, weight_sync
 from verl.workers.rollout.base import (
     EmbeddedMedia,
     EngineSetup,
@@ -75,6 +75,8 @@ class VLLMRollout:
         self.model = self.llm.apply_model(lambda model: model)[0]
         vllm_patches.scale_logits(self.model, self.scale)
         self.takes_embeddings = setup.takes_embeddings and reads_embeddings(vllm.__version__, self.hf_config)
+        self.adapter = setup.adapter
+        self.takes_adapter = setup.adapter is not None
         self.asleep: set[str] = set()
         self.synced = False
 
@@ -105,6 +107,15 @@ class VLLMRollout:
         self._wake("weights")
         vllm_patches.drain(self.engine)
         weight_sync.load_into(self.model, named_tensors, self.hf_config, self.dtype)
+        weight_sync.clear_caches(self.engine)
+        self.synced = True
+
+    def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the adapter, taking the weights' device memory back first; see `RolloutEngine`."""
+        assert self.adapter is not None, "the engine was built for whole weights"
+        self._wake("weights")
+        vllm_patches.drain(self.engine)
+        adapter_sync.load_adapter(self.engine, self.adapter, tensors)
         weight_sync.clear_caches(self.engine)
         self.synced = True
 
@@ -146,11 +157,12 @@ class VLLMRollout:
         sampling.
         """
         parameters = [sampling_params(sampling, self.banned, sample) for sample in range(sampling.n)]
+        adapter = adapter_sync.adapter_request() if self.takes_adapter else None
         for index, request in enumerate(requests):
             prompt = self._prepare(request)
             for sample in range(sampling.n):
                 request_id = f"{index}.{sample}"
-                self.engine.add_request(request_id, prompt, parameters[sample])
+                self.engine.add_request(request_id, prompt, parameters[sample], lora_request=adapter)
                 pending[request_id] = (request.uid, sample)
 
     def _prepare(self, request: RolloutRequest) -> Any:
@@ -208,6 +220,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         mm_processor_cache_gb=0,  # no prompt comes twice in a step; it would hold 4 GiB in each process
     )
     arguments |= vllm_patches.media_arguments()
+    if setup.adapter is not None:
+        arguments |= adapter_sync.adapter_arguments(setup.adapter)
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     if setup.override_config:

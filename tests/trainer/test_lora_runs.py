@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs that train adapters: the engine has them, and checkpoints hold nothing else."""
+
+import sys
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
+from verl.models.tiny import save_tiny_model
+from verl.utils.checkpoint.merger import merge_checkpoint
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+ADAPTED = [
+    "worker.actor.model.lora.rank=8",
+    "worker.actor.optim.lr=1e-2",
+    "worker.actor.fsdp.mp_param_dtype=fp32",
+    "worker.actor.fsdp.torch_dtype=fp32",
+    "worker.rollout.dtype=fp32",
+    "worker.rollout.lora_sync=adapter",
+    "algorithm.disable_kl=false",
+    "algorithm.use_kl_loss=true",
+    "trainer.max_steps=3",
+    "trainer.save_freq=2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    save_tiny_model(folder / "model", "qwen2")
+    write_questions(folder, "train", 16, seed=1, with_images=False)
+    write_questions(folder, "val", 5, seed=2, with_images=False)
+    return folder
+
+
+def run(folder, name, *overrides):
+    return train(folder / name, *quickstart_arguments(folder, folder / "model", *ADAPTED, *overrides))
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder):
+    return run(folder, "unbroken")
+
+
+def logits(model):
+    return model(torch.arange(40)[None] + 10).logits
+
+
+def test_the_engine_has_the_adapters_of_each_step_and_the_reference_is_the_base(unbroken):
+    for step in (1, 2, 3):
+        assert unbroken[step]["rollout/log_probs_diff_max"] < 1e-4
+    assert unbroken[1]["actor/ppo_kl"] != unbroken[3]["actor/ppo_kl"]
+    assert abs(unbroken[3]["actor/kl_loss"]) > 0.01, "the policy moved away from its base"
+
+
+def test_a_checkpoint_holds_adapters_only_and_its_export_is_base_and_adapter(unbroken, folder):
+    actor = folder / "unbroken" / "global_step_3" / "actor"
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        plain = logits(base)
+
+        merged = AutoModelForCausalLM.from_pretrained(merge_checkpoint(actor, dtype=torch.float32))
+        adapted = peft.PeftModel.from_pretrained(base, actor / "lora_adapter")
+
+        torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=0)
+        assert (logits(merged) - plain).abs().max() > 0.1
+    base_bytes = (folder / "model" / "model.safetensors").stat().st_size
+    saved_bytes = sum(file.stat().st_size for file in actor.glob("*.distcp"))
+    assert saved_bytes < base_bytes / 2, "weights and two moments of the whole model are three times the base"
+
+
+@pytest.mark.slow
+def test_adapters_folded_into_the_engine_train_as_adapters_in_the_engine(unbroken, folder):
+    merged = run(folder, "merged", "worker.rollout.lora_sync=merged")
+
+    for step, metrics in unbroken.items():
+        assert learned(merged[step]) == pytest.approx(learned(metrics), abs=1e-4), step
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_adapters_logs_what_the_unbroken_one_logs(unbroken, folder):
+    checkpoint = folder / "unbroken" / "global_step_2"
+
+    resumed = run(folder, "resumed", f"trainer.load_checkpoint_path={checkpoint}")
+
+    assert learned(resumed[3]) == learned(unbroken[3])
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_adapters_that_two_have_saved(unbroken, folder):
+    checkpoint = folder / "unbroken" / "global_step_2"
+
+    alone = run(folder, "alone", f"trainer.load_checkpoint_path={checkpoint}", "trainer.n_gpus_per_node=1")
+
+    assert 1 not in alone
+    assert alone[3]["rollout/log_probs_diff_max"] < 1e-4
+    assert abs(alone[3]["actor/kl_loss"]) > 0.01, "it did not start from the base"
+
+
+def test_a_pattern_that_matches_nothing_ends_the_run_with_what_there_is(folder):
+    lora = "worker.actor.model.lora"
+    overrides = [f"{lora}.rank=8", f"{lora}.target_modules=qproj"]
+    arguments = quickstart_arguments(folder, folder / "model", *overrides)
+
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={folder / 'nothing'}")
+
+    assert finished.returncode == 2, finished.stderr
+    assert "`worker.actor.model.lora.target_modules` (qproj) matches no linear module" in finished.stderr
+    assert "q_proj" in finished.stderr
