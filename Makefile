@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-text demo-video test test-slow test-faults test-gpu fuzz check style license config bench bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-cold-start test test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
@@ -26,6 +26,8 @@ $(INSTALLED): pyproject.toml
 	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
+install: $(INSTALLED)     ## build .venv, with the CPU or the CUDA packages
+
 demo: $(INSTALLED)        ## train a tiny vision-language model and show that it learns (minutes, no GPU)
 	$(RUN) examples/quickstart/demo.py
 
@@ -35,8 +37,12 @@ demo-text: $(INSTALLED)   ## the same with a tiny language model
 demo-video: $(INSTALLED)  ## the same with videos: which of two squares moves
 	$(RUN) examples/quickstart/demo.py --video
 
+demo-cold-start: $(INSTALLED)  ## a few answers are taught first, then reinforcement learning goes on from there
+	$(RUN) examples/quickstart/cold_start.py
+
+# Two processes: whole runs wait for one another's ranks, and those of two files fill the gaps.
 test: $(INSTALLED)        ## the whole CPU suite
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)   ## the tests that take minutes
 	$(RUN) -m pytest -m slow
@@ -63,13 +69,24 @@ check: $(INSTALLED)       ## lint, types, spelling
 license: $(INSTALLED)     ## every source file names its licence
 	$(RUN) -m pytest tests/architecture/test_license.py
 
-config: $(INSTALLED)      ## regenerate examples/config.yaml from the dataclasses
+config: $(INSTALLED)      ## regenerate examples/config.yaml, examples/sft.yaml and docs/options.md from the dataclasses
 	$(RUN) -m verl.trainer.main --print-config > examples/config.yaml.new
 	mv examples/config.yaml.new examples/config.yaml
+	$(RUN) -m verl.trainer.sft --print-config > examples/sft.yaml.new
+	mv examples/sft.yaml.new examples/sft.yaml
+	$(RUN) -m verl.trainer.main --print-options > docs/options.md.new
+	mv docs/options.md.new docs/options.md
+
+docs: $(INSTALLED)        ## build the pages below site/, which any browser opens; a broken link is an error
+	$(RUN) -m mkdocs build --strict
+
+docs-serve: $(INSTALLED)  ## the same on port 8000 of this machine, renewed when a page is saved
+	$(RUN) -m mkdocs serve --strict
 
 bench: $(INSTALLED)       ## what a step costs, beside the bare parts it is made of
 	$(RUN) benchmarks/log_probs.py
 	$(RUN) benchmarks/step.py
+	$(RUN) benchmarks/lora.py
 
 bench-algos: $(INSTALLED) ## the time of each advantage estimator on a large batch
 	$(RUN) benchmarks/algorithms.py

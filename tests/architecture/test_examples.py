@@ -10,29 +10,50 @@ from jinja2.sandbox import SandboxedEnvironment
 from ray.runtime_env import RuntimeEnv
 
 from tests.architecture.source import ROOT
+from verl.trainer import sft
 from verl.trainer.main import main
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config
 FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path != RUNTIME_ENV)
+FINE_TUNING = {ROOT / "examples" / name for name in ("sft.yaml", "quickstart/cold_start.yaml")}
+TRAINERS = {"main": main, "sft": sft.main}
 TEMPLATES = sorted((ROOT / "examples").rglob("*.jinja"))
 
 
-def command_of(script):
-    """Return the arguments that a script gives to the trainer, its variables filled in."""
+def commands_of(script, stage_1=None):
+    """Each training of a script: its command and arguments, the script's variables filled in."""
     text = script.read_text().replace("\\\n", " ")
     variables = dict(re.findall(r"^(\w+)=(\S+)", text, flags=re.MULTILINE))
-    (command,) = re.findall(r"^python3 -m verl\.trainer\.main (.*)$", text, flags=re.MULTILINE)
-    for name, value in variables.items():
-        command = command.replace(f"${{{name}}}", value)
-    return [word for word in shlex.split(command) if word != "$@"]
+    variables |= {} if stage_1 is None else {"STAGE_1": str(stage_1)}
+    found = []
+    for module, command in re.findall(r"^python3 -m verl\.trainer\.(\w+) (.*)$", text, flags=re.MULTILINE):
+        for name, value in variables.items():
+            command = command.replace(f"${{{name}}}", value)
+        found.append((TRAINERS[module], [word for word in shlex.split(command) if word != "$@"]))
+    return found
+
+
+def command_of(script):
+    """Return the arguments that a script gives to its only training."""
+    ((_, arguments),) = commands_of(script)
+    return arguments
+
+
+def dry_run(script, folder, *overrides):
+    """Plan every training of a script, a first stage saved in `folder`; returns the statuses."""
+    for step in re.findall(r"\$\{STAGE_1\}/(global_step_\d+)", script.read_text()):
+        (folder / step / "actor").mkdir(parents=True, exist_ok=True)
+    *first, (last, arguments) = commands_of(script, folder)
+    statuses = [command([*words, "--dry-run"]) for command, words in first]
+    return [*statuses, last([*arguments, *overrides, "--dry-run"])]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_example_script_passes_a_dry_run(script, monkeypatch, capsys):
+def test_every_example_script_passes_a_dry_run(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
 
-    assert main([*command_of(script), "--dry-run"]) == 0, capsys.readouterr().err
+    assert set(dry_run(script, tmp_path)) == {0}, capsys.readouterr().err
     assert "note:" not in capsys.readouterr().err
 
 
@@ -45,13 +66,14 @@ def test_every_example_script_hands_on_what_its_user_adds(script):
 def test_every_example_config_passes_a_dry_run_once_model_and_data_are_named(file, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     reward = "worker.reward.reward_function=examples/reward_function/math.py:compute_score"
+    command, needed = (sft.main, []) if file in FINE_TUNING else (main, [reward])
     inputs = [
         "worker.actor.model.model_path=owner/model",
         "data.train_files=owner/rows",
         "data.val_files=owner/rows",
     ]
 
-    assert main([f"config={file}", *inputs, reward, "--dry-run"]) == 0, capsys.readouterr().err
+    assert command([f"config={file}", *inputs, *needed, "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_the_runtime_environment_is_one_for_ray_and_takes_no_checkpoints_along():

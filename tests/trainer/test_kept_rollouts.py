@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which responses of a batch are kept, and what is written of them."""
 
+import json
 import math
 
 import pyarrow.parquet as pq
@@ -37,6 +38,7 @@ def make_batch(media=(None, None, None, None), trained=MASK, overall=(1.0, 2.0, 
         {
             "uid": UIDS,
             "prompt_text": [f"prompt {uid}" for uid in UIDS],
+            "prompt_messages": objects([[{"role": "user", "content": uid}] for uid in UIDS]),
             "ground_truth": [42, 41, 42, 41],
             "finish_reason": ["stop", "length", "stop", "stop"],
             "multi_modal_data": objects(media),
@@ -68,6 +70,7 @@ def test_a_row_says_what_the_batch_says(tmp_path):
     row = rows[0]  # a0, the batch's second
     assert len(rows) == 4
     assert row["prompt"] == "prompt a" and row["ground_truth"] == "41"
+    assert json.loads(row["messages"]) == [{"role": "user", "content": "a"}]
     assert (row["step"], row["prompt_length"], row["response_length"]) == (5, 2, 3)
     assert (row["finish_reason"], row["score"], row["advantage"]) == ("length", 2.0, 3.0)  # (1 + 2 + 6) / 3
     assert dict(row["reward_values"]) == {"overall": 2.0, "format": 1.0}

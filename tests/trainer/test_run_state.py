@@ -12,8 +12,9 @@ from verl.algorithms.entropy import FixedEntropyController
 from verl.algorithms.kl import FixedKLController
 from verl.models.tiny import save_tiny_model
 from verl.trainer.data_loader import make_loaders
-from verl.trainer.run_state import GROUPS_FILE, LOADER_FILE, STATE_FILE, RunState
-from verl.trainer.setup import endless
+from verl.trainer.run_parts import endless
+from verl.trainer.run_state import GROUPS_FILE, RunState
+from verl.trainer.saved_run import LOADER_FILE, STATE_FILE
 from verl.utils.checkpoint.manifest import write_manifest
 from verl.utils.checkpoint.tracker import find_last_checkpoint
 from verl.utils.tokenizer import load_tokenizer

@@ -61,7 +61,7 @@ def test_a_row_whose_process_was_killed_for_others_sake_is_read_by_the_next(medi
 def test_a_picture_whose_header_ends_the_process_is_found_when_rows_are_measured(
     workers, media_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("verl.utils.dataset.MEDIA_ROWS_FOR_ONE_PROCESS", 1)
+    monkeypatch.setattr("verl.utils.row_dataset.MEDIA_ROWS_FOR_ONE_PROCESS", 1)
     files = hostile_rows(tmp_path, "header", [None, *ENDINGS, None, "hang"])
     options = dict(image_dir=str(tmp_path), row_timeout_s=1.0, filter_overlong_prompts_workers=workers)
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from verl.utils.config_paths import (
     model_source,
     writable_folder,
 )
-from verl.utils.config_text import config_yaml, example_yaml, help_text
+from verl.utils.config_text import config_yaml, example_yaml, help_text, options_page
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,29 @@ def test_help_finds_a_section_and_a_name():
     assert help_text(Car, "powe").count("engine.power=") == 1
     with pytest.raises(ConfigError, match="has this in its name"):
         help_text(Car, "sunroof")
+
+
+def test_the_page_of_options_has_a_heading_for_each_section_and_a_row_for_each_option():
+    page = options_page(Car)
+
+    assert re.findall(r"^## `(.+)`$", page, re.MULTILINE) == ["wheel", "engine", "trailer"]
+    assert "| `size` | an integer; at least 1, or -1 | `4` | Inches. |" in page
+    assert "| `colour` | `red`, `blue`, `gold` | `red` | Paint. |" in page
+    assert '| `fuel` | text | `"none"` | What burns. (only "none": this version has no combustion) |' in page
+    assert page.index("| `name` | text | `car` | Name. |") < page.index("## `wheel`")
+    assert "| `quiet` | true or false | `false` | Make no noise. (no effect: it never makes any) |" in page
+
+
+def test_the_page_of_options_shows_what_a_table_or_html_would_take_as_its_own():
+    @dataclass(frozen=True)
+    class Odd:
+        inner: str = option("a", help="A <b> in a|b, not `a|b_c` or a_b.")
+
+    @dataclass(frozen=True)
+    class Outer:
+        odd: Odd = option(Odd, help="Odd.")
+
+    assert "| A &lt;b> in a\\|b, not `a\\|b_c` or a\\_b. |" in options_page(Outer)
 
 
 def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):

@@ -320,7 +320,7 @@ def test_a_scan_ends_also_where_this_process_does_not_die_of_sigterm():
 
 
 def test_a_scan_by_several_processes_finds_what_one_finds(media_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.utils.dataset.MEDIA_ROWS_FOR_ONE_PROCESS", 1)
+    monkeypatch.setattr("verl.utils.row_dataset.MEDIA_ROWS_FOR_ONE_PROCESS", 1)
     save_image(tmp_path / "a.png", 60, 50)
     rows = [{"problem": "<image>" * (n % 3), "answer": "a", "images": ["a.png"] * (n % 2)} for n in range(24)]
     options = dict(image_dir=str(tmp_path), on_bad_row="skip")

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt to train, from its config to how it ended."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
 from ray.exceptions import RayError
 
 from verl.single_controller.ray.failure import WorkerError
@@ -15,8 +19,20 @@ from verl.trainer.ending import (
     raised_by_us,
     report_failure,
 )
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.run_config import RunConfig
+from verl.trainer.saved_run import SavedRun
 from verl.trainer.setup import running_trainer
+from verl.trainer.stopping import StopRequest
+
+
+class Trainer(Protocol):
+    """A run that was put together, of either kind."""
+
+    @property
+    def run_state(self) -> SavedRun: ...  # noqa: D102 (where it stands)
+    @property
+    def stop(self) -> StopRequest: ...  # noqa: D102 (whether somebody asked it to end)
+    def fit(self) -> None: ...  # noqa: D102 (to the last step)
 
 
 def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Ending:
@@ -30,9 +46,29 @@ def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Endi
     Raises:
         Exception: An error of this package, which needs its traceback.
     """
-    trainer: RayPPOTrainer | None = None
+    return attempt(
+        config.trainer,
+        lambda: running_trainer(config, patience_s or 0.0),
+        is_first=patience_s is None,
+    )
+
+
+def attempt(
+    options: RunConfig, running: Callable[[], AbstractContextManager[Trainer]], *, is_first: bool = True
+) -> Ending:
+    """Train until the last step, a request to stop, or a failure.
+
+    Args:
+        options: Of the run.
+        running: Puts the run together and takes it apart again.
+        is_first: What this attempt lacks before it has begun is for the user to mend.
+
+    Raises:
+        Exception: An error of this package, which needs its traceback.
+    """
+    trainer: Trainer | None = None
     try:
-        with running_trainer(config, patience_s or 0.0) as trainer:
+        with running() as trainer:
             trainer.fit()
     except FOR_THE_USER as error:
         if not raised_by_us(error):
@@ -40,20 +76,20 @@ def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Endi
         step = None if trainer is None else trainer.run_state.step
         is_loss = isinstance(error, ClusterError)
         if isinstance(error, WorkerError):
-            report_failure(config.trainer, step, str(error))
+            report_failure(options, step, str(error))
             is_loss = error.may_go_away
-        has_begun = step is not None or patience_s is not None
-        return ending_of(error, config.trainer, step, may_go_away=is_loss and has_begun)
+        has_begun = step is not None or not is_first
+        return ending_of(error, options, step, may_go_away=is_loss and has_begun)
     except RayError as error:  # what no worker did: the cluster lost its head, or this process its node
         step = None if trainer is None else trainer.run_state.step
-        report_failure(config.trainer, step, f"Ray: {error}")
+        report_failure(options, step, f"Ray: {error}")
         cause = ClusterError(f"Ray cannot go on ({type(error).__name__}): {error}")
-        return ending_of(cause, config.trainer, step, may_go_away=True)
+        return ending_of(cause, options, step, may_go_away=True)
     except KeyboardInterrupt:
-        how = "nothing was trained" if trainer is None else how_to_go_on(config.trainer)
+        how = "nothing was trained" if trainer is None else how_to_go_on(options)
         return Ending(INTERRUPTED, f"interrupted; {how}")
     step = trainer.run_state.step
     if step >= trainer.run_state.training_steps:
         return Ending(0, step=step)
-    message = f"stopped after step {step}; {how_to_go_on(config.trainer)}"
+    message = f"stopped after step {step}; {how_to_go_on(options)}"
     return Ending(trainer.stop.exit_status, message if trainer.stop.signal else None, step)

@@ -1,13 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands beside training share: how they read their arguments, and how they end."""
+"""What commands share: how they read their arguments, and how they end."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT, FOR_THE_USER, INTERRUPTED, ending_of, raised_by_us
+from verl.trainer.ending import BAD_INPUT, FOR_THE_USER, INTERRUPTED, Ending, ending_of, raised_by_us
+from verl.trainer.run_config import RunConfig
+from verl.trainer.verl_keys import VERL_KEYS
+from verl.utils.checkpoint.tracker import checkpoint_to_resume
 from verl.utils.config import ConfigError, config_notes, load_config
+from verl.utils.config_text import example_yaml, help_text, options_page
+from verl.utils.logger.tracker import check_loggers
+from verl.utils.moved_keys import MovedKeys
+
+SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
+
+
+class RunTree(Protocol):
+    """What the config trees of all kinds of runs have."""
+
+    @property
+    def trainer(self) -> RunConfig: ...  # noqa: D102 (a section)
+
+
+C = TypeVar("C", bound=RunTree)
+
+
+@dataclass(frozen=True)
+class TrainingCommand(Generic[C]):
+    """A command that trains: `python3 -m MODULE config=FILE.yaml section.option=value ... --switch`.
+
+    Attributes:
+        config_class: The top of its options.
+        usage: What `--help` prints above them.
+        plan: Prints what would be done; gets the config and all switches, returns the exit status.
+        train: Does it.
+        moved: The keys of another program, which errors then name by what they are called here.
+        switch: Begins a switch that this command has beside `SWITCHES`.
+    """
+
+    config_class: type[C]
+    usage: str
+    plan: Callable[[C, Sequence[str]], int]
+    train: Callable[[C], Ending]
+    moved: MovedKeys | None = None
+    switch: str | None = None
+
+    def run(self, arguments: Sequence[str] | None) -> int:
+        """Run the command; what is wrong is told on stderr.
+
+        Args:
+            arguments: Of the command line; None takes those of this process.
+
+        Returns:
+            The exit status: 0; 2 for bad input, before anything was trained; 1 for a machine that does not do
+            or a run that failed; 128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
+
+        Raises:
+            Exception: An error of this package, which needs its traceback.
+        """
+        arguments = sys.argv[1:] if arguments is None else arguments
+        overrides = [argument for argument in arguments if not argument.startswith("-")]
+        switches = [argument for argument in arguments if argument.startswith("-")]
+        unknown = [switch for switch in switches if not self._has(switch)]
+        if unknown:
+            sys.stderr.write(f"`{unknown[0]}` is not a switch\n\n{self.usage}")
+            return BAD_INPUT
+        if "--print-config" in switches or "--print-options" in switches:
+            printed = example_yaml if "--print-config" in switches else options_page
+            sys.stdout.write(printed(self.config_class))
+            return 0
+        try:
+            if "--help" in switches or "-h" in switches:
+                sys.stdout.write(self._help(overrides))
+                return 0
+            config = load_config(self.config_class, overrides, self.moved)
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
+            return BAD_INPUT
+        for note in config_notes(config):
+            sys.stderr.write(f"note: {note}\n")
+        return self.plan(config, switches) if "--dry-run" in switches else self._train(config)
+
+    def _has(self, switch: str) -> bool:
+        return switch in SWITCHES or (self.switch is not None and switch.startswith(self.switch))
+
+    def _help(self, topics: Sequence[str]) -> str:
+        if topics:
+            return "\n".join(help_text(self.config_class, topic) for topic in topics)
+        return f"{self.usage}\n{help_text(self.config_class)}"
+
+    def _train(self, config: C) -> int:
+        try:
+            ending = self.train(config)
+        except FOR_THE_USER as error:
+            if not raised_by_us(error):
+                raise
+            ending = ending_of(error, config.trainer)
+        except KeyboardInterrupt:
+            ending = Ending(INTERRUPTED, "interrupted; nothing was trained")
+        if ending.message is not None:
+            sys.stderr.write(f"{ending.message}\n")
+        return ending.status
+
+
+def check_run(trainer: RunConfig) -> None:
+    """Find, before anything is loaded, a logger that is not installed and a checkpoint that is not whole.
+
+    Raises:
+        ImportError: A logger's package is missing.
+        FileNotFoundError: A file of the checkpoint to go on from is missing.
+        ValueError: It is damaged.
+    """
+    check_loggers(trainer.logger)
+    checkpoint_to_resume(
+        trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
+    )
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -49,7 +161,7 @@ def run_command(
     """
     switches = parser.parse_intermixed_args(arguments)
     try:
-        config = load_config(PPOConfig, switches.options)
+        config = load_config(PPOConfig, switches.options, VERL_KEYS)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT

@@ -7,47 +7,26 @@ worker processes in `workers/config.py`.
 Names, defaults and meanings are EasyR1's and Long-RL's; `example=` is the value in `examples/config.yaml`.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.trainer.algorithm_config import AlgorithmConfig
 from verl.trainer.algorithm_rules import algorithm_problems
 from verl.trainer.data_config import DataConfig
+from verl.trainer.run_config import RunConfig
 from verl.utils.config import option
-from verl.utils.config_paths import checkpoint_folder, writable_file, writable_folder
-from verl.workers.config import ActorConfig, CriticConfig, PrimeConfig, WorkerConfig
+from verl.workers.config import AUTO, ActorConfig, CriticConfig, MicroBatchSize, PrimeConfig, WorkerConfig
 from verl.workers.model_config import FSDPConfig
 from verl.workers.rollout_config import DIFFUSION
 
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 RANKS = f"the number of ranks that have other sequences, {WORLD} / sequence parallelism"
-NEVER = (-1, 0)  # values of `*_freq` and of limits that switch them off
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(RunConfig):
     """How long, on what, and what is logged and saved."""
 
-    total_epochs: int = option(15, help="Passes over the training rows.", minimum=1)
-    max_steps: int | None = option(None, help="Training steps; wins over `total_epochs`.", minimum=1)
-    project_name: str = option("easy_r1", help="Project in the loggers and in the checkpoint folder.")
-    experiment_name: str = option(
-        "demo", help="Run in the loggers and in the checkpoint folder.", example="qwen2_5_7b_math_grpo"
-    )
-    logger: tuple[str, ...] = option(
-        ("console", "wandb"),
-        help="Where metrics go.",
-        choices=("console", "file", "mlflow", "swanlab", "tensorboard", "wandb"),
-        example=("file", "wandb"),
-    )
-    nnodes: int = option(1, help="Machines.", minimum=1)
-    n_gpus_per_node: int = option(8, help="GPUs on each machine; on CPU, worker processes.", minimum=1)
-    device: str = option(
-        "auto",
-        help="Where the models run; `auto` is cuda where there is a GPU.",
-        choices=("auto", "cuda", "cpu"),
-    )
     max_try_make_batch: int = option(
         20, help="Rollouts that online filtering tries to fill one batch; 0 or less is without limit."
     )
@@ -61,10 +40,6 @@ class TrainerConfig:
     critic_warmup: int = option(
         0, help="First step that updates the policy; steps before it train the critic alone.", minimum=0
     )
-    val_freq: int = option(
-        -1, help="Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
-    )
-    val_before_train: bool = option(True, help="Validate before the first step.")
     val_only: bool = option(False, help="Validate once and do not train.")
     val_generations_to_log: int = option(0, help="Validation responses to log.", minimum=0, example=3)
     rollouts_to_keep: int = option(
@@ -78,25 +53,6 @@ class TrainerConfig:
         minimum=0,
         maximum=65535,
     )
-    save_freq: int = option(
-        -1, help="Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
-    )
-    save_limit: int = option(
-        -1, help="Newest checkpoints to keep, beside the best; -1 is all.", minimum=1, also=NEVER, example=3
-    )
-    async_save: bool = option(
-        True, help="Write checkpoints behind the training, from a copy in host memory; false waits."
-    )
-    save_model_only: bool = option(False, help="Save weights without optimizer: cannot be resumed from.")
-    save_checkpoint_path: str | None = option(
-        None, help="Folder of checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
-    )
-    load_checkpoint_path: str | None = option(
-        None, help="Checkpoint to go on from: a folder named `global_step_N`.", resolve=checkpoint_folder
-    )
-    find_last_checkpoint: bool = option(
-        True, help="Go on from the last checkpoint in `save_checkpoint_path` if there is one."
-    )
     max_restarts: int = option(
         0,
         help="Times that a run that lost workers, machines or its controller goes on from its checkpoint.",
@@ -108,40 +64,8 @@ class TrainerConfig:
     elastic: bool = option(
         False, help="Run on fewer devices where some are missing, as many as the batch sizes allow."
     )
-    worker_timeout_s: float | None = option(
-        3600.0, help="Seconds without progress of any rank after which workers hang; null waits.", minimum=1.0
-    )
-    profile_steps: tuple[int, ...] = option(
-        (), help="Steps of which traces of every rank and a report are written below `profile/`."
-    )
-    ray_timeline: str | None = option(None, help="File for Ray's timeline of the run.", resolve=writable_file)
     debug: bool = option(False, help="Check every key of the batch after each stage.")
     diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
-
-    def __post_init__(self) -> None:
-        """Name the checkpoint folder after project and experiment unless it is set, and make it absolute."""
-        folder = self.save_checkpoint_path or os.path.join(
-            "checkpoints", self.project_name, self.experiment_name
-        )
-        object.__setattr__(self, "save_checkpoint_path", os.path.abspath(os.path.expanduser(folder)))
-
-    @property
-    def checkpoint_folder(self) -> str:
-        """The folder of checkpoints and log files: `save_checkpoint_path`, which is named by now."""
-        assert self.save_checkpoint_path is not None, "__post_init__ names the folder"
-        return self.save_checkpoint_path
-
-    @property
-    def world_size(self) -> int:
-        """Worker processes of the run: one for each device."""
-        return self.nnodes * self.n_gpus_per_node
-
-    def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong with the checkpoint folder."""
-        try:
-            writable_folder(self.checkpoint_folder)
-        except ValueError as error:
-            yield f"`{path}.save_checkpoint_path` {error}"
 
 
 @dataclass(frozen=True)
@@ -291,12 +215,13 @@ class PPOConfig:
             yield from divisible(
                 "`data.rollout_batch_size`", prompts, "`data.mini_rollout_batch_size`", at_once
             )
-        yield from divisible(
-            "`data.rollout_batch_size` x `worker.rollout.n`",
-            prompts * num_responses,
-            "`worker.actor.micro_batch_size_per_device_for_experience`",
-            actor.micro_batch_size_per_device_for_experience,
-        )
+        if actor.micro_batch_size_per_device_for_experience != AUTO:
+            yield from divisible(
+                "`data.rollout_batch_size` x `worker.rollout.n`",
+                prompts * num_responses,
+                "`worker.actor.micro_batch_size_per_device_for_experience`",
+                actor.micro_batch_size_per_device_for_experience,
+            )
         for role, config in self.trained_roles.items():
             size = config.global_batch_size
             yield from divisible(
@@ -304,7 +229,7 @@ class PPOConfig:
             )
             yield from self._micro_batches(role, size, config.micro_batch_size_per_device_for_update)
 
-    def _micro_batches(self, role: str, prompts: int, micro_batch_size: int) -> Iterator[str]:
+    def _micro_batches(self, role: str, prompts: int, micro_batch_size: MicroBatchSize) -> Iterator[str]:
         batch = f"`worker.{role}.global_batch_size` x `worker.rollout.n`"
         sequences = prompts * self.worker.rollout.n
         if self.dp_size == 0:
@@ -312,6 +237,8 @@ class PPOConfig:
         if sequences % self.dp_size:
             yield from divisible(batch, sequences, RANKS, self.dp_size)
             return
+        if micro_batch_size == AUTO:
+            return  # it will be a divisor
         yield from divisible(
             f"{batch} / {WORLD}",
             sequences // self.dp_size,

@@ -29,9 +29,10 @@ from verl.trainer.opened_data import named, opened_data
 from verl.trainer.plan import count_training_steps
 from verl.utils.bad_rows import REPORT_NAME, BadRow
 from verl.utils.contact_sheet import Tile, save_sheet
-from verl.utils.dataset import Item, RLHFDataset
+from verl.utils.dataset import RLHFDataset
 from verl.utils.media_references import shown_name
 from verl.utils.multimodal import DecodedMedia
+from verl.utils.row_dataset import Item
 from verl.utils.text_charts import histogram, quantile, table
 
 MAX_LISTED = 10

@@ -16,8 +16,8 @@ HOST = re.compile(r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")  # a 
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Prompts: where they come from and how a row becomes one."""
+class RowsConfig:
+    """Rows of data: where they come from, how their media are read, and in which order they come."""
 
     train_files: str | list[str] = option(
         "",
@@ -32,7 +32,6 @@ class DataConfig:
         example="hiyouga/math12k@test",
     )
     prompt_key: str = option("prompt", help="Column of the prompt: text or chat messages.", example="problem")
-    answer_key: str = option("answer", help="Column of what the reward function compares with.")
     image_key: str = option("images", help="Column of the images.")
     video_key: str = option("videos", help="Column of the videos.")
     image_dir: str | None = option(
@@ -70,15 +69,6 @@ class DataConfig:
         help="Folder where fetched files are kept; null is one in the temporary folder of each node.",
         resolve=writable_folder,
     )
-    max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
-    max_response_length: int = option(512, help="Tokens of a response at most.", minimum=1, example=2048)
-    rollout_batch_size: int = option(512, help="Prompts in a training step.", minimum=1)
-    mini_rollout_batch_size: int | None = option(
-        None, help="Prompts in one call of the rollout engine; null is the whole rollout batch.", minimum=1
-    )
-    val_batch_size: int = option(
-        -1, help="Prompts validated at once; -1 is all.", minimum=1, also=(-1,), example=1024
-    )
     format_prompt: str | None = option(
         None,
         help="Jinja file that renders a row; sees `content` (the prompt) and every column.",
@@ -92,9 +82,6 @@ class DataConfig:
     seed: int = option(1, help="Seed of the order of the rows.", minimum=0)
     min_pixels: int = option(262144, help="Smaller images are scaled up to this many pixels.", minimum=1)
     max_pixels: int = option(4194304, help="Larger images are scaled down to this many pixels.", minimum=1)
-    filter_overlong_prompts: bool = option(
-        True, help="Leave out rows longer than `max_prompt_length`; false makes such a row an error."
-    )
     filter_overlong_prompts_workers: int = option(16, help="Processes that measure the rows.", minimum=1)
     num_workers: int = option(8, help="Processes that load rows; 0 loads in the main process.", minimum=0)
     on_bad_row: str = option(
@@ -102,10 +89,6 @@ class DataConfig:
         help="What a row that cannot be used does: stop, or be left out and listed.",
         choices=("error", "skip"),
     )
-    vila_model: bool = option(False, help="The model is of the VILA family.", unavailable=VILA)
-    diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
-    is_omni: bool = option(False, help="The model hears audio.", unavailable="audio")
-    audio_max_length: int = option(10000, help="Audio samples at most.", unavailable="audio")
 
     def problems(self, path: str) -> Iterator[str]:
         """Yield what is wrong between the options of this section."""
@@ -120,3 +103,26 @@ class DataConfig:
         for host in self.media_url_hosts:
             if not HOST.fullmatch(host):
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"
+
+
+@dataclass(frozen=True)
+class DataConfig(RowsConfig):
+    """Prompts: where they come from and how a row becomes one."""
+
+    answer_key: str = option("answer", help="Column of what the reward function compares with.")
+    max_prompt_length: int = option(512, help="Tokens of a prompt at most.", minimum=1, example=2048)
+    max_response_length: int = option(512, help="Tokens of a response at most.", minimum=1, example=2048)
+    rollout_batch_size: int = option(512, help="Prompts in a training step.", minimum=1)
+    mini_rollout_batch_size: int | None = option(
+        None, help="Prompts in one call of the rollout engine; null is the whole rollout batch.", minimum=1
+    )
+    val_batch_size: int = option(
+        -1, help="Prompts validated at once; -1 is all.", minimum=1, also=(-1,), example=1024
+    )
+    filter_overlong_prompts: bool = option(
+        True, help="Leave out rows longer than `max_prompt_length`; false makes such a row an error."
+    )
+    vila_model: bool = option(False, help="The model is of the VILA family.", unavailable=VILA)
+    diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
+    is_omni: bool = option(False, help="The model hears audio.", unavailable="audio")
+    audio_max_length: int = option(10000, help="Audio samples at most.", unavailable="audio")

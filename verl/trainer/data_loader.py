@@ -16,11 +16,11 @@ died are replaced by others which read the same rows again.
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,23 +30,27 @@ from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.protocol import BATCH_KEYS, DataProto
 from verl.trainer.config import PPOConfig
 from verl.utils.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
-from verl.utils.dataset import TENSORS, RLHFDataset, collate_fn
+from verl.utils.dataset import RLHFDataset
 from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import MediaLoader, MediaOptions
 from verl.utils.prompts import BadRowError
 from verl.utils.rank_logger import get_logger
+from verl.utils.row_dataset import RowDataset
+from verl.workers.model_config import ModelConfig
+
+D = TypeVar("D", bound=RowDataset)
 
 DEAD_READER = "DataLoader worker (pid"  # how torch begins to say that a process of its own ended
 
 logger = get_logger(__name__)
 
 
-class PromptLoader:
+class PromptLoader(Generic[D]):
     """Iterates over one epoch of batches, from where the last iteration stopped.
 
     Args:
-        dataset: Prompts.
-        batch_size: Prompts of a batch.
+        dataset: Prompts, or other rows.
+        batch_size: Rows of a batch.
         shuffle: Draw the rows in random order, a new one for each epoch.
         seed: Of the order.
         drop_last: Leave out the rows at the end of an epoch that do not fill a batch.
@@ -60,7 +64,7 @@ class PromptLoader:
 
     def __init__(
         self,
-        dataset: RLHFDataset,
+        dataset: D,
         batch_size: int,
         *,
         shuffle: bool,
@@ -94,11 +98,11 @@ class PromptLoader:
             items.append(item)
             if len(items) == self.batch_size:
                 self.position = used
-                yield DataProto.from_single_dict(collate_fn(items))
+                yield DataProto.from_single_dict(self.dataset.collate(items))
                 items = []
         if items and not self.drop_last:
             self.position = used
-            yield DataProto.from_single_dict(collate_fn(items))
+            yield DataProto.from_single_dict(self.dataset.collate(items))
         if first == 0 and self.position == 0:
             raise ValueError(
                 f"no batch of {self.batch_size} prompts can be filled: {len(self.bad_rows)} of"
@@ -173,7 +177,7 @@ class PromptLoader:
             sampler=_order(
                 len(self.dataset), self.epoch, place, self.seed if self.shuffle else None, self.read_on
             ),
-            collate_fn=_as_arrays,
+            collate_fn=partial(_as_arrays, self.dataset.tensors),
             num_workers=workers,
             prefetch_factor=None if workers == 0 else max(2, -(-self.batch_size // workers)),
         )
@@ -223,8 +227,8 @@ def _order(num_rows: int, epoch: int, place: int, seed: int | None, read_on: boo
 class Loaders(NamedTuple):
     """Both loaders of a run; None where no files are named."""
 
-    train: PromptLoader | None
-    val: PromptLoader | None
+    train: PromptLoader[RLHFDataset] | None
+    val: PromptLoader[RLHFDataset] | None
 
 
 def make_loaders(
@@ -250,7 +254,7 @@ def make_loaders(
         reserved=BATCH_KEYS,
         row_timeout_s=data.row_timeout_s,
         report=BadRowReport(Path(config.trainer.checkpoint_folder) / REPORT_NAME),
-        **_media(config, processor, cache),
+        **media_arguments(config.worker.actor.model, media_options(config), processor, cache),
     )
     train = val = None
     if data.train_files:
@@ -279,16 +283,18 @@ def media_options(config: PPOConfig) -> MediaOptions:
     )
 
 
-def _media(config: PPOConfig, processor: Any | None, cache: MediaCache | None) -> dict[str, Any]:
+def media_arguments(
+    model: ModelConfig, options: MediaOptions, processor: Any | None, cache: MediaCache | None
+) -> dict[str, Any]:
+    """What a dataset needs to read media and to place their tokens; nothing for a model of text."""
     if processor is None:
         return {}
-    model = config.worker.actor.model
     assert model.model_path is not None, "the config was checked"
     model_config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
     positions = position_ids_for(model_config.model_type)
     if positions is not None:
         positions = partial(positions, constants=MropeConstants.from_config(model_config))
-    return {"media": MediaLoader(processor, media_options(config), cache), "position_ids": positions}
+    return {"media": MediaLoader(processor, options, cache), "position_ids": positions}
 
 
 def _check_size(dataset: RLHFDataset, batch_size: int, data: Any) -> None:
@@ -301,8 +307,8 @@ def _check_size(dataset: RLHFDataset, batch_size: int, data: Any) -> None:
         )
 
 
-def _as_arrays(item: Any) -> Any:
+def _as_arrays(tensors: Sequence[str], item: Any) -> Any:
     """Tensors as arrays: each tensor that leaves a worker process would hold a file descriptor."""
     if isinstance(item, BadRow):
         return item
-    return item | {name: item[name].numpy() for name in TENSORS}
+    return item | {name: item[name].numpy() for name in tensors}

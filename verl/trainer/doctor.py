@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from verl.trainer.command import make_parser
 from verl.trainer.config import PPOConfig
 from verl.trainer.ending import BAD_INPUT, FAILED
+from verl.trainer.verl_keys import VERL_KEYS
 from verl.utils import diagnosis
 from verl.utils.config import ConfigError, load_config
 from verl.utils.device_diagnosis import check_gpus, check_imports, list_gpus
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="do not try to import the heavy packages")
     switches = parser.parse_intermixed_args(arguments)
     try:
-        config = load_config(PPOConfig, switches.options) if switches.options else None
+        config = load_config(PPOConfig, switches.options, VERL_KEYS) if switches.options else None
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.trainer.config import TrainerConfig
+from verl.trainer.run_config import RunConfig
 from verl.trainer.stopping import ENDED_BY
 from verl.utils.checkpoint.tracker import read_record
 
@@ -38,7 +38,7 @@ class Ending:
 
 
 def ending_of(
-    error: BaseException, trainer: TrainerConfig, step: int | None = None, *, may_go_away: bool = False
+    error: BaseException, trainer: RunConfig, step: int | None = None, *, may_go_away: bool = False
 ) -> Ending:
     """What an error of ours comes to, in the step that was under way; None is before the first."""
     if step is None:
@@ -62,7 +62,7 @@ def raised_by_us(error: BaseException) -> bool:
     return is_raise and frame.f_globals["__name__"].split(".")[0] == "verl"
 
 
-def how_to_go_on(trainer: TrainerConfig) -> str:
+def how_to_go_on(trainer: RunConfig) -> str:
     """Which command continues the run."""
     record = read_record(trainer.checkpoint_folder)
     if record is None or record.last_global_step is None:
@@ -73,7 +73,7 @@ def how_to_go_on(trainer: TrainerConfig) -> str:
     return f"the last checkpoint is {folder}: go on from it with `trainer.load_checkpoint_path={folder}`"
 
 
-def report_failure(trainer: TrainerConfig, step: int | None, text: str) -> None:
+def report_failure(trainer: RunConfig, step: int | None, text: str) -> None:
     """Add what failed to the report beside the checkpoints."""
     folder = Path(trainer.checkpoint_folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps some responses of each step to look at: from the finished batch to rows of the rollout store."""
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -89,6 +90,7 @@ class RolloutKeeper:
             "group": str(item["uid"]),
             "data_source": None if source is None else str(source),
             "prompt": item["prompt_text"],
+            "messages": json.dumps(item["prompt_messages"]),
             "response": self.tokenizer.decode(
                 token_ids.tolist(), skip_special_tokens=self.skip_special_tokens
             ),

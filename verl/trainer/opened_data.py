@@ -16,7 +16,7 @@ from pathlib import Path
 from verl.trainer import data_loader
 from verl.trainer.config import PPOConfig
 from verl.trainer.data_loader import Loaders, PromptLoader, make_loaders
-from verl.utils import dataset
+from verl.utils import row_dataset
 from verl.utils.bad_rows import REPORT_NAME
 from verl.utils.media_cache import MediaCache
 from verl.utils.tokenizer import load_processor, load_tokenizer
@@ -72,7 +72,7 @@ def opened_data(config: PPOConfig, folder: Path, *, measures: bool) -> Iterator[
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Bad rows are reported by whoever opens the data here, not by what reads them."""
-    loggers = [dataset.logger, data_loader.logger]
+    loggers = [row_dataset.logger, data_loader.logger]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.config import TrainerConfig
+from verl.trainer.run_config import RunConfig
 from verl.trainer.step_report import step_report
 from verl.utils.rank_logger import get_logger
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 class StepProfiles:
     """Profiles the steps that the options name."""
 
-    def __init__(self, config: TrainerConfig, workers: RayWorkerGroup) -> None:
+    def __init__(self, config: RunConfig, workers: RayWorkerGroup) -> None:
         self.steps = set(config.profile_steps)
         self.folder = Path(config.checkpoint_folder) / "profile"
         self.workers = workers

@@ -93,9 +93,9 @@ class RayPPOTrainer:
                 batch, metrics = self.train_step(timer)
                 with timer("keep_rollouts"):
                     self.keeper.keep(batch, state.step)
-                if self.validator.has_prompts and self.is_due(trainer.val_freq):
+                if self.validator.has_prompts and state.is_due(trainer.val_freq):
                     metrics |= self.validate(timer)
-                if self.is_due(trainer.save_freq) or self.stop.signal or state.unsaved:
+                if state.is_due(trainer.save_freq) or self.stop.signal or state.unsaved:
                     with timer("save_checkpoint"):
                         state.save()
                 state.publish()  # what was written meanwhile
@@ -231,9 +231,3 @@ class RayPPOTrainer:
         """Compare the batch with the table of keys, with `trainer.debug=true`."""
         if self.config.trainer.debug:
             batch.check()
-
-    def is_due(self, frequency: int) -> bool:
-        """Whether something that happens every `frequency` steps, and always after the last, happens now."""
-        if self.run_state.step == self.run_state.training_steps:
-            return True
-        return frequency > 0 and self.run_state.step % frequency == 0

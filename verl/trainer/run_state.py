@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run stands, and how it is saved and resumed.
+"""Where a run of reinforcement learning stands: what it saves beside what every run does.
 
-A checkpoint is `global_step_N/` with the workers' folders, the loader's `dataloader.pt`, the collector's
-`carried_groups.pt` if groups wait for the next step, and the controller's `trainer_state.json`. It appears
-whole or not at all. One that cannot be written is no reason to lose the training: the next step tries again.
+That is `carried_groups.pt` in a checkpoint, if groups of the collector wait for the next step, and in
+`trainer_state.json` the weights of the KL penalty and the entropy bonus.
 """
 
-import json
-import shutil
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
+from typing import Any
 
 from verl.algorithms.entropy import EntropyController
 from verl.algorithms.kl import KLController
@@ -19,34 +14,18 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.config import TrainerConfig
 from verl.trainer.data_loader import PromptLoader
 from verl.trainer.rollout_collector import RolloutCollector
-from verl.utils.checkpoint.manifest import write_json, write_manifest
-from verl.utils.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
-from verl.utils.rank_logger import get_logger
+from verl.trainer.saved_run import SavedRun
 
-logger = get_logger(__name__)
-
-LOADER_FILE = "dataloader.pt"
 GROUPS_FILE = "carried_groups.pt"
-STATE_FILE = "trainer_state.json"
 
 
-class Saving(NamedTuple):
-    """A checkpoint that is being written."""
-
-    step: int
-    score: float | None
-
-
-class RunState:
+class RunState(SavedRun):
     """The step, the score, and everything else that a resumed run needs.
 
     Attributes:
-        step: Training steps done; the one under way counts.
-        training_steps: Steps of the whole run.
         kl_controller: Owns the weight of the KL penalty in the rewards.
         entropy_controller: Owns the weight of the entropy bonus.
-        saved: The last checkpoint that this object wrote.
-        unsaved: Why the last attempt to write one failed; None if it did not.
+        collector: Keeps the groups that wait for the next step.
     """
 
     def __init__(
@@ -60,118 +39,21 @@ class RunState:
         collector: RolloutCollector,
     ) -> None:
         """Put the parts together; a run that only validates has no loader."""
-        self.config = config
-        self.training_steps = training_steps
+        super().__init__(config, training_steps, workers, loader)
         self.kl_controller = kl_controller
         self.entropy_controller = entropy_controller
-        self.workers = workers
-        self.loader = loader
         self.collector = collector
-        self.step = 0
-        self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
-        self.saved: Path | None = None
-        self.unsaved: str | None = None
-        self._saving: Saving | None = None
-        self._score: tuple[int, float] | None = None  # step and value of the last validation
 
-    def record_score(self, score: float) -> None:
-        """Remember the validation score of the current step; the best step's checkpoint is kept."""
-        self._score = (self.step, score)
-
-    def save(self) -> None:
-        """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it.
-
-        One is written at a time: this waits for the one before.
-        """
-        self._finish()
-        step, score = self._score or (None, None)
-        self._saving = Saving(self.step, score if step == self.step else None)
-        try:
-            folder = self.checkpoints.begin(self.step)
-            self._write_own_files(folder)
-        except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
-            self._give_up(str(error))
-            return
-        behind = self.config.async_save
-        self.workers.save_checkpoint(str(folder), self.config.save_model_only, behind)
-        if not behind:
-            self._finish()
-
-    def publish(self) -> None:
-        """Make the checkpoint that is being written count if it is written by now."""
-        if self._saving is not None and all(self.workers.is_checkpoint_written()):
-            self._finish()
-
-    def settle(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            OSError: The last checkpoint could not be written.
-        """
-        self._finish()
-        if self.unsaved is not None:
-            raise OSError(
-                f"step {self.step} could not be saved to `trainer.save_checkpoint_path`: {self.unsaved}"
-            )
-
-    def _write_own_files(self, folder: Path) -> None:
-        assert self.loader is not None, "a run that trains has a loader"
-        torch.save(self.loader.state_dict(), folder / LOADER_FILE)
+    def _save_own(self, folder: Path) -> dict[str, Any]:
         self.collector.save_carried(folder / GROUPS_FILE)
-        state = {
-            "step": self.step,
+        return {
             "kl_controller": self.kl_controller.state_dict(),
             "entropy_controller": self.entropy_controller.state_dict(),
             "carried_groups": self.collector.num_carried,
         }
-        write_json(folder / STATE_FILE, state)
-        write_manifest(folder, {"step": self.step})
 
-    def _finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and make it count."""
-        if self._saving is None:
-            return
-        problem = next(filter(None, self.workers.finish_checkpoint()), None)
-        if problem is not None:
-            self._give_up(problem)
-            return
-        try:
-            self.saved = self.checkpoints.publish(*self._saving)
-        except OSError as error:
-            self._give_up(str(error))
-            return
-        self._saving, self.unsaved = None, None
-
-    def _give_up(self, problem: str) -> None:
-        """Free the room of a checkpoint that cannot be written; the one before stays what it is."""
-        assert self._saving is not None, "called while one is written"
-        free = shutil.disk_usage(self.checkpoints.root).free / 2**20
-        logger.warning(
-            "a checkpoint could not be written, the next step tries again: step=%d free_mib=%.0f cause=%s",
-            self._saving.step, free, problem,
-        )  # fmt: skip
-        self._saving, self.unsaved = None, problem
-        self.checkpoints.clear()
-
-    def load(self) -> None:
-        """Go on from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
-        folder = self._find()
-        self.checkpoints.clear()
-        if folder is None:
-            return
-        self.step = checkpoint_step(folder)
-        self.workers.load_checkpoint(str(folder))
-        state = json.loads((folder / STATE_FILE).read_text())
+    def _load_own(self, folder: Path, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
-        if self.loader is not None:  # only validation goes without training rows
-            self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
-            if state["carried_groups"]:
-                self.collector.load_carried(folder / GROUPS_FILE)
-        logger.info("resumed: step=%d path=%s", self.step, folder)
-
-    def _find(self) -> Path | None:
-        config = self.config
-        return checkpoint_to_resume(
-            config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
-        )
+        if self.loader is not None and state["carried_groups"]:
+            self.collector.load_carried(folder / GROUPS_FILE)

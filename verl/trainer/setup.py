@@ -4,10 +4,7 @@
 The order is that of failing early: data, reward function and cluster are checked before a model is loaded.
 """
 
-import dataclasses
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,47 +12,37 @@ from pathlib import Path
 import ray
 
 from verl.algorithms.kl import FULL
-from verl.protocol import DataProto
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.algorithm_config import TOKEN_BASELINES
 from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
-from verl.trainer.data_loader import PromptLoader, make_loaders, media_options
+from verl.trainer.data_loader import make_loaders, media_options
 from verl.trainer.elastic import largest_run
+from verl.trainer.exports import export_checkpoints
+from verl.trainer.held_models import held_models
 from verl.trainer.kept_rollouts import RolloutKeeper
+from verl.trainer.memory_report import settled_worker
 from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
+from verl.trainer.run_parts import endless, load_readers, open_cache, open_tracker, start_workers
 from verl.trainer.run_state import RunState
 from verl.trainer.sampler import Sampler
 from verl.trainer.validation import Validator
 from verl.utils.device import resolve_device
-from verl.utils.logger.base import Run
-from verl.utils.logger.tracker import Tracker
 from verl.utils.media_cache import MediaCache
 from verl.utils.rank_logger import get_logger
-from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.viewer.process import viewer_process
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker
+from verl.workers.model_sizes import check_trained, read_shape
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
 from verl.workers.run_options import RunOptions
 
 RETRY_S = 1.0  # between looks for machines that are missing
 
 logger = get_logger(__name__)
-
-# Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
-WORKER_ENV = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @contextmanager
@@ -79,32 +66,25 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
         if config.trainer.viewer_port is not None:
             folder = Path(config.trainer.checkpoint_folder)
             stack.enter_context(viewer_process(folder, config.trainer.viewer_port))
+        export_checkpoints(config.worker)
         device = resolve_device(config.trainer.device)
+        _check_trained(config, device)
         config, pool = _join_cluster(config, device, patience_s, stack)
-        cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
-        stack.callback(cache.close)
+        worker = settled_worker(config, device)
+        cache = open_cache(stack)
         reward: RewardManager | NoRewardFunction = NoRewardFunction()
         if config.worker.reward.reward_function is not None:
             failure_log = Path(config.trainer.checkpoint_folder) / "reward_failures.jsonl"
             reward = stack.enter_context(RewardManager(config.worker.reward, failure_log))
 
-        model, template = config.worker.actor.model, config.data.override_chat_template
-        assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
-        tokenizer = load_tokenizer(model.tokenizer_path, template, model.trust_remote_code)
-        processor = load_processor(model.tokenizer_path, template, model.trust_remote_code)
+        model = config.worker.actor.model
+        tokenizer, processor = load_readers(model, config.data.override_chat_template)
         loaders = make_loaders(config, tokenizer, processor, cache)
         training_steps = count_training_steps(config, len(loaders.train.dataset) if loaders.train else 0) or 0
 
         options = run_options(config, device, training_steps, cache)
-        env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
-        workers = stack.enter_context(
-            RayWorkerGroup(
-                pool, FSDPWorker, config.worker, options, env=env, timeout_s=config.trainer.worker_timeout_s
-            )
-        )
-        workers.init_model()
-
-        tracker = stack.enter_context(_open_tracker(config, training_steps))
+        workers = start_workers(stack, pool, FSDPWorker, worker, options, trainer=config.trainer)
+        tracker = stack.enter_context(open_tracker(config, training_steps))
         on_progress = None if config.worker.rollout.disable_tqdm else tracker.progress
         sampler = Sampler(config, workers, reward, tokenizer, on_progress)
         collector = RolloutCollector(config, sampler, endless(loaders.train))
@@ -151,13 +131,6 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
     )
 
 
-def endless(loader: PromptLoader | None) -> Iterator[DataProto]:
-    """Batches of one epoch after another."""
-    assert loader is not None, "only a run that validates and trains nothing goes without training rows"
-    while True:
-        yield from loader
-
-
 def _join_cluster(
     config: PPOConfig, device: str, patience_s: float, stack: ExitStack
 ) -> tuple[PPOConfig, ResourcePool]:
@@ -199,13 +172,12 @@ def _until(deadline: float, attempt: Callable[[], object]) -> None:
             return
 
 
-def _open_tracker(config: PPOConfig, training_steps: int) -> Tracker:
-    trainer = config.trainer
-    run = Run(
-        project_name=trainer.project_name,
-        experiment_name=trainer.experiment_name,
-        directory=Path(trainer.checkpoint_folder),
-        config=dataclasses.asdict(config),
-        total_steps=training_steps,
-    )
-    return Tracker(trainer.logger, run)
+def _check_trained(config: PPOConfig, device: str) -> None:
+    """Find patterns that match nothing, and adapters that cannot be used, before a device is taken."""
+    actor, critic = config.worker.actor, config.worker.critic
+    check_trained(actor.model, actor.optim, "actor")
+    if config.use_critic:
+        check_trained(critic.model, critic.optim, "critic", head="scalar")
+    for model in held_models(config, device, read_shape):
+        if model.is_trained:
+            logger.info(model.trained_text())

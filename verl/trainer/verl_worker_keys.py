@@ -77,8 +77,10 @@ def _optim(ours: str) -> dict[str, MovedKey]:
         "warmup_style": MovedKey(f"{section}.lr_scheduler_type"),
         "min_lr_ratio": MovedKey(f"{section}.min_lr_ratio"),
         "clip_grad": MovedKey(f"{ours}.max_grad_norm"),
-        "optimizer": MovedKey(f"{section}.strategy", "adamw or adamw_bf16"),
-        "optimizer_impl": MovedKey(f"{section}.strategy", "adamw or adamw_bf16"),
+        "optimizer": MovedKey(f"{section}.strategy", "adamw, adamw_bf16, adamw_bf16_sr, adamw_8bit or muon"),
+        "optimizer_impl": MovedKey(
+            f"{section}.strategy", "adamw, adamw_bf16, adamw_bf16_sr, adamw_8bit or muon"
+        ),
         "num_cycles": absent("the cosine falls once"),
         "total_training_steps": absent("the schedule is as long as the run: `trainer.max_steps`"),
         "zero_indexed_step": absent("the rate rises linearly from 0, by the training step"),

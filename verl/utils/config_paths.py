@@ -14,6 +14,7 @@ from pathlib import Path
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
 DEFAULT_FUNCTION = "main"  # of a file that is named without one
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
+POLICY, EXPORTED = "actor", "huggingface"  # of a checkpoint: a role's folder, and the one of its export
 
 
 def existing_file(text: str) -> str:
@@ -78,15 +79,26 @@ def data_sources(value: str | list[str]) -> str | list[str]:
 
 
 def model_source(text: str) -> str:
-    """Return a model's absolute folder, or a hub name as it is."""
+    """Return a model's absolute folder, or a hub name as it is.
+
+    Of a checkpoint (`.../global_step_N`, or a role's folder in it) it is where its weights are exported to.
+    """
     path = _absolute(text)
     if path.is_dir():
-        return str(path)
+        return str(_model_of_checkpoint(path))
     if path.exists():
         raise ValueError(f"must be a folder or a hub name, {path} is a file")
     if looks_local(text):
         raise FileNotFoundError(f"no folder {path}")
     return text
+
+
+def _model_of_checkpoint(path: Path) -> Path:
+    role = path / POLICY if CHECKPOINT_NAME.fullmatch(path.name) else path
+    if role != path and not role.is_dir():
+        raise FileNotFoundError(f"{path} holds no {POLICY}: it is not a complete checkpoint")
+    exported = role / EXPORTED
+    return exported if (exported / "config.json").is_file() else path
 
 
 def checkpoint_folder(text: str) -> str:

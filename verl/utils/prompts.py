@@ -50,6 +50,8 @@ def build_messages(
         BadRowError: The prompt has another shape.
     """
     messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if messages[-1]["role"] == "assistant":
+        raise BadRowError("the last message is the assistant's: a prompt must end before the response")
     last_user = max(
         (number for number, message in enumerate(messages) if message["role"] == "user"), default=-1
     )
@@ -58,6 +60,22 @@ def build_messages(
         messages[last_user] = messages[last_user] | {"content": text}
     elif prompt_format.path is not None:
         raise BadRowError("`data.format_prompt` needs a user message whose content is a string")
+    return [message | {"content": _parts(message["content"], has_media)} for message in messages]
+
+
+def build_conversation(conversation: Any, has_media: bool) -> list[Message]:
+    """The chat messages of a row that holds the assistant's turns too.
+
+    Args:
+        conversation: A list of messages, as `build_messages` takes them.
+        has_media: Whether the model reads media.
+
+    Raises:
+        BadRowError: The messages have another shape, or none is the assistant's.
+    """
+    messages = _check_messages(conversation)
+    if all(message["role"] != "assistant" for message in messages):
+        raise BadRowError("no message has the role `assistant`: there is nothing to learn from")
     return [message | {"content": _parts(message["content"], has_media)} for message in messages]
 
 
@@ -73,8 +91,6 @@ def _check_messages(prompt: Any) -> list[Message]:
         if not isinstance(message.get("content"), str | list | tuple):
             raise BadRowError(f"message {number} must have a `content`: a string or a list of parts")
         messages.append({key: value for key, value in message.items() if value is not None})
-    if messages[-1]["role"] == "assistant":
-        raise BadRowError("the last message is the assistant's: a prompt must end before the response")
     return messages
 
 

@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
         pa.field("prompt_start", pa.string()),
         pa.field("response_start", pa.string()),
         pa.field("prompt", pa.string()),
+        pa.field("messages", pa.string()),  # the prompt before the chat template, as JSON
         pa.field("response", pa.string()),
         pa.field("ground_truth", pa.string()),
         pa.field("reward_values", pa.map_(pa.string(), pa.float32())),  # what the reward function returned

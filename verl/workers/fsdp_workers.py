@@ -7,35 +7,29 @@ the device while it works; the work itself stands in `actor/`, `rollout/` and `m
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.profiler import record_function
 
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.single_controller.worker import Worker
-from verl.utils.checkpoint.background import BackgroundWriter
-from verl.utils.device import backend_of, memory_metrics, reset_peak_memory, set_device, set_seed
-from verl.utils.fsdp_utils import full_named_tensors, torch_dtype
+from verl.utils.checkpoint.fsdp_checkpoint import Restored
+from verl.utils.device import memory_metrics, reset_peak_memory
+from verl.utils.fsdp_utils import torch_dtype
 from verl.utils.hub_names import HubNames
-from verl.utils.multimodal import DecodedMedia, MediaData, MediaLoader
-from verl.utils.sequence_parallel.groups import SequenceParallel, data_parallel_group
-from verl.utils.tokenizer import load_processor, load_tokenizer
+from verl.utils.multimodal import DecodedMedia, MediaData
+from verl.utils.tokenizer import load_tokenizer
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
 from verl.workers.config import WorkerConfig
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.hosted_model import HostedModel, Place
-from verl.workers.model_config import ModelConfig, OptimConfig
+from verl.workers.hosted_model import HostedModel
+from verl.workers.model_worker import ModelWorker
 from verl.workers.prime.dp_prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.reward_model.conversation import load_reward_tokenizer
 from verl.workers.reward_model.dp_reward_model import RewardModelScorer, check_has_score
+from verl.workers.rollout.adapter_sync import engine_adapter
 from verl.workers.rollout.base import (
     EmbeddedMedia,
+    EngineAdapter,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -43,48 +37,26 @@ from verl.workers.rollout.base import (
     build_rollout_engine,
 )
 from verl.workers.run_options import RunOptions
-from verl.workers.step_profiler import StepProfiler
 
 
-class FSDPWorker(Worker):
+class FSDPWorker(ModelWorker):
     """One process of the colocated worker group."""
 
-    def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method under the name of its phase in profiles."""
-        with record_function(phase):
-            return super().execute(name, phase, *args, **kwargs)
+    options: RunOptions
 
     def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
-        super().__init__()
+        super().__init__(options)
         self.config = config
-        self.options = options
-        self.device = set_device(options.device, self.local_rank)
-        set_seed(options.seed + self.rank)
-        dist.init_process_group(backend_of(options.device))
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
         """Load every model of the run, and the engine."""
-        self._place_on_axes()
-        self._load_tokenizer()
-        actor = self.config.actor
-        pieces = max(1, self.config.rollout.num_chunk_seq)
-        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, actor.ring_size, pieces)
-        self.group = data_parallel_group(sp)
-        self.place = Place(
-            self.device,
-            self.world_size,
-            self.media,
-            actor.share_prompt,
-            sp,
-            actor.cached_embeds_dir,
-            actor.divide_short_sequences,
+        tp_size, actor = self.config.rollout.tensor_parallel_size, self.config.actor
+        self.set_axis(
+            "rollout", self.rank // tp_size, self.world_size // tp_size, is_first=self.rank % tp_size == 0
         )
-        self.hosted: list[HostedModel] = []
-        self.checkpoints = BackgroundWriter()
-        self.profiler = StepProfiler()
-        self.num_encoded = 0  # media that frozen towers had encoded when it was last said
-        self._init_reference()
+        pieces = max(1, self.config.rollout.num_chunk_seq)
+        self._prepare(actor, share_prompt=actor.share_prompt, pieces=pieces)
         self._init_actor()
         if self.options.use_critic:
             self._init_critic()
@@ -96,22 +68,29 @@ class FSDPWorker(Worker):
         self.engine.sleep()
 
     def _init_reference(self) -> None:
-        self.reference_model = None
-        if self.options.use_reference:
-            config, actor = self.config.ref, self.config.actor
+        """Hold a frozen copy of the policy; beside adapters the policy without them is the reference."""
+        self.reference_model = self.reference_forward = None
+        if not self.options.use_reference:
+            return
+        config, actor = self.config.ref, self.config.actor
+        if actor.model.lora.is_used:
+            self.reference_model, self.reference_forward = self.policy, self.policy.base_forward
+        else:
             self.reference_model = self._hosted("ref", config, actor.model)
-            self.reference = DataParallelPPOActor(actor, self.reference_model.forward, self.group)
+            self.reference_forward = self.reference_model.forward
+        self.reference = DataParallelPPOActor(actor, self.reference_forward, self.group)
 
     def _init_actor(self) -> None:
         config, options = self.config.actor, self.options
         self.policy = self._hosted("actor", config, config.model, optim=config.optim)
+        self._init_reference()
         self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
         training = ActorTraining(
             *self.policy.training,
             rollout_n=self.config.rollout.n,
             max_response_length=options.max_response_length,
             kl_loss=options.kl_loss,
-            reference=self.reference_model.forward if self.reference_model else None,
+            reference=self.reference_forward,
             bypass_correction=options.bypass_correction,
             is_reinforce=options.is_reinforce,
         )
@@ -169,40 +148,15 @@ class FSDPWorker(Worker):
             policy_model_type=self.policy.model.config.model_type,
         )
 
-    def _hosted(
-        self,
-        role: str,
-        config: Any,
-        model: ModelConfig,
-        *,
-        optim: OptimConfig | None = None,
-        head: str = "causal",
-    ) -> HostedModel:
-        """A model of the run; with an optimizer it is updated and saved."""
-        hosted = HostedModel(
-            role,
-            model,
-            config.fsdp,
-            config.offload,
-            self.place,
-            optim=optim,
-            training_steps=self.options.training_steps,
-            head=head,
-        )
-        self.hosted.append(hosted)
-        return hosted
-
-    @property
-    def trained(self) -> list[HostedModel]:
-        """The models that are updated and saved, the policy first."""
-        return [hosted for hosted in self.hosted if hosted.optimizer is not None]
-
     @register(Dispatch.ALL, phase="sync_weights")
     def sync_weights(self) -> None:
-        """Put the trained weights into the engine, tensor by tensor, and wake it."""
+        """Put the trained weights into the engine, tensor by tensor, or the adapters; and wake it."""
         with self.policy.loaded():
-            tensors = full_named_tensors(self.policy.model, torch_dtype(self.config.rollout.dtype))
-            self.engine.sync_weights(self.hub_names.convert(tensors))
+            if self.engine.takes_adapter:
+                self.engine.sync_adapter(self.policy.adapter_tensors())
+            else:
+                tensors = self.policy.engine_tensors(torch_dtype(self.config.rollout.dtype))
+                self.engine.sync_weights(self.hub_names.convert(tensors))
         self.engine.wake()
 
     @register(Dispatch.ALL, phase="sleep")
@@ -252,7 +206,7 @@ class FSDPWorker(Worker):
                 batch,
                 self.config.rollout.temperature,
                 with_sum_squares=options.has_sum_squares,
-                reference=reference.forward if reference else None,
+                reference=self.reference_forward if reference else None,
             )
         named = {
             "old_log_probs": found.log_probs,
@@ -322,70 +276,12 @@ class FSDPWorker(Worker):
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
         return metrics | memory_metrics(self.options.device) | self._encoded_media()
 
-    @register(Dispatch.ALL, phase="save_checkpoint")
-    def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
-        """Begin to write this rank's part of a checkpoint: a folder for each model that is trained.
+    def _extra_state(self, hosted: HostedModel) -> dict[str, Any]:
+        return {"engine_rng": self.engine.rng_state()} if hosted is self.policy else {}
 
-        Args:
-            folder: Of the checkpoint.
-            model_only: Leave out what trains the models.
-            copies: Write copies, so that training may go on; without, `finish_checkpoint` is called next.
-        """
-        files = (self.tokenizer, self.processor) if self.rank == 0 else None
-        snapshots = {}
-        for hosted in self.trained:
-            extra = {"engine_rng": self.engine.rng_state()} if hosted is self.policy else {}
-            snapshots[hosted.role] = hosted.snapshot(
-                model_only=model_only, copies=copies, extra=extra, files=files
-            )
-        self.checkpoints.start(Path(folder), snapshots)
-
-    @register(Dispatch.ALL, phase="save_checkpoint")
-    def is_checkpoint_written(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self.checkpoints.is_done()
-
-    @register(Dispatch.ALL, phase="save_checkpoint")
-    def finish_checkpoint(self) -> str | None:
-        """Wait until the checkpoint is written; returns what kept the ranks from it, None if nothing did."""
-        return self.checkpoints.finish()
-
-    @register(Dispatch.ALL, phase="profile")
-    def start_profiler(self) -> None:
-        """Begin to record every operation of this process."""
-        self.profiler.start()
-
-    @register(Dispatch.ALL, phase="profile")
-    def stop_profiler(self, folder: str) -> None:
-        """Write what was recorded to `folder/rank_R.json.gz`."""
-        self.profiler.stop(Path(folder) / f"rank_{self.rank}.json.gz")
-
-    @register(Dispatch.ALL, phase="load_checkpoint")
-    def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint, of any number of ranks."""
-        policy, *_ = [hosted.load(Path(folder)) for hosted in self.trained]
-        if policy.extra is not None:
-            self.engine.set_rng_state(policy.extra["engine_rng"])
-
-    def _place_on_axes(self) -> None:
-        """Say which part of a batch this rank gets in training and in sampling."""
-        tp_size = self.config.rollout.tensor_parallel_size
-        sp_size = self.config.actor.ulysses_size * self.config.actor.ring_size
-        self.set_axis(
-            "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
-        )
-        self.set_axis(
-            "rollout", self.rank // tp_size, self.world_size // tp_size, is_first=self.rank % tp_size == 0
-        )
-
-    def _load_tokenizer(self) -> None:
-        model, options = self.config.actor.model, self.options
-        assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
-        arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
-        self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
-        self.media = None
-        if self.processor is not None:
-            self.media = MediaLoader(self.processor, options.media, options.media_cache)
+    def _restore(self, hosted: HostedModel, restored: Restored) -> None:
+        if hosted is self.policy and restored.extra is not None:
+            self.engine.set_rng_state(restored.extra["engine_rng"])
 
     def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
         """A prompt's media for the engine: what the frozen tower made of them, or their pixels."""
@@ -397,25 +293,6 @@ class FSDPWorker(Worker):
                 return EmbeddedMedia(*([entry.tensors for entry in known[kind]] for kind in known))
         assert self.media is not None, "the loader refuses media where the model has no processor"
         return self.media.decode(media)
-
-    def _encoded_media(self) -> dict[str, float]:
-        """How many images and videos were encoded since the last call, by all frozen towers together."""
-        towers = [hosted.tower for hosted in self.hosted if hosted.tower is not None]
-        if not towers:
-            return {}
-        own = sum(tower.num_encoded for tower in towers) if self.place.sp.index == 0 else 0
-        count = torch.tensor(own - self.num_encoded, device=self.device)
-        self.num_encoded = own
-        dist.all_reduce(count)
-        return {"perf/encoded_media": float(count)}
-
-    def _mfu(
-        self, hosted: HostedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
-    ) -> dict[str, float]:
-        """The share of the device's peak that an update of these sequences reached, if known."""
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        mfu = hosted.flops.mfu(lengths, seconds, num_response_tokens=num_response_tokens)
-        return {} if mfu is None else {f"perf/mfu_{hosted.role}": mfu / self.place.sp.size}
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model
@@ -429,20 +306,11 @@ class FSDPWorker(Worker):
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             takes_embeddings=self.policy.tower is not None,
+            adapter=self._engine_adapter(),
         )
 
-    @contextmanager
-    def _loaded(
-        self, batch: DataProto, *models: HostedModel | None, with_optimizer: bool = False
-    ) -> Iterator[None]:
-        """Have these models on the device inside the block, and the first one's optimizer if asked for.
-
-        The media of the batch are at hand as features where a model's vision tower is frozen.
-        """
-        media = batch.non_tensor_batch.get("multi_modal_data", ())
-        with ExitStack() as stack:
-            for number, hosted in enumerate(models):
-                if hosted is not None:
-                    stack.enter_context(hosted.loaded(with_optimizer and number == 0))
-                    stack.enter_context(hosted.holding(media))
-            yield
+    def _engine_adapter(self) -> EngineAdapter | None:
+        policy = self.policy
+        if policy.adapter is None:
+            return None
+        return engine_adapter(policy.model, policy.adapter, self.config.rollout, self.options.device)

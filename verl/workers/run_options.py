@@ -10,16 +10,23 @@ from verl.workers.actor.dp_actor import KLLoss
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """What a worker needs to know of the options outside `worker`."""
+class ModelRunOptions:
+    """What a worker that holds models needs to know of the options outside `worker`."""
 
     device: str  # "cuda" or "cpu"
     training_steps: int
-    max_sequence_length: int
-    max_response_length: int
     media: MediaOptions
     media_cache: MediaCache  # opens the directory of the node where it is unpickled
     override_chat_template: str | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class RunOptions(ModelRunOptions):
+    """The same of a worker that samples and learns from it."""
+
+    max_sequence_length: int
+    max_response_length: int
     use_reference: bool
     use_critic: bool
     use_prime: bool
@@ -29,4 +36,3 @@ class RunOptions:
     bypass_correction: RolloutCorrection | None  # `bypass_mode`: what the loss itself corrects
     is_reinforce: bool  # `bypass_mode` with `loss_type=reinforce`
     accuracy_key: str  # the reward function's value that `prime` learns from
-    seed: int

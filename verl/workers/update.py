@@ -23,6 +23,7 @@ from verl.protocol import DataProto
 from verl.utils.fsdp_utils import clip_grad_norm
 from verl.utils.masking import masked_sum
 from verl.utils.rank_logger import get_logger
+from verl.workers.config import MicroBatchSize, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.line_division import LineLimits
 from verl.workers.micro_batches import RowCounts
@@ -42,7 +43,7 @@ class TrainedConfig(Protocol):
     @property
     def global_batch_size(self) -> int: ...  # noqa: D102 (an option)
     @property
-    def micro_batch_size_per_device_for_update(self) -> int: ...  # noqa: D102 (an option)
+    def micro_batch_size_per_device_for_update(self) -> MicroBatchSize: ...  # noqa: D102 (an option)
     @property
     def dynamic_batching(self) -> bool: ...  # noqa: D102 (an option)
     @property
@@ -77,7 +78,7 @@ class UpdateSettings:
             role=role,
             global_batch_size=config.global_batch_size,
             rollout_n=rollout_n,
-            micro_batch_size=config.micro_batch_size_per_device_for_update,
+            micro_batch_size=as_number(config.micro_batch_size_per_device_for_update),
             dynamic_batching=config.dynamic_batching,
             ppo_epochs=ppo_epochs,
             max_grad_norm=config.max_grad_norm,

@@ -25,6 +25,8 @@ KEY_METRICS = {  # what the bar shows: metric -> its short name
     "actor/entropy": "entropy",
     "actor/ppo_kl": "kl",
     "actor/grad_norm": "grad",
+    "train/loss": "loss",
+    "val/loss": "val loss",
     "perf/throughput": "tokens/s",
 }
 QUIET_S = 30.0  # without a terminal: the longest silence in a stage that reports its progress

@@ -23,7 +23,7 @@ from verl.algorithms.token_selection import TOKEN_SELECTIONS
 from verl.protocol import DataProto
 from verl.utils.torch_functional import TokenLogProbs
 from verl.workers.actor.mini_batch_selection import MiniBatchSelection
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.update import (
     FORWARD_KEYS,
@@ -146,7 +146,7 @@ class DataParallelPPOActor:
             self.forward,
             batch.select(FORWARD_KEYS, OBJECT_KEYS),
             stacked,
-            size=config.micro_batch_size_per_device_for_experience,
+            size=as_number(config.micro_batch_size_per_device_for_experience),
             dynamic_batching=config.dynamic_batching,
             group=self.group,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.token_selection import TOKEN_SELECTIONS, SelectionInputs
 from verl.protocol import DataProto
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.update import forward_in_micro_batches
 
@@ -49,7 +49,7 @@ class MiniBatchSelection:
             self.forward,
             mini_batch,
             lambda micro: self.forward.log_probs(micro, temperature).log_probs,
-            size=self.config.micro_batch_size_per_device_for_experience,
+            size=as_number(self.config.micro_batch_size_per_device_for_experience),
             dynamic_batching=self.config.dynamic_batching,
             group=self.group,
         )

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from verl.algorithms.aggregation import LossDenominators, aggregate_loss
 from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
 from verl.protocol import DataProto
-from verl.workers.config import CriticConfig
+from verl.workers.config import CriticConfig, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.update import (
     FORWARD_KEYS,
@@ -78,7 +78,7 @@ class DataParallelPPOCritic:
             self.forward,
             batch.select(FORWARD_KEYS, OBJECT_KEYS),
             self.forward.values,
-            size=self.config.micro_batch_size_per_device_for_experience,
+            size=as_number(self.config.micro_batch_size_per_device_for_experience),
             dynamic_batching=self.config.dynamic_batching,
             group=self.group,
         )

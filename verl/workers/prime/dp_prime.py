@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from verl.algorithms.aggregation import LossDenominators
 from verl.algorithms.prime import check_accuracies, prime_loss, process_rewards
 from verl.protocol import DataProto
-from verl.workers.config import PrimeConfig
+from verl.workers.config import PrimeConfig, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.reward_model.conversation import has_same_tokens
 from verl.workers.update import (
@@ -147,7 +147,7 @@ class DataParallelPrimeModel:
             forward,
             batch.select(FORWARD_KEYS, OBJECT_KEYS),
             lambda micro_batch: forward.log_probs(micro_batch, TEMPERATURE).log_probs,
-            size=self.config.micro_batch_size_per_device_for_experience,
+            size=as_number(self.config.micro_batch_size_per_device_for_experience),
             dynamic_batching=self.config.dynamic_batching,
             group=self.group,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from verl.models.registry import model_type_of
 from verl.protocol import DataProto
 from verl.utils.scalar_model import is_scalar
-from verl.workers.config import RewardModelConfig
+from verl.workers.config import RewardModelConfig, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.model_builder import load_model_config
 from verl.workers.reward_model.conversation import (
@@ -110,7 +110,7 @@ class RewardModelScorer:
             self.forward,
             conversations,
             self.forward.last_values,
-            size=self.config.micro_batch_size_per_device,
+            size=as_number(self.config.micro_batch_size_per_device),
             dynamic_batching=True,
             group=self.group,
         )

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of supervised fine-tuning against transformers' own, with labels of -100 on a padded batch.
+
+Loss and gradients must not depend on packing, on how rows are cut into micro batches, on the number of ranks,
+or on ranks sharing sequences. The labels are found here by another way than the trainer's: by the tokens that
+surround a turn.
+"""
+
+import io
+import json
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor
+
+from tests.equivalence.test_update import RecordingOptimizer, relative_errors
+from tests.helpers.distributed import run_distributed
+from tests.helpers.media import save_image
+from verl.models.position_ids import MropeConstants, position_ids_for
+from verl.models.tiny import save_tiny_model
+from verl.protocol import DataProto
+from verl.trainer.sft_config import SFTDataConfig
+from verl.utils.hub_names import auto_class
+from verl.utils.multimodal import MediaLoader, MediaOptions
+from verl.utils.sft_dataset import SFTDataset
+from verl.utils.tokenizer import load_processor, load_tokenizer
+
+FAMILIES = {"text": "qwen2", "image": "qwen2_5_vl"}
+MAX_LENGTH, IGNORED, TOLERANCE = 96, -100, 1e-5
+MEDIA = MediaOptions(min_pixels=1, max_pixels=10**6)
+SETTINGS = {  # options of `worker.actor`, ranks that share a sequence
+    "one row": ({"micro_batch_size_per_device_for_update": 1, "dynamic_batching": False}, 1),
+    "dynamic": ({"micro_batch_size_per_device_for_update": 1, "dynamic_batching": True}, 1),
+    "all rows": ({"micro_batch_size_per_device_for_update": 8, "dynamic_batching": False}, 1),
+    "divided": ({"micro_batch_size_per_device_for_update": 2, "divide_short_sequences": True}, 2),
+}
+CONVERSATIONS = [
+    [("user", "How many?"), ("assistant", "three"), ("user", "And the square?"), ("assistant", "red red")],
+    [("system", "You are a helpful assistant."), ("user", "2 + 3"), ("assistant", "Let me think. 5")],
+    [
+        ("user", "<image>What colour?"),
+        ("assistant", "blue"),
+        ("user", "<image>And this?"),
+        ("assistant", "0"),
+    ],
+    [("user", "Say nothing."), ("assistant", "")],
+]
+
+
+def make_batch(kind, folder, rows_file):
+    """The rows as the trainer's own dataset makes them."""
+    processor = load_processor(folder)
+    positions = None
+    if processor is not None:
+        config = AutoConfig.from_pretrained(folder)
+        constants = MropeConstants.from_config(config)
+        function = position_ids_for(config.model_type)
+
+        def positions(ids, **grids):
+            return function(ids, constants=constants, **grids)
+
+    dataset = SFTDataset(
+        str(rows_file), load_tokenizer(folder), processor,
+        SFTDataConfig(max_length=MAX_LENGTH, filter_overlong_prompts_workers=1),
+        media=None if processor is None else MediaLoader(processor, MEDIA), position_ids=positions,
+    )  # fmt: skip
+    return DataProto.from_single_dict(dataset.collate([dataset[number] for number in range(len(dataset))]))
+
+
+def labels_of(batch, tokenizer):
+    """Tokens between `<|im_start|>assistant\\n` and `<|im_end|>`, the latter included; -100 elsewhere."""
+    head = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = batch.batch["input_ids"]
+    labels = torch.full_like(ids, IGNORED)
+    for row, tokens in enumerate(ids.tolist()):
+        is_inside = False
+        for place, token in enumerate(tokens):
+            is_inside = is_inside or tokens[place - len(head) : place] == head
+            if is_inside:
+                labels[row, place] = token
+            is_inside = is_inside and token != end
+    return labels
+
+
+def reference(kind, folder, batch, tokenizer):
+    """transformers' loss on the padded batch, and its gradients."""
+    config = AutoConfig.from_pretrained(folder)
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tensors, inputs = batch.batch, {}
+    positions = tensors["position_ids"]
+    if kind == "image":
+        positions = positions.transpose(0, 1)
+        refs = [ref for row in batch.non_tensor_batch["multi_modal_data"] if row for ref in row["images"]]
+        images = [Image.open(ref if isinstance(ref, str) else io.BytesIO(ref)) for ref in refs]
+        made = AutoProcessor.from_pretrained(folder).image_processor(images=images, return_tensors="pt")
+        inputs = {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
+    loss = model(
+        input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"], position_ids=positions,
+        labels=labels_of(batch, tokenizer), use_cache=False, **inputs,
+    ).loss  # fmt: skip
+    loss.backward()
+    return loss.item(), {name: param.grad for name, param in model.named_parameters()}
+
+
+def losses_on_ranks(rank, world_size, root, settings):
+    """For each case the logged loss, the mean loss of validation, and the worst gradient."""
+    from verl.utils.fsdp_utils import make_mesh
+    from verl.utils.sequence_parallel.groups import SequenceParallel, data_parallel_group
+    from verl.workers.dp_sft import DataParallelSFT
+    from verl.workers.forward import PackedForward
+    from verl.workers.line_division import LineDivision, Way
+    from verl.workers.model_builder import build_model
+    from verl.workers.sft_options import FSDPConfig, ModelConfig, SFTActorConfig
+
+    found = {}
+    for kind in FAMILIES:
+        folder = root / kind / "model"
+        whole = DataProto.load_from_disk(root / kind / "batch")
+        _, expected = torch.load(root / kind / "reference.pt")
+        for setting in settings:
+            options, sp_size = SETTINGS[setting]
+            model = build_model(
+                ModelConfig(model_path=str(folder), enable_gradient_checkpointing=setting == "dynamic"),
+                FSDPConfig(mp_param_dtype="fp32"),
+                mesh=make_mesh(world_size, -1, "cpu"), device="cpu", trainable=True,
+            )  # fmt: skip
+            processor = load_processor(folder)
+            media = None if processor is None else MediaLoader(processor, MEDIA)
+            sp = SequenceParallel.build(range(world_size), sp_size, 1)
+            forward = PackedForward(model, model.config, media, "cpu", sp=sp)
+            if sp_size > 1:
+                forward.division = LineDivision(sp_size, [Way.DIVIDED])
+            optimizer = RecordingOptimizer(model)
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+            config = SFTActorConfig(global_batch_size=len(whole), max_grad_norm=1e9, **options)
+            sft = DataParallelSFT(config, forward, data_parallel_group(sp), optimizer, scheduler)
+            dp_size, index = world_size // sp_size, rank // sp_size
+            own = whole[index * len(whole) // dp_size : (index + 1) * len(whole) // dp_size]
+            loss = sft.update(own)["train/loss"]
+            errors = relative_errors(optimizer.gradients[0], expected)
+            found[kind, setting] = (
+                loss,
+                sft.losses(own).sum().item(),
+                max((error, name) for name, error in errors.items()),
+                dp_size,
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sft")
+    for kind, family in FAMILIES.items():
+        folder = save_tiny_model(root / kind / "model", family)
+        rows = []
+        for number, turns in enumerate(CONVERSATIONS):
+            images = [
+                save_image(root / kind / f"{number}-{place}.png", 56, 84, seed=place)
+                for place in range(sum("<image>" in text for _, text in turns))
+            ]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            rows.append({"messages": messages} | ({"images": images} if kind == "image" else {}))
+        rows_file = root / kind / "rows.jsonl"
+        rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        batch = make_batch(kind, folder, rows_file)
+        batch.save_to_disk(root / kind / "batch")
+        torch.save(reference(kind, folder, batch, load_tokenizer(folder)), root / kind / "reference.pt")
+    return root
+
+
+def check(results, root):
+    for kind, setting in results[0]:
+        expected, _ = torch.load(root / kind / "reference.pt")
+        batch = DataProto.load_from_disk(root / kind / "batch")
+        num_tokens = batch.batch["response_mask"].sum().item()
+        for rank in results:
+            loss, _, (error, name), _ = rank[kind, setting]
+            assert loss == pytest.approx(expected, rel=TOLERANCE), (kind, setting)
+            assert error < TOLERANCE, (kind, setting, name)
+        *_, dp_size = results[0][kind, setting]
+        validated = sum(rank[kind, setting][1] for rank in results) * dp_size / len(results)
+        assert validated / num_tokens == pytest.approx(expected, rel=TOLERANCE), (kind, setting)
+
+
+def test_the_learned_tokens_are_those_between_the_assistants_header_and_the_end_of_its_turn(root):
+    for kind in FAMILIES:
+        batch = DataProto.load_from_disk(root / kind / "batch")
+        labels = labels_of(batch, load_tokenizer(root / kind / "model"))
+
+        assert (labels != IGNORED)[:, 1:].long().equal(batch.batch["response_mask"])
+        assert (labels != IGNORED).any(-1).all()
+
+
+def test_loss_and_gradients_equal_those_of_transformers_on_two_ranks_and_divided_lines(root):
+    check(run_distributed(losses_on_ranks, 2, root, ["dynamic", "divided"]), root)
+
+
+@pytest.mark.slow
+def test_loss_and_gradients_equal_those_of_transformers_on_one_rank(root):
+    check(run_distributed(losses_on_ranks, 1, root, ["one row", "dynamic", "all rows"]), root)

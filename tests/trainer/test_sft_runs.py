@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of supervised fine-tuning on two CPU processes, and of reinforcement learning from them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.runs import saved_tensors
+from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, read_metrics, train
+from verl.models.tiny import save_tiny_model
+from verl.trainer.rollouts_to_sft import main as rollouts_to_sft
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+SMALL = [
+    "data.max_length=48",
+    "data.num_workers=0",
+    "worker.actor.global_batch_size=16",
+    "worker.actor.micro_batch_size_per_device_for_update=8",
+    "worker.actor.optim.lr=1e-3",
+    "worker.actor.fsdp.mp_param_dtype=fp32",
+    "worker.actor.model.enable_gradient_checkpointing=false",
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=2",
+    "trainer.logger=[file]",
+    "trainer.val_freq=4",
+    "data.min_pixels=784",
+    "data.max_pixels=50176",
+]
+
+
+def write_conversations(folder, name, count, seed, with_images=False):
+    """The quickstart's questions with their answers; returns the file."""
+    questions = write_questions(folder, name, count, seed=seed, with_images=with_images)
+    rows = []
+    for line in questions.read_text().splitlines():
+        row = json.loads(line)
+        messages = [
+            {"role": "user", "content": row["problem"]}, {"role": "assistant", "content": row["answer"]}
+        ]  # fmt: skip
+        rows.append(row | {"messages": messages})
+    file = folder / f"sft_{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def arguments_for(folder, *overrides):
+    return [
+        f"data.train_files={folder / 'sft_train.jsonl'}",
+        f"data.val_files={folder / 'sft_val.jsonl'}",
+        f"data.image_dir={folder / 'images'}",
+        f"worker.actor.model.model_path={folder / 'model'}",
+        *SMALL,
+        *overrides,
+    ]
+
+
+def fine_tune(output, *arguments):
+    """Run the command into a folder and return the metrics of each step."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.sft", *arguments, f"trainer.save_checkpoint_path={output}"],
+        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    return read_metrics(output)
+
+
+def make_folder(folder, family):
+    save_tiny_model(folder / "model", family)
+    for name, count, seed in (("train", 64, 1), ("val", 20, 2)):  # 20 do not divide into batches of 16
+        write_conversations(folder, name, count, seed, with_images=family != "qwen2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("sft"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder):
+    """Metrics by step of a run that was never stopped."""
+    return fine_tune(
+        folder / "unbroken", *arguments_for(folder, "trainer.max_steps=8", "trainer.save_freq=4")
+    )
+
+
+def test_the_loss_of_a_run_falls_in_training_and_on_held_out_rows(unbroken):
+    assert sorted(unbroken) == list(range(9))
+    losses = [unbroken[step]["train/loss"] for step in range(1, 9)]
+    held_out = [unbroken[step]["val/loss"] for step in (0, 4, 8)]
+
+    assert losses[-1] < 0.5 * losses[0]
+    assert held_out == sorted(held_out, reverse=True)
+    # 16 rows of one word and the end of the turn: 32 tokens are learned in a step
+    assert all(unbroken[step]["train/num_tokens"] == 32 for step in range(1, 9))
+    assert {"train/grad_norm", "train/lr", "perf/throughput", "sequence_length/mean"} <= set(unbroken[1])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_ends_bit_for_bit_as_an_unbroken_one(folder, unbroken):
+    arguments = arguments_for(folder, "trainer.max_steps=8", "trainer.save_freq=4")
+    output = folder / "resumed"
+    checkpoint = folder / "unbroken" / "global_step_4"
+
+    resumed = fine_tune(output, *arguments, f"trainer.load_checkpoint_path={checkpoint}")
+
+    for step in range(5, 9):
+        assert learned(resumed[step]) == learned(unbroken[step])
+    one, other = (saved_tensors(run / "global_step_8") for run in (folder / "unbroken", output))
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(one[key].equal(other[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
+def test_reinforcement_learning_starts_from_the_checkpoint_and_its_rollouts_are_data_again(family, tmp_path):
+    folder = make_folder(tmp_path, family)
+    lora = ["worker.actor.model.lora.rank=8", "worker.actor.model.lora.alpha=16"]
+    chosen = [*lora, "worker.actor.optim.lr=5e-3"] if family == "qwen2" else []
+    fine_tune(folder / "sft", *arguments_for(folder, "trainer.max_steps=24", "trainer.val_freq=-1", *chosen))
+    options = ["trainer.max_steps=1", "data.max_response_length=2"]
+
+    scratch = train(folder / "scratch", *quickstart_arguments(folder, folder / "model", *options))
+    from_it = train(folder / "rl", *quickstart_arguments(folder, folder / "sft" / "global_step_24", *options))
+
+    assert scratch[0]["val/accuracy_reward"] < 0.3 < 0.5 < from_it[0]["val/accuracy_reward"]
+    output = tmp_path / "kept.parquet"
+    assert rollouts_to_sft([str(folder / "rl"), "--output", str(output), "--min_score", "0.9"]) == 0
+    metrics = fine_tune(
+        folder / "again",
+        *arguments_for(folder, f"data.train_files={output}", "worker.actor.global_batch_size=2"),
+        "trainer.max_steps=1",
+    )
+    assert metrics[1]["train/loss"] > 0
+
+
+@pytest.mark.slow
+def test_the_cold_start_of_the_quickstart_does_what_it_says(tmp_path):
+    command = [sys.executable, str(QUICKSTART / "cold_start.py"), "--folder", str(tmp_path)]
+
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    assert found["sft_loss_after"] < 0.2 * found["sft_loss_before"]
+    assert found["val_untaught"] < 0.25 < 0.5 < found["val_before"] < found["val_after"]

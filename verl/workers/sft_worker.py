@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that owns one device in supervised fine-tuning: a shard of the model and its optimizer.
+
+The model is saved as `actor`, the name of the policy: a run of reinforcement learning starts from it.
+"""
+
+import time
+
+from verl.protocol import DataProto
+from verl.single_controller.dispatch import Dispatch, register
+from verl.utils.device import memory_metrics, reset_peak_memory
+from verl.workers.dp_sft import DataParallelSFT
+from verl.workers.model_worker import ModelWorker
+from verl.workers.run_options import ModelRunOptions
+from verl.workers.sft_options import SFTWorkerConfig
+
+
+class SFTWorker(ModelWorker):
+    """One process of the group that fine-tunes a model."""
+
+    def __init__(self, config: SFTWorkerConfig, options: ModelRunOptions) -> None:
+        super().__init__(options)
+        self.config = config
+
+    @register(Dispatch.ALL, phase="init_model")
+    def init_model(self) -> None:
+        """Load the model."""
+        actor = self.config.actor
+        self._prepare(actor)
+        self.policy = self._hosted("actor", actor, actor.model, optim=actor.optim)
+        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, *self.policy.training)
+
+    @register(Dispatch.SHARD, phase="update")
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Take one step on this rank's share of the rows; the metrics are equal on all ranks."""
+        reset_peak_memory(self.options.device)
+        start = time.perf_counter()
+        with self._loaded(batch, self.policy, with_optimizer=True):
+            metrics = self.sft.update(batch)
+        learned = int(batch.batch["response_mask"].sum())
+        metrics |= self._mfu(self.policy, batch, time.perf_counter() - start, num_response_tokens=learned)
+        return metrics | memory_metrics(self.options.device) | self._encoded_media()
+
+    @register(Dispatch.SHARD, phase="validation")
+    def compute_losses(self, batch: DataProto) -> DataProto:
+        """Compute the sum of -log p over the tokens of each row that are learned: `losses` (B,) float64."""
+        with self._loaded(batch, self.policy):
+            return DataProto.from_dict({"losses": self.sft.losses(batch)})
