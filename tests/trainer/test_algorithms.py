@@ -146,6 +146,7 @@ def test_a_reward_model_can_be_all_that_scores(folder):
     )
 
 
+@pytest.mark.slow
 def test_remax_with_resampling_corrections_and_the_kl_over_the_vocabulary_in_the_rewards(folder):
     options = [
         "algorithm.adv_estimator=remax",

@@ -43,6 +43,7 @@ def runs(folder):
     return [train(folder / name, *arguments) for name in ("first", "second")]
 
 
+@pytest.mark.slow
 def test_images_encoded_in_a_step_are_the_prompts_that_nobody_has_seen(runs):
     # Two steps are an epoch; the rollout engine, the policy, the reference and both updates read the rest.
     first, second = ([run[step]["perf/encoded_media"] for step in range(1, STEPS + 1)] for run in runs)
@@ -51,11 +52,13 @@ def test_images_encoded_in_a_step_are_the_prompts_that_nobody_has_seen(runs):
     assert second == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_the_engine_samples_from_what_the_trainer_computes(runs):
     for run in runs:
         assert all(run[step]["rollout/log_probs_diff_max"] < 1e-4 for step in range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_where_features_come_from_changes_nothing(runs):
     first, second = runs
 

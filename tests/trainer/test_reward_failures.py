@@ -167,6 +167,7 @@ def masked(folder):
     return train(folder / "masked", *arguments(folder, "true", *options))
 
 
+@pytest.mark.slow
 def test_a_run_learns_as_if_the_responses_that_failed_had_been_masked_by_hand(folder, masked):
     output = folder / "by hand"
     options = arguments(folder, "false", f"trainer.save_checkpoint_path={output}")
@@ -188,6 +189,7 @@ def test_a_run_learns_as_if_the_responses_that_failed_had_been_masked_by_hand(fo
         assert {key: masked[step].get(key) for key in expected} == expected, f"step {step}"
 
 
+@pytest.mark.slow
 def test_failures_are_counted_and_logged_with_what_failed(folder, masked):
     lines = (folder / "masked" / "reward_failures.jsonl").read_text().splitlines()
     failed = [json.loads(line) for line in lines]

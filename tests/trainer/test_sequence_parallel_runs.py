@@ -68,7 +68,7 @@ DIVIDED = "worker.actor.divide_short_sequences=true"
     ("options", "whole"),
     [
         (["worker.actor.share_prompt=true"], None),
-        (["worker.actor.ulysses_size=2", DIVIDED], 0.0),
+        pytest.param(["worker.actor.ulysses_size=2", DIVIDED], 0.0, marks=pytest.mark.slow),
         (["worker.actor.ring_size=2", DIVIDED], 0.0),
         pytest.param(["worker.actor.ring_size=2"], 1.0, marks=pytest.mark.slow),
     ],
@@ -81,6 +81,7 @@ def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options, whol
     assert metrics[1].get("perf/sp_whole_rows_actor") == whole
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_layout_as_if_it_had_not_changed(folder, apart):
     checkpoint = f"trainer.load_checkpoint_path={folder / 'apart' / 'global_step_1'}"
 

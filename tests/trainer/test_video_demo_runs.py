@@ -94,6 +94,7 @@ def alone(folder, cluster):
     ],
     ids=["two pairs of ulysses", "ulysses and ring"],
 )
+@pytest.mark.slow
 def test_four_processes_that_share_videos_learn_what_one_learns(folder, cluster, alone, options):
     metrics = run(folder, cluster, 4, *options)
 

@@ -8,6 +8,7 @@ from verl.utils.rank_logger import get_logger
 
 def test_rank_zero_speaks_and_the_others_do_not(capsys, monkeypatch):
     logger = get_logger("verl.tests.some_module")
+    monkeypatch.delenv("RANK", raising=False)  # an engine of an earlier test may have set it
 
     logger.info("outside of a group: x=%d", 1)
     monkeypatch.setenv("RANK", "0")
