@@ -149,11 +149,20 @@ def _matcher(pattern: str, option: str) -> Callable[[str], bool]:
     if NAMES.fullmatch(pattern):
         endings = tuple(f".{name}" for name in pattern.split(","))
         return lambda name: f".{name}".endswith(endings)
+    regex = compiled(pattern, option)
+    return lambda name: regex.fullmatch(name) is not None
+
+
+def compiled(pattern: str, option: str) -> re.Pattern[str]:
+    """A regular expression of an option.
+
+    Raises:
+        ValueError: It is none.
+    """
     try:
-        regex = re.compile(pattern)
+        return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"`{option}` ({pattern}) is no regular expression: {error}") from error
-    return lambda name: regex.fullmatch(name) is not None
 
 
 def _kinds(names: Iterable[str]) -> str:

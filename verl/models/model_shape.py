@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.models.registry import model_type_of
+from verl.utils.fsdp_utils import fsdp_blocks
 from verl.utils.memory_model import ModelShape, Stack
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
     """Count the weights of a model, on the meta device or not; `requires_grad` says which of them learn."""
     config: Any = model.config
-    blocks = _blocks(model)
+    blocks = fsdp_blocks(model)
     tower_name = model_type_of(config).vision_tower
     tower = [] if tower_name is None else list(model.get_submodule(tower_name).modules())
     tower_blocks = [block for block in blocks if any(block is module for module in tower)]
@@ -37,12 +38,6 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         text=_text_stack(config.get_text_config(), text_blocks),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
     )
-
-
-def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """What FSDP gathers at a time."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:

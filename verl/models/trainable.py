@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters of a model are trained."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from verl.models.adapters import attach_adapters
+from verl.models.adapters import attach_adapters, compiled
 from verl.models.registry import model_type_of
 from verl.utils.adapter_files import AdapterConfig
 from verl.utils.lora import is_adapter
@@ -82,10 +81,7 @@ def _matching(names: Iterable[str], patterns: Sequence[str], option: str) -> lis
     """The names in which one of the patterns is found; each pattern must be found in one."""
     names, found = list(names), []
     for pattern in patterns:
-        try:
-            regex = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"`{option}` ({pattern}) is no regular expression: {error}") from error
+        regex = compiled(pattern, option)
         matches = [name for name in names if regex.search(name)]
         if not matches:
             raise ValueError(

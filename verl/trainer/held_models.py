@@ -60,12 +60,6 @@ class HeldModel:
         """Bytes of the optimizer's state."""
         return memory_model.optimizer_state(self.shape, self.how) if self.is_trained else 0
 
-    def trained_text(self) -> str:
-        """How much of it is trained, for a person."""
-        learning, params = self.shape.learning, self.shape.params
-        share = 100 * learning / params
-        return f"{self.role}: {learning:,} of {params:,} parameters are trained ({share:.2f} %)"
-
     def resting(self) -> Resting:
         """While another model works."""
         in_host = self.weights * (self.host_weights or self.is_streamed)

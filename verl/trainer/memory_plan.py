@@ -110,7 +110,7 @@ def plan_memory(config: PPOConfig, models: Sequence[HeldModel], machine: Machine
         tuple(_with(phase, *common) for phase in phases),
         machine,
         config.trainer.n_gpus_per_node,
-        tuple(model.trained_text() for model in models if model.is_trained),
+        tuple(f"{model.role}: {model.shape.trained_text}" for model in models if model.is_trained),
     )
 
 

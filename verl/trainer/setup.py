@@ -20,7 +20,6 @@ from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, g
 from verl.trainer.data_loader import make_loaders, media_options
 from verl.trainer.elastic import largest_run
 from verl.trainer.exports import export_checkpoints
-from verl.trainer.held_models import held_models
 from verl.trainer.kept_rollouts import RolloutKeeper
 from verl.trainer.memory_report import settled_worker
 from verl.trainer.plan import count_training_steps
@@ -36,7 +35,7 @@ from verl.utils.rank_logger import get_logger
 from verl.viewer.process import viewer_process
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker
-from verl.workers.model_sizes import check_trained, read_shape
+from verl.workers.model_sizes import check_trained
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
 from verl.workers.run_options import RunOptions
 
@@ -68,7 +67,7 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
             stack.enter_context(viewer_process(folder, config.trainer.viewer_port))
         export_checkpoints(config.worker)
         device = resolve_device(config.trainer.device)
-        _check_trained(config, device)
+        _check_trained(config)
         config, pool = _join_cluster(config, device, patience_s, stack)
         worker = settled_worker(config, device)
         cache = open_cache(stack)
@@ -172,12 +171,10 @@ def _until(deadline: float, attempt: Callable[[], object]) -> None:
             return
 
 
-def _check_trained(config: PPOConfig, device: str) -> None:
+def _check_trained(config: PPOConfig) -> None:
     """Find patterns that match nothing, and adapters that cannot be used, before a device is taken."""
     actor, critic = config.worker.actor, config.worker.critic
-    check_trained(actor.model, actor.optim, "actor")
+    logger.info("actor: %s", check_trained(actor.model, actor.optim, "actor").trained_text)
     if config.use_critic:
-        check_trained(critic.model, critic.optim, "critic", head="scalar")
-    for model in held_models(config, device, read_shape):
-        if model.is_trained:
-            logger.info(model.trained_text())
+        shape = check_trained(critic.model, critic.optim, "critic", head="scalar")
+        logger.info("critic: %s", shape.trained_text)

@@ -25,10 +25,13 @@ from verl.utils.bad_rows import REPORT_NAME, BadRowReport
 from verl.utils.device import resolve_device
 from verl.utils.media_cache import MediaCache
 from verl.utils.multimodal import MediaOptions
+from verl.utils.rank_logger import get_logger
 from verl.utils.sft_dataset import SFTDataset
-from verl.workers.model_sizes import read_shape
+from verl.workers.model_sizes import check_trained
 from verl.workers.run_options import ModelRunOptions
 from verl.workers.sft_worker import SFTWorker
+
+logger = get_logger(__name__)
 
 
 class SFTLoaders(NamedTuple):
@@ -54,7 +57,7 @@ def running_sft(config: SFTConfig) -> Iterator[SFTTrainer]:
     with ExitStack() as stack:
         actor = config.worker.actor
         export_checkpoints(config.worker)
-        read_shape(actor.model, actor.fsdp, option="worker.actor.model", is_trained=True)  # fits its options
+        logger.info("actor: %s", check_trained(actor.model, actor.optim, "actor").trained_text)
         device = resolve_device(config.trainer.device)
         pool = _join_cluster(config, device, stack)
         cache = open_cache(stack)

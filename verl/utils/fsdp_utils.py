@@ -109,11 +109,15 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions) 
         ),
         "offload_policy": offload_policy(config, mesh),
     }
-    block_names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in block_names]
-    for block in blocks:
+    for block in fsdp_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """What is gathered at a time: the blocks of the language model and of the vision tower."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:

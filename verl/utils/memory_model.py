@@ -81,6 +81,12 @@ class ModelShape:
         return self.vocab * self.text.hidden
 
     @property
+    def trained_text(self) -> str:
+        """How much of it is trained, for a person."""
+        share = 100 * self.learning / self.params
+        return f"{self.learning:,} of {self.params:,} parameters are trained ({share:.2f} %)"
+
+    @property
     def learning_head(self) -> int:
         """Those with a gradient."""
         return min(self.head, self.learning_root)

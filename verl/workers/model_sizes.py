@@ -40,7 +40,7 @@ def read_shape(
     return model_shape(empty)
 
 
-def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> None:
+def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> ModelShape:
     """Find what is wrong with the choice of what is trained, and how, without weights and devices.
 
     Args:
@@ -49,6 +49,9 @@ def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str =
         role: Section below `worker`, for errors.
         head: "causal" or "scalar".
 
+    Returns:
+        The sizes of the model, and of what is trained of it.
+
     Raises:
         FileNotFoundError: The folder has no config that can be read.
         ValueError: A pattern matches nothing, an adapter cannot be used, or nothing is left to train.
@@ -56,6 +59,7 @@ def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str =
     empty = _empty(model, f"worker.{role}.model", head)
     choose_trainable(empty, model, f"worker.{role}.model")
     parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
+    return model_shape(empty)
 
 
 def _empty(model: ModelConfig, option: str, head: str, dtype: torch.dtype | None = None) -> PreTrainedModel:

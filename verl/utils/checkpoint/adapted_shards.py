@@ -21,6 +21,10 @@ class TensorSource(Protocol):
         """The name of every tensor."""
         ...
 
+    def shape(self, name: str) -> torch.Size:
+        """Size of a whole tensor."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
         ...
@@ -74,7 +78,9 @@ class AdaptedShards:
 
     def shape(self, name: str) -> torch.Size:
         """Size of the whole tensor."""
-        return self._weight(name).shape
+        return (
+            self._source.shape(self._saved[self._own[name]]) if name in self._own else self._base[name].shape
+        )
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, with its adapter."""
