@@ -49,6 +49,17 @@ def test_a_prompt_and_its_response_are_the_conversation_of_both(tmp_path, folder
     assert all(single[name].equal(chat[name]) for name in SFTDataset.tensors)
 
 
+def test_conversations_in_sharegpt_form_are_the_same_conversations(tmp_path, folders):
+    said = [{"from": "system", "value": "Count."}, {"from": "human", "value": "How many?"}]
+    said.append({"from": "gpt", "value": "three"})
+    config = replace(CONFIG, messages_key="conversations")
+    sharegpt = open_rows(tmp_path, folders["qwen2"], [{"conversations": said}], config=config)[0]
+    system = {"role": "system", "content": "Count."}
+    chat = open_rows(tmp_path, folders["qwen2"], [{"messages": [system, *CHAT]}])[0]
+
+    assert all(sharegpt[name].equal(chat[name]) for name in SFTDataset.tensors)
+
+
 def test_a_prompt_is_formatted_as_for_rollouts(tmp_path, folders):
     (tmp_path / "format.jinja").write_text("{{ content }} Think.")
     config = replace(CONFIG, format_prompt=str(tmp_path / "format.jinja"))
@@ -121,6 +132,7 @@ def test_turns_after_further_media_stay_marked(tmp_path, folders):
         ({"messages": CHAT[:1]}, "no message has the role `assistant`: there is nothing to learn from"),
         ({"messages": []}, "must be a string or a list of chat messages"),
         ({"messages": [{"role": "user"}]}, "message 0 must have a `content`"),
+        ({"messages": [{"from": ["gpt"], "value": "three"}]}, "message 0 must be a dictionary whose `role`"),
         (
             {"messages": None, "prompt": "a"},
             r"and its response, a text, in `response` \(`data.response_key`\)",

@@ -22,6 +22,7 @@ Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video"}
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 class RowMedia(NamedTuple):
@@ -37,8 +38,9 @@ def build_messages(
     """The chat messages of a row.
 
     Args:
-        prompt: A string, or a list of messages with `role` and `content`; contents are strings or lists of
-            parts (`{"type": "text", "text": ...}`, `{"type": "image"}`, `{"type": "video"}`).
+        prompt: A string, or a list of messages with `role` and `content` (or ShareGPT's `from` and
+            `value`); contents are strings or lists of parts (`{"type": "text", "text": ...}`,
+            `{"type": "image"}`, `{"type": "video"}`).
         row: Every column, for the template.
         prompt_format: Rewrites the text of a string prompt, or of the last user message.
         has_media: Whether the model reads media; if not, `<image>` and `<video>` are plain text.
@@ -85,13 +87,21 @@ def _check_messages(prompt: Any) -> list[Message]:
             f"the prompt must be a string or a list of chat messages, got {type(prompt).__name__}"
         )
     messages = []
-    for number, message in enumerate(prompt):
+    for number, message in enumerate(map(_as_message, prompt)):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise BadRowError(f"message {number} must be a dictionary whose `role` is one of {ROLES}")
         if not isinstance(message.get("content"), str | list | tuple):
             raise BadRowError(f"message {number} must have a `content`: a string or a list of parts")
         messages.append({key: value for key, value in message.items() if value is not None})
     return messages
+
+
+def _as_message(message: Any) -> Any:
+    """ShareGPT's and LLaVA's `from` and `value` are `role` and `content`; anything else stays what it is."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    speaker = str(message["from"])
+    return {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": message["value"]}
 
 
 def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, str]]:
