@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl.batch_keys import BATCH_KEYS, BatchError
 from verl.protocol import (
-    BATCH_KEYS,
-    BatchError,
     DataProto,
     DataProtoItem,
     objects,

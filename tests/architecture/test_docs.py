@@ -16,7 +16,7 @@ from verl.algorithms.aggregation import AGGREGATIONS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.resampling import RESAMPLING_METHODS
-from verl.protocol import BATCH_KEYS
+from verl.batch_keys import BATCH_KEYS
 from verl.trainer.config import PPOConfig
 from verl.trainer.main import main
 from verl.trainer.sft_config import SFTConfig

@@ -7,7 +7,7 @@ from typing import get_type_hints
 import pytest
 
 from tests.architecture.source import ROOT
-from verl import protocol
+from verl import batch_keys
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
@@ -26,7 +26,7 @@ BLOCKS = {
 }
 REGISTRIES = (ADV_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, OPTIMIZERS, LOGGERS, ROLLOUT_ENGINES)
 TABLES = (
-    (protocol, "BATCH_KEYS"),
+    (batch_keys, "BATCH_KEYS"),
     (registry, "MODEL_TYPES"),
     (position_ids, "POSITION_IDS"),
     (data_files, "READERS"),

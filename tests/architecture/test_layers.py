@@ -13,6 +13,7 @@ LAYERS = [  # top first
     {"workers"},
     {"models", "single_controller"},
     {"algorithms", "protocol", "viewer"},  # the viewer reads files: it knows nothing of what writes them
+    {"batch_keys"},
     {"utils"},
 ]
 HOMES = {

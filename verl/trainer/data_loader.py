@@ -26,8 +26,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
+from verl.batch_keys import BATCH_KEYS
 from verl.models.position_ids import MropeConstants, position_ids_for
-from verl.protocol import BATCH_KEYS, DataProto
+from verl.protocol import DataProto
 from verl.trainer.config import PPOConfig
 from verl.utils.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
 from verl.utils.dataset import RLHFDataset

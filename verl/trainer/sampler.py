@@ -152,7 +152,7 @@ def join_responses(
         pad_token_id: What fills the padding.
 
     Returns:
-        B * n sequences with the keys that `rollout` writes in `protocol.BATCH_KEYS`. Positions go on from the
+        B * n sequences with the keys that `rollout` writes in `BATCH_KEYS`. Positions go on from the
         prompt's last one, on every axis of M-RoPE.
     """
     shape = (len(responses), response_length)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the keys that a batch may hold. To add a key, add a row to `BATCH_KEYS`.
+
+The letters of shapes, everywhere in the project:
+
+    B  sequences in the batch      V  vocabulary            S  tokens on this rank under sequence parallelism
+    P  prompt length, padded       H  attention heads       G  prompts (groups)
+    R  response length, padded     D  head dimension        L  layers
+    T  P + R                       N  packed tokens of all sequences
+    K  values of the reward function that are read one by one
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+
+class BatchError(ValueError, AssertionError):
+    """A batch that breaks a rule; also an `AssertionError`, which is what EasyR1's users catch."""
+
+
+class BatchKey(NamedTuple):
+    """One row of the table of batch keys."""
+
+    name: str
+    dims: tuple[tuple[str | int, ...], ...]  # the shapes it may have, in the letters above
+    kind: str  # "int64", "float32", "mask" (int64, zeros and ones) or "object"
+    writer: str
+    readers: str
+
+
+BATCH_KEYS: dict[str, BatchKey] = {
+    row.name: row
+    for row in (
+        BatchKey("prompts", (("B", "P"),), "int64", "loader", "rollout, reward"),
+        BatchKey("prompt_mask", (("B", "P"),), "mask", "loader", "rollout, reward"),
+        BatchKey("prompt_position_ids", (("B", "P"), ("B", 4, "P")), "int64", "loader", "rollout"),
+        BatchKey("raw_prompt_ids", (("B",),), "object", "loader", "rollout"),
+        BatchKey("prompt_text", (("B",),), "object", "loader", "reward"),
+        BatchKey("prompt_messages", (("B",),), "object", "loader", "reward model"),
+        BatchKey("ground_truth", (("B",),), "object", "loader", "reward"),
+        BatchKey("multi_modal_data", (("B",),), "object", "loader", "rollout, log-probs, values, update"),
+        BatchKey("uid", (("B",),), "object", "collector", "collector, advantage"),
+        BatchKey("responses", (("B", "R"),), "int64", "rollout", "reward, log-probs, values, update"),
+        BatchKey("response_mask", (("B", "R"),), "mask", "rollout", "everything after it"),
+        BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
+        BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
+        BatchKey(
+            "position_ids", (("B", "T"), ("B", 4, "T")), "int64", "rollout", "log-probs, values, update"
+        ),
+        BatchKey("rollout_log_probs", (("B", "R"),), "float32", "rollout", "mismatch metrics, correction"),
+        BatchKey("row_ids", (("B",),), "int64", "collector", "balancing, resampling, update"),
+        BatchKey("rollout_steps", (("B",),), "int64", "collector", "metrics"),
+        BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),
+        BatchKey("token_level_scores", (("B", "R"),), "float32", "reward", "KL penalty, metrics"),
+        BatchKey("reward_components", (("B", "K"),), "float32", "reward", "advantage (gdpo)"),
+        BatchKey("reward_values", (("B",),), "object", "reward", "kept rollouts"),
+        BatchKey("accuracies", (("B",),), "float32", "reward", "advantage (prime), update"),
+        BatchKey("old_log_probs", (("B", "R"),), "float32", "actor", "KL penalty, update"),
+        BatchKey("sum_squared_probs", (("B", "R"),), "float32", "actor", "advantage (token baselines)"),
+        BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
+        BatchKey("full_kl", (("B", "R"),), "float32", "actor and reference", "KL penalty"),
+        BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),
+        BatchKey("prime_ref_log_probs", (("B", "R"),), "float32", "prime", "process rewards, update"),
+        BatchKey("process_rewards", (("B", "R"),), "float32", "prime", "advantage (prime)"),
+        BatchKey("reward_model_scores", (("B",),), "float32", "reward model", "reward"),
+        BatchKey("kept_mask", (("B", "R"),), "mask", "correction", "advantage"),
+        BatchKey("rollout_is_weights", (("B", "R"),), "float32", "correction", "advantage, update"),
+        BatchKey("token_level_rewards", (("B", "R"),), "float32", "KL penalty", "advantage, metrics"),
+        BatchKey("advantages", (("B", "R"),), "float32", "advantage", "update, metrics"),
+        BatchKey("returns", (("B", "R"),), "float32", "advantage", "update, metrics"),
+    )
+}
+
+
+def check_columns(columns: Mapping[str, Tensor | np.ndarray], num_rows: int) -> None:
+    """Compare the columns of a batch with `BATCH_KEYS`; those that are not in the table pass.
+
+    Args:
+        columns: By key.
+        num_rows: Of the batch.
+
+    Raises:
+        BatchError: Names the key, what was expected and what was found.
+    """
+    sizes: dict[str, tuple[int, str]] = {"B": (num_rows, "the batch")}
+    rows = [row for name, row in BATCH_KEYS.items() if name in columns]
+    rows.sort(key=lambda row: "T" in row.dims[0])  # after those that say what P and R are
+    for row in rows:
+        value = columns[row.name]
+        _check_dtype(row, value)
+        _check_shape(row, tuple(value.shape), sizes)
+        _check_values(row, value)
+
+
+def _check_dtype(row: BatchKey, value: Tensor | np.ndarray) -> None:
+    expected = {"mask": "int64"}.get(row.kind, row.kind)
+    found = str(value.dtype).removeprefix("torch.")
+    if expected == "object" and isinstance(value, np.ndarray):
+        return
+    if isinstance(value, np.ndarray) or found != expected:
+        kind = "an object array" if expected == "object" else f"a tensor of {expected}"
+        holder = "an array" if isinstance(value, np.ndarray) else "a tensor"
+        raise BatchError(f"`{row.name}` must be {kind}, got {holder} of {found}")
+
+
+def _check_shape(row: BatchKey, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> None:
+    """Compare a shape with the table; `sizes` holds each letter's size and what set it, and is added to."""
+    if "P" in sizes and "R" in sizes:
+        sizes["T"] = (sizes["P"][0] + sizes["R"][0], f"{sizes['P'][1]} and {sizes['R'][1]}")
+    expected = f"`{row.name}` must have shape " + " or ".join(
+        "(" + ", ".join(map(str, dims)) + ")" for dims in row.dims
+    )
+    fitting = [dims for dims in row.dims if len(dims) == len(shape)]
+    if not fitting:
+        raise BatchError(f"{expected}, got {shape}")
+    for dim, size in zip(fitting[0], shape, strict=True):
+        if isinstance(dim, int) and size != dim:
+            raise BatchError(f"{expected}, got {shape}")
+        if isinstance(dim, str):
+            wanted, source = sizes.setdefault(dim, (size, f"`{row.name}`"))
+            if size != wanted:
+                raise BatchError(f"{expected} with {dim} = {wanted} from {source}, got {shape}")
+
+
+def _check_values(row: BatchKey, value: Tensor | np.ndarray) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if row.kind == "mask" and not ((value == 0) | (value == 1)).all():
+        wrong = value[(value != 0) & (value != 1)].unique().tolist()
+        raise BatchError(f"`{row.name}` must hold zeros and ones only, got {wrong[:5]}")
+    if row.kind == "float32" and not value.isfinite().all():
+        rows = (~value.isfinite()).any(1).nonzero().flatten().tolist()
+        raise BatchError(f"`{row.name}` must be finite, got inf or nan in rows {rows[:10]}")
