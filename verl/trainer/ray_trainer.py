@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop, as ordinary Python in one CPU process.
+"""The algorithm, as ordinary Python in one CPU process.
 
-`fit` runs steps, validates and saves; `train_step` is the algorithm. Everything else is a component with one
-duty: `RolloutCollector` samples, `Validator` validates, `RunState` saves and resumes, `RolloutKeeper` writes
-down what was sampled, the worker group owns the devices.
+`train_step` is a step; `TrainingLoop` runs one after another, validates and saves. Everything else is a
+component with one duty: `RolloutCollector` samples, `Validator` validates, `RunState` saves and resumes,
+`RolloutKeeper` writes down what was sampled, the worker group owns the devices.
 """
 
 from collections.abc import Iterator
@@ -25,28 +25,23 @@ from verl.trainer.core_algos import (
     with_tensors,
 )
 from verl.trainer.kept_rollouts import RolloutKeeper, with_reward_values
-from verl.trainer.metrics import (
-    Metrics,
-    StageTimer,
-    compute_batch_metrics,
-    compute_throughput_metrics,
-    compute_timing_metrics,
-)
-from verl.trainer.profiling import StepProfiles
+from verl.trainer.metrics import Metrics, StageTimer, compute_batch_metrics
 from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.run_state import RunState
 from verl.trainer.scores import score
-from verl.trainer.stopping import StopRequest
+from verl.trainer.training_loop import TrainingLoop
 from verl.trainer.validation import Validator
 from verl.utils.logger.tracker import Tracker
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingLoop):
     """Runs the algorithm from one CPU process; the worker group owns the devices.
 
     One step: prompts -> rollout -> log_probs -> reward -> advantage -> update.
     The new weights reach the rollout engine when the next rollout wakes it (sync).
     """
+
+    run_state: RunState
 
     def __init__(
         self,
@@ -58,51 +53,19 @@ class RayPPOTrainer:
         keeper: RolloutKeeper,
         tracker: Tracker,
     ) -> None:
+        super().__init__(config.trainer, workers, run_state, tracker)
         self.config = config
-        self.workers = workers
         self.collector = collector
         self.validator = validator
-        self.run_state = run_state
         self.keeper = keeper
-        self.tracker = tracker
-        self.stop = StopRequest()
-        self.profiles = StepProfiles(config.trainer, workers)
         self.correction = get_rollout_correction(config.algorithm.rollout_correction)
 
-    def fit(self) -> None:
-        """Train until the last step or a request to stop, validating and saving on the way."""
-        self.run_state.load()
-        with self.stop.listening():
-            self.train()
-            self.run_state.settle()
-
     def train(self) -> None:
-        """The steps of the run from where it stands."""
-        trainer, state = self.config.trainer, self.run_state
-        if trainer.val_before_train or trainer.val_only:
-            self.tracker.begin_step(state.step)
-            self.tracker.log(self.validate(StageTimer(self.tracker.stage)), state.step)
-        if trainer.val_only:
-            return
-
-        while state.step < state.training_steps and not self.stop.signal:
-            state.step += 1
-            self.tracker.begin_step(state.step)
-            timer = StageTimer(self.tracker.stage)
-            with self.profiles.recording(state.step), timer("step"):
-                batch, metrics = self.train_step(timer)
-                with timer("keep_rollouts"):
-                    self.keeper.keep(batch, state.step)
-                if self.validator.has_prompts and state.is_due(trainer.val_freq):
-                    metrics |= self.validate(timer)
-                if state.is_due(trainer.save_freq) or self.stop.signal or state.unsaved:
-                    with timer("save_checkpoint"):
-                        state.save()
-                state.publish()  # what was written meanwhile
-            metrics |= compute_batch_metrics(batch, state.step) | compute_timing_metrics(batch, timer.seconds)
-            metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
-            self.tracker.log(metrics, state.step)
-            self.profiles.report(state.step, metrics)
+        """The steps of the run from where it stands; with `trainer.val_only` just a validation."""
+        if self.config.trainer.val_only:
+            self.validate_at_start()
+        else:
+            super().train()
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """One rollout and its updates. Returns the finished batch and the metrics of its stages."""
@@ -123,7 +86,14 @@ class RayPPOTrainer:
             batch, advantage_metrics = self.estimate_advantages(batch)
         self.check(batch)
         metrics |= balance_metrics | reward_metrics | process_metrics | advantage_metrics
-        return batch, metrics | self.update(batch, timer)
+        metrics |= self.update(batch, timer)
+        with timer("keep_rollouts"):
+            self.keeper.keep(batch, self.run_state.step)
+        return batch, metrics
+
+    def batch_metrics(self, batch: DataProto) -> Metrics:
+        """Scores, rewards, advantages and lengths of the step's responses."""
+        return compute_batch_metrics(batch, self.run_state.step)
 
     def evaluate(self, batch: DataProto, timer: StageTimer) -> DataProto:
         """Run the models over the responses: adds what each of them says of every token."""
@@ -194,7 +164,9 @@ class RayPPOTrainer:
         return method(batch)[0]
 
     def validate(self, timer: StageTimer) -> Metrics:
-        """Score the held-out prompts with the current weights."""
+        """Score responses to the held-out prompts with the current weights."""
+        if not self.validator.has_prompts:
+            return {}
         with timer("validation"):
             with self.awake_rollout_engine(timer):
                 self.validator.sample(self.run_state.step)
