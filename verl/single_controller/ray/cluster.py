@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ray
 
+from verl.single_controller.ray.reachable import why_unreachable
 from verl.single_controller.ray.resource_pool import ClusterError
 
 
@@ -33,8 +34,12 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if num_cpus is not None or num_gpus is not None:
         address = "local"
-    address = address or os.environ.get("RAY_ADDRESS") or started_cluster()
+    address, origin = _find_cluster(address)
     is_new = address in (None, "local")
+    if address is not None and not is_new:
+        problem = why_unreachable(address)
+        if problem is not None:
+            raise _cannot_join(address, origin, problem)
     try:
         ray.init(
             address="local" if is_new else address,
@@ -44,15 +49,32 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
             num_gpus=num_gpus,
         )
     except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(
-            f"cannot join the Ray cluster at {address}: {error};"
-            " if it is gone, run `ray stop` or unset `RAY_ADDRESS`"
-        ) from error
+        if is_new:
+            raise ClusterError(f"Ray does not start on this machine: {error}") from error
+        raise _cannot_join(address, origin, str(error)) from error
     return is_new
 
 
 def started_cluster() -> str | None:
     """Return the address of the cluster that `ray start` made on this machine, if any."""
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
-    file = Path(folder, "ray", "ray_current_cluster")
+    file = _address_file()
     return file.read_text().strip() if file.exists() else None
+
+
+def _find_cluster(address: str | None) -> tuple[str | None, str]:
+    """The address of the cluster to join, and where it is from with how to do without it."""
+    if address is not None:
+        return address, "named by the caller"
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"], "from `RAY_ADDRESS`; unset it and this run starts a Ray of its own"
+    file = _address_file()
+    return started_cluster(), f"from {file}, which `ray start` left; `ray stop` ends what is left of it"
+
+
+def _address_file() -> Path:
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+    return Path(folder, "ray", "ray_current_cluster")
+
+
+def _cannot_join(address: str | None, origin: str, problem: str) -> ClusterError:
+    return ClusterError(f"cannot join the Ray cluster at {address} ({origin}): {problem}")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters that cannot be joined are told within seconds; each attempt is a process of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.single_controller.ray import reachable
+from verl.single_controller.ray.cluster import connect
+from verl.single_controller.ray.reachable import why_unreachable
+from verl.single_controller.ray.resource_pool import ClusterError
+
+RAY = str(Path(sys.executable).with_name("ray"))
+JOIN = """
+from verl.single_controller.ray.cluster import connect
+from verl.single_controller.ray.resource_pool import ClusterError
+try:
+    print("NEW", connect())
+except ClusterError as error:
+    print("ERROR", error)
+"""
+
+
+@pytest.fixture
+def listener():
+    """A port where somebody listens and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def no_session(monkeypatch):
+    """The tests' Ray session is out of sight: nothing here gets as far as to join another."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A head that asks for its token: the environment of who has it, and of a stranger."""
+    folder = tmp_path_factory.mktemp("head")
+    for home, token in (("own", "5" * 64), ("stranger", "6" * 64)):
+        (folder / home / ".ray").mkdir(parents=True)
+        (folder / home / ".ray" / "auth_token").write_text(token)
+    (folder / "without").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = inherited | {
+        "HOME": str(folder / "own"),
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    head = subprocess.Popen(
+        [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=1", "--include-dashboard=false",
+         "--object-store-memory=80000000", f"--temp-dir={folder / 'ray'}"],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    address = f"127.0.0.1:{port}"
+    while "NEW False" not in join(environment | {"RAY_ADDRESS": address}):
+        assert head.poll() is None
+        time.sleep(0.2)
+    yield folder, environment | {"RAY_ADDRESS": address}
+    for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
+        process.kill()
+    head.wait()
+
+
+def join(environment):
+    command = [sys.executable, "-c", JOIN]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_a_cluster_that_is_gone_is_an_error_at_once_with_address_and_remedy(monkeypatch, no_session):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    start = time.monotonic()
+
+    with pytest.raises(ClusterError) as caught:
+        connect()
+
+    assert time.monotonic() - start < 5
+    told = str(caught.value)
+    assert "cannot join the Ray cluster at 127.0.0.1:9 (from `RAY_ADDRESS`; unset it" in told
+    assert "nothing answers there ([Errno 111] Connection refused)" in told
+
+
+def test_what_ray_start_left_of_a_cluster_that_is_gone_is_named(monkeypatch, tmp_path, no_session):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9\n")
+
+    with pytest.raises(ClusterError, match="ray_current_cluster, which `ray start` left; `ray stop` ends"):
+        connect()
+
+
+def test_an_unknown_machine_is_an_error():
+    assert "nothing answers there" in why_unreachable("no-such-machine.invalid:6379")
+
+
+def test_a_program_that_is_no_cluster_is_given_up_after_the_time_limit(monkeypatch, listener):
+    monkeypatch.setattr(reachable, "ANSWER_S", 2.0)
+    start = time.monotonic()
+
+    assert "let nobody join within 2 s" in why_unreachable(listener)
+
+    assert time.monotonic() - start < 20
+    assert not [child for child in psutil.Process().children() if listener in " ".join(child.cmdline())]
+
+
+def test_whoever_shows_the_token_joins(cluster):
+    assert "NEW False" in join(cluster[1])
+
+
+@pytest.mark.parametrize(
+    "home, mode, remedy",
+    [
+        ("own", None, "which this process does not show: `export RAY_AUTH_MODE=token`"),
+        ("without", None, "with a copy of its token in {folder}/without/.ray/auth_token"),
+        ("without", "token", "there is none in {folder}/without/.ray/auth_token: copy that of the machine"),
+        ("stranger", "token", "and this machine has another one: copy that of the machine"),
+    ],
+)
+def test_a_cluster_that_asks_for_its_token_says_how_to_show_it(cluster, home, mode, remedy):
+    folder, environment = cluster
+    environment = environment | {"HOME": str(folder / home), "RAY_AUTH_MODE": mode or "disabled"}
+    if mode is None:
+        del environment["RAY_AUTH_MODE"]
+    start = time.monotonic()
+
+    told = join(environment)
+
+    assert "it asks for its token" in told
+    assert remedy.format(folder=folder) in told
+    assert time.monotonic() - start < 20
