@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
-sys.path.insert(0, "")  # a reward file can import from the working directory, as in a run
 
 from verl.trainer.reward_check import main
 

@@ -7,6 +7,8 @@ A reward file is plain Python; `REWARD_TYPE` in it says how its function is call
     sequential       f(dict, **kwargs) -> dict[str, float]                  also `async def`
     dataproto        f(data, **kwargs) -> {"reward": (B,) tensor or list, other names: the same}
 
+The file can import what is installed, what lies in the working directory, and what lies beside it.
+
 Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
 `data` has them as lists: `data.responses`, `data.prompts`, `data.ground_truth`, ... The result needs
 `overall`, for dataproto `reward`.
@@ -19,6 +21,7 @@ import difflib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -256,6 +259,7 @@ def _import_file(path: Path) -> ModuleType:
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"`{OPTION}` must be a Python file (.py), got {path}")
     module = importlib.util.module_from_spec(module_spec)
+    _extend_import_path(path)
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
     try:
         module_spec.loader.exec_module(module)
@@ -263,6 +267,19 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise ValueError(f"`{OPTION}`: importing {path} failed: {describe_error(error, path)}") from error
     return module
+
+
+def _extend_import_path(path: Path) -> None:
+    """Let a file import from the working directory and from its own folder, whatever started this process.
+
+    `python3 -m` and `python3 -c` look in the working directory first; console commands do not look there at
+    all. The file's folder comes last: a reward file may well be called math.py, and hide nobody's `math`.
+    """
+    here, beside = os.getcwd(), str(path.resolve().parent)
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+    if beside not in sys.path:
+        sys.path.append(beside)
 
 
 def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
