@@ -1,19 +1,29 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Two stages: conversations that reason about videos, then reinforcement learning from what they taught.
+# Two stages: reasoning about long videos is taught, then reinforcement learning goes on from what was taught.
 set -ex
 
 MODEL_PATH=Qwen/Qwen2.5-VL-3B-Instruct  # a hub name or a local folder
-CONVERSATIONS=your-name/video-conversations@train  # rows as docs/sft.md describes them
-VIDEO_DIR=.  # the folder that video paths in the rows start from
+QUESTIONS=LongVideo-Reason/longvideo-reason  # on the hub, see docs/datasets.md
+VIDEO_DIR=.  # holds longvila_videos/, which does not come with the rows; rows of missing videos are left out
+SFT_FILE=data/longvideo_reason/sft.parquet  # of the first stage: rows as docs/sft.md describes them
+RL_FILE=data/longvideo_reason/rl.parquet
+VAL_FILE=data/longvideo_reason/val.parquet
 STAGE_1=checkpoints/sft/qwen2_5_vl_3b_video  # where the first stage is saved
+
+python3 scripts/convert_data.py longvideo_reason --input "${QUESTIONS}@train[:33%]" --output ${SFT_FILE}
+python3 scripts/convert_data.py longvideo_reason --input "${QUESTIONS}@train[33%:]" --output ${RL_FILE}
+python3 scripts/convert_data.py longvideo_reason --input "${QUESTIONS}@validation" --output ${VAL_FILE}
 
 python3 -m verl.trainer.sft \
     config=examples/sft.yaml \
-    data.train_files=${CONVERSATIONS} \
+    data.train_files=${SFT_FILE} \
     data.val_files="" \
+    data.prompt_key=problem \
+    data.format_prompt=./examples/format_prompt/r1v.jinja \
     data.video_dir=${VIDEO_DIR} \
     data.cache_dir=outputs/video_frames \
+    data.on_bad_row=skip \
     data.max_length=6144 \
     data.num_video_frames=32 \
     data.tokens_per_frame=60 \
@@ -22,16 +32,18 @@ python3 -m verl.trainer.sft \
     worker.actor.model.freeze_vision_tower=true \
     trainer.save_checkpoint_path=${STAGE_1} \
     trainer.max_steps=500 \
+    trainer.max_restarts=3 \
     trainer.val_before_train=false \
     trainer.val_freq=-1
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \
-    data.train_files=LongVideo-Reason/longvideo-reason@train \
-    data.val_files=LongVideo-Reason/longvideo-reason@validation \
+    data.train_files=${RL_FILE} \
+    data.val_files=${VAL_FILE} \
     data.video_key=videos \
     data.video_dir=${VIDEO_DIR} \
     data.cache_dir=outputs/video_frames \
+    data.on_bad_row=skip \
     data.format_prompt=./examples/format_prompt/r1v.jinja \
     data.max_prompt_length=4096 \
     worker.actor.ulysses_size=4 \

@@ -12,7 +12,7 @@ python3 -m verl.trainer.main \
     data.video_key=videos \
     data.video_dir=${VIDEO_DIR} \
     data.cache_dir=outputs/video_frames \
-    data.format_prompt=./examples/format_prompt/r1v.jinja \
+    data.format_prompt=./examples/format_prompt/r1v_video.jinja \
     data.max_prompt_length=4096 \
     worker.actor.ulysses_size=4 \
     worker.actor.model.model_path=${MODEL_PATH} \

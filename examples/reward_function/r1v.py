@@ -3,7 +3,8 @@
 
 overall = (1 - format_weight) * accuracy + format_weight * format        one half each by default
 
-accuracy   1 if the content of the last `<answer>` equals the ground truth, as text or mathematically, else 0
+accuracy   1 if the content of the last `<answer>` equals the ground truth, as text or mathematically, else 0;
+           a ground truth may stand in `<answer>` too, as in the rows of R1-V and LongVideo-Reason
 format     1 if the response is `<think>...</think>` and then `<answer>...</answer>` and nothing else, else 0
 """
 
@@ -19,9 +20,10 @@ ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 def accuracy_reward(response: str, ground_truth: str) -> float:
-    answers = ANSWER.findall(response)
+    answers, truths = ANSWER.findall(response), ANSWER.findall(ground_truth)
     if not answers:
         return 0.0
+    ground_truth = truths[-1] if truths else ground_truth
     return float(same_answer(last_boxed(answers[-1]) or answers[-1], ground_truth))
 
 

@@ -12,6 +12,7 @@ from ray.runtime_env import RuntimeEnv
 from tests.architecture.source import ROOT
 from verl.trainer import sft
 from verl.trainer.main import main
+from verl.utils.convert_command import make_parser
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config
@@ -21,11 +22,14 @@ TRAINERS = {"main": main, "sft": sft.main}
 TEMPLATES = sorted((ROOT / "examples").rglob("*.jinja"))
 
 
-def commands_of(script, stage_1=None):
-    """Each training of a script: its command and arguments, the script's variables filled in."""
+def commands_of(script, written=None):
+    """Each training of a script: its command and arguments, the script's variables filled in.
+
+    `written` are the values of those that name what the script writes itself.
+    """
     text = script.read_text().replace("\\\n", " ")
     variables = dict(re.findall(r"^(\w+)=(\S+)", text, flags=re.MULTILINE))
-    variables |= {} if stage_1 is None else {"STAGE_1": str(stage_1)}
+    variables |= written or {}
     found = []
     for module, command in re.findall(r"^python3 -m verl\.trainer\.(\w+) (.*)$", text, flags=re.MULTILINE):
         for name, value in variables.items():
@@ -41,10 +45,14 @@ def command_of(script):
 
 
 def dry_run(script, folder, *overrides):
-    """Plan every training of a script, a first stage saved in `folder`; returns the statuses."""
-    for step in re.findall(r"\$\{STAGE_1\}/(global_step_\d+)", script.read_text()):
+    """Plan every training of a script, what it writes before being in `folder`; returns the statuses."""
+    text, written = script.read_text(), {"STAGE_1": str(folder)}
+    for step in re.findall(r"\$\{STAGE_1\}/(global_step_\d+)", text):
         (folder / step / "actor").mkdir(parents=True, exist_ok=True)
-    *first, (last, arguments) = commands_of(script, folder)
+    for name in re.findall(r"--output \$\{(\w+)\}", text):
+        written[name] = str(folder / f"{name}.parquet")
+        (folder / f"{name}.parquet").touch()
+    *first, (last, arguments) = commands_of(script, written)
     statuses = [command([*words, "--dry-run"]) for command, words in first]
     return [*statuses, last([*arguments, *overrides, "--dry-run"])]
 
@@ -55,6 +63,15 @@ def test_every_example_script_passes_a_dry_run(script, tmp_path, monkeypatch, ca
 
     assert set(dry_run(script, tmp_path)) == {0}, capsys.readouterr().err
     assert "note:" not in capsys.readouterr().err
+
+
+def test_every_conversion_of_an_example_script_has_switches_and_a_data_set_that_there_are():
+    texts = [script.read_text() for script in SCRIPTS]
+    commands = re.findall(r"^python3 scripts/convert_data\.py (.*)$", "\n".join(texts), re.MULTILINE)
+
+    assert commands
+    for command in commands:
+        make_parser().parse_args(shlex.split(command))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

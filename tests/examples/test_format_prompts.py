@@ -10,6 +10,7 @@ TEMPLATES = sorted(FOLDER.glob("*.jinja"))
 ASKS_FOR = {
     "math": ["<think>", r"\boxed{}"],
     "r1v": ["<think>", "<answer>"],
+    "r1v_video": ["<think>", "<answer>"],
     "dapo": ["Answer: $ANSWER"],
     "code": ["</think>", "```python"],
 }
@@ -33,7 +34,16 @@ def test_no_template_holds_a_literal_backslash_n(path):
 
 
 def test_there_is_a_template_for_each_shipped_reward_function():
-    # A judge reads free text.
-    assert {path.stem for path in TEMPLATES} | {"llm_judge"} == {
+    # A judge reads free text; `r1v` serves questions about videos too.
+    assert {path.stem for path in TEMPLATES} - {"r1v_video"} | {"llm_judge"} == {
         path.stem for path in (FOLDER.parent / "reward_function").glob("*.py")
     }
+
+
+@pytest.mark.parametrize("content", ["What moves?", "<video>What moves?"])
+def test_a_question_about_a_video_shows_it_once(content):
+    template = SandboxedEnvironment().from_string((FOLDER / "r1v_video.jinja").read_text())
+
+    prompt = template.render(content=content)
+
+    assert prompt.startswith("<video>What moves?") and prompt.count("<video>") == 1

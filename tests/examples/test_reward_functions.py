@@ -59,6 +59,11 @@ def test_r1v_is_half_accuracy_and_half_format(response, overall, formatted, accu
     assert score("r1v", response, "3") == {"overall": overall, "format": formatted, "accuracy": accuracy}
 
 
+def test_r1v_takes_a_ground_truth_out_of_its_tags():
+    assert score("r1v", "<answer>B</answer>", "<answer> B </answer>")["accuracy"] == 1.0
+    assert score("r1v", "<answer>C</answer>", "<answer>B</answer>")["accuracy"] == 0.0
+
+
 def test_r1v_compares_words_as_text():
     assert score("r1v", "<answer>Red</answer>", "red")["accuracy"] == 1.0
     assert score("r1v", "<answer>der</answer>", "red")["accuracy"] == 0.0

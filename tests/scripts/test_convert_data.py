@@ -10,15 +10,17 @@ import pytest
 from pyarrow import parquet
 
 from tests.architecture.test_examples import command_of
-from tests.helpers.media import image_bytes
+from tests.helpers.media import image_bytes, save_video
 from tests.helpers.training import ROOT
-from tests.utils.test_dataset_converters import DAPO_PROMPT, dapo_row
+from tests.utils.test_dataset_converters import DAPO_PROMPT, dapo_row, longvideo_row
 from verl.trainer.config import PPOConfig
+from verl.trainer.sft_config import SFTDataConfig
 from verl.utils.config import load_config
 from verl.utils.dataset import RLHFDataset
 from verl.utils.dataset_conversion import CONTRADICTING, REPEATED, write_files
 from verl.utils.dataset_converters import CONVERTERS
 from verl.utils.multimodal import MediaLoader, MediaOptions
+from verl.utils.sft_dataset import SFTDataset
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.reward.function import load_reward_function
 
@@ -84,10 +86,10 @@ def read(path):
     return datasets.Dataset.from_parquet(str(path)).to_list()
 
 
-def open_as_a_run_does(name, file, folder, monkeypatch):
+def open_as_a_run_does(name, file, folder, monkeypatch, *options):
     """The prompts and the reward function of the example that goes with a data set."""
     monkeypatch.chdir(ROOT)
-    overrides = [f"data.train_files={file}", "data.filter_overlong_prompts_workers=1"]
+    overrides = [f"data.train_files={file}", "data.filter_overlong_prompts_workers=1", *options]
     config = load_config(
         PPOConfig, [*command_of(ROOT / "examples" / f"{CONVERTERS[name].example}.sh"), *overrides]
     )
@@ -126,6 +128,35 @@ def test_the_ground_truth_of_converted_rows_gets_the_full_score_in_the_example_t
     assert [item["multi_modal_data"] for item in items] == [
         {"images": [PNG["bytes"]], "videos": []} if has_images else None
     ] * len(answers)
+
+
+def test_questions_about_videos_with_reasoning_are_prompts_and_conversations(
+    folder, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "longvila_videos").mkdir()
+    video = save_video(tmp_path / "longvila_videos" / "a.mp4", 56, 56, 8)
+    other = longvideo_row(videos="longvila_videos/b.mp4")  # the same question: another problem, not there
+    source = write_jsonl(tmp_path / "rows.jsonl", [longvideo_row(), longvideo_row(), other])
+
+    assert convert(["longvideo_reason", "--input", source, "--output", "train.parquet"]) == 0
+    file = tmp_path / "train.parquet"
+    skip = ("data.on_bad_row=skip", f"data.video_dir={tmp_path}")
+    prompts, reward = open_as_a_run_does("longvideo_reason", file, folder, monkeypatch, *skip)
+    (prompt,) = (prompts[index] for index in range(len(prompts)))
+    options = SFTDataConfig(
+        prompt_key="problem", format_prompt=str(ROOT / "examples/format_prompt/r1v.jinja"),
+        on_bad_row="skip", video_dir=str(tmp_path), filter_overlong_prompts_workers=1,
+    )  # fmt: skip
+    rows = SFTDataset(str(file), prompts.tokenizer, prompts.processor, options, media=prompts.media)
+    learned = rows[0]["input_ids"][rows[0]["is_trained"].bool()]
+
+    assert "1 the same problem and answer as an earlier row" in capsys.readouterr().out
+    assert len(prompts) == len(rows) == 1 and len(prompts.rows) == 2
+    assert prompt["multi_modal_data"]["videos"] == [str(video)]
+    text = prompts.tokenizer.decode(learned)
+    assert text == "<think>They run. So B.</think><answer>B</answer><|im_end|>"
+    response = {"response": text.removesuffix("<|im_end|>"), "response_length": 9, "ground_truth": "B"}
+    assert reward.score([response])[0]["overall"] == 1.0
 
 
 def test_a_problem_stands_once_and_each_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):

@@ -23,6 +23,32 @@ def dapo_row(content, ground_truth="34", index="9a9b"):
     }
 
 
+def longvideo_row(**columns):
+    row = {"problem_id": 7, "problem": "Why?\nA. No.\nB. Yes.", "data_type": "video", "problem_type": "goal"}
+    told = {"reasoning": "They run. So B.", "videos": "longvila_videos/a.mp4", "answer": "<answer>B</answer>"}
+    return row | told | columns
+
+
+def test_longvideo_reason_shows_the_video_and_joins_reasoning_and_answer_to_a_response():
+    assert CONVERTERS["longvideo_reason"](longvideo_row()) == {
+        "problem": "<video>Why?\nA. No.\nB. Yes.",
+        "answer": "B",
+        "videos": ["longvila_videos/a.mp4"],
+        "response": "<think>They run. So B.</think><answer>B</answer>",
+        "subject": "goal",
+        "id": "7",
+        "data_source": "LongVideo-Reason/longvideo-reason",
+    }
+
+
+def test_longvideo_reason_without_reasoning_has_no_response_and_with_tags_the_same_one():
+    without = CONVERTERS["longvideo_reason"](longvideo_row(reasoning=None))
+    tagged = CONVERTERS["longvideo_reason"](longvideo_row(reasoning="<think>\nThey run. So B.\n</think>"))
+
+    assert "response" not in without and without["answer"] == "B"
+    assert tagged == CONVERTERS["longvideo_reason"](longvideo_row())
+
+
 def test_gsm8k_takes_the_result_without_commas_and_the_solution_without_calculations():
     answer = "48/2 = <<48/2=24>>24 thousand.\nTogether <<48000+24000=72000>>72,000.\n#### 72,000"
 
@@ -110,6 +136,8 @@ def test_answers_are_the_same_with_and_without_tags(name, tags):
         ("geometry3k", {"images": [b"1"], "problem": "<image><image>?", "answer": "1"}, "2 <image> but"),
         ("clevr", {"images": None, "problem": "?", "answer": "1"}, "no image"),
         ("clevr", {"images": [b"1"], "problem": "?", "answer": 1.5}, "`answer` must be text, got float"),
+        ("longvideo_reason", longvideo_row(videos=[]), "must be the path of a video, or a list"),
+        ("longvideo_reason", longvideo_row(reasoning="x</think>y"), "holds tags of the form of a response"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(name, row, reason):
@@ -132,6 +160,7 @@ def test_the_columns_of_every_converter_have_types():
         },
         "clevr": {"images": [image], "problem": "<image>", "answer": "1"},
         "geoqa8k": {"images": [image], "problem": "<image>", "answer": "1"},
+        "longvideo_reason": longvideo_row(),
     }
 
     assert sorted(rows) == CONVERTERS.names()

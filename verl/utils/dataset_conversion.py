@@ -87,8 +87,8 @@ def convert_row(row: Row, converter: Converter, image_dir: str | None) -> Row:
 def survey(rows: Rows, converter: Converter, image_dir: str | None, progress: Progress = iter) -> Survey:
     """Look at every row.
 
-    A problem is known again by its text and its images. The first row with it stays; a later one is left out
-    even if its answer differs, for nothing tells which of the two is right.
+    A problem is known again by its text, its images and its videos. The first row with it stays; a later one
+    is left out even if its answer differs, for nothing tells which of the two is right.
 
     Args:
         rows: Of the data set.
@@ -178,6 +178,8 @@ def _digest(row: Row) -> bytes:
     digest = hashlib.sha256(row["problem"].encode())
     for image in row.get("images", []):
         digest.update(hashlib.sha256(image["bytes"]).digest())
+    for video in row.get("videos", []):  # a path, for they are not read here
+        digest.update(hashlib.sha256(video.encode()).digest())
     return digest.digest()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rows of public data sets as rows of this project: `problem`, `answer`, `images` and what else they tell.
+r"""Rows of public data sets as rows of this project: `problem`, `answer`, media and what else they tell.
 
 One function for each data set, registered in `CONVERTERS` under the name that `scripts/convert_data.py`
 takes. A row that cannot be used raises `BadRowError` with the reason. To add a data set: one such function,
@@ -24,6 +24,8 @@ COLUMN_TYPES = {
     "problem": datasets.Value("string"),
     "answer": datasets.Value("string"),
     "images": datasets.List(datasets.Image()),
+    "videos": datasets.List(datasets.Value("string")),
+    "response": datasets.Value("string"),
     "solution": datasets.Value("string"),
     "level": datasets.Value("int64"),
     "subject": datasets.Value("string"),
@@ -33,8 +35,11 @@ COLUMN_TYPES = {
     "data_source": datasets.Value("string"),
 }
 
-IMAGE_MARKER = next(marker for marker, kind in MARKERS.items() if kind == "image")
+IMAGE_MARKER, VIDEO_MARKER = (
+    next(marker for marker, kind in MARKERS.items() if kind == wanted) for wanted in ("image", "video")
+)
 GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
+TAGGED_THOUGHT = re.compile(r"\s*<think>(.*)</think>\s*", re.DOTALL)
 TAGGED_ANSWER = re.compile(r"\s*<answer>(.*)</answer>\s*", re.DOTALL)
 BARE_BOXED = re.compile(r"\\boxed\s+([^\s{}$]+)")  # a few rows of MATH: `\boxed 5`
 DAPO_HEAD = re.compile(r"\s*Solve the following math problem step by step\.[^\n]*\$Answer[^\n]*\n+")
@@ -191,6 +196,43 @@ def clevr(row: Row) -> Row:
 def geoqa8k(row: Row) -> Row:
     """Geometry with a figure; the answer is an angle or a length, tagged as in `clevr`."""
     return _with_images(row, _either(row, "images", "image"), _untagged(row))
+
+
+@converter(
+    "longvideo_reason",
+    "LongVideo-Reason/longvideo-reason",
+    columns="problem answer videos", example="qwen2_5_vl_3b_video_grpo",
+)  # fmt: skip
+def longvideo_reason(row: Row) -> Row:
+    """Questions about long videos; the answer is the letter of a choice.
+
+    `response` is their reasoning and the answer, as `examples/format_prompt/r1v.jinja` asks for them: with it
+    the rows are data for supervised fine-tuning too. Rows without reasoning have none. Videos are paths.
+    """
+    videos = row["videos"] if isinstance(row["videos"], list) else [row["videos"]]
+    if not videos or not all(isinstance(video, str) and video for video in videos):
+        raise BadRowError("`videos` must be the path of a video, or a list of paths")
+    answer, problem_id = _untagged(row), row.get("problem_id")
+    return {
+        "problem": VIDEO_MARKER * len(videos) + _text(row, "problem").replace(VIDEO_MARKER, ""),
+        "answer": answer,
+        "videos": videos,
+        "response": _thought(row, answer),
+        "subject": row.get("problem_type"),
+        "id": None if problem_id is None else str(problem_id),
+    }
+
+
+def _thought(row: Row, answer: str) -> str | None:
+    """The reasoning and the answer in the tags that r1v's format has; None without reasoning."""
+    if not row.get("reasoning"):
+        return None
+    reasoning = _text(row, "reasoning")
+    tagged = TAGGED_THOUGHT.fullmatch(reasoning)
+    reasoning = (tagged[1] if tagged else reasoning).strip()
+    if any(tag in reasoning for tag in ("<think>", "</think>", "<answer>", "</answer>")):
+        raise BadRowError("the reasoning holds tags of the form of a response")
+    return f"<think>{reasoning}</think><answer>{answer}</answer>"
 
 
 def _text(row: Row, column: str) -> str:

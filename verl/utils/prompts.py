@@ -148,7 +148,8 @@ def check_counts(messages: list[Message], media: RowMedia, image_key: str, video
         if kinds.count(kind) != len(refs):
             raise BadRowError(
                 f"the prompt has {kinds.count(kind)} {marker} but the row has {len(refs)} {kind}s"
-                f" in column `{key}` (`{option}`)"
+                f" in column `{key}` (`{option}`): write {marker} where each stands, in the rows or by a"
+                " template (`data.format_prompt`)"
             )
 
 
