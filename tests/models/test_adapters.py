@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from verl.models.adapters import adapted_layers, adapters_off, attach_adapters, set_adapter
+from verl.models.model_shape import model_shape
 from verl.models.tiny import save_tiny_model
 from verl.models.trainable import TrainableOptions, select_trainable
 from verl.utils.adapter_files import AdapterConfig
@@ -78,6 +79,56 @@ def test_the_head_is_never_adapted(model):
 def test_patterns_that_leave_nothing_are_errors_with_what_there_is(model, target, exclude, message):
     with pytest.raises(ValueError, match=message):
         attach_adapters(model, AdapterConfig(4, 8, target, exclude), f"{OPTION}.lora")
+
+
+def test_a_name_that_fits_nothing_among_others_that_do_is_told(model, caplog):
+    names = attach_adapters(model, AdapterConfig(4, 8, "q_proj,vproj"), f"{OPTION}.lora")
+
+    assert names and all(name.endswith(".q_proj") for name in names)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"`{OPTION}.lora.target_modules` (q_proj,vproj): vproj is no linear module of {type(model).__name__}"
+        " that can be adapted, the others are"
+    ]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return AutoConfig.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["gate_proj,up_proj,down_proj", "gate_up_proj", "mlp.experts", ".*experts.*", r".*\.experts\.\d+\..*"],
+)
+def test_patterns_that_name_only_experts_are_refused_by_their_names_in_memory_and_on_the_hub(mixture, target):
+    with pytest.raises(ValueError, match=r"names only experts, which Qwen3Moe.* holds as joint") as raised:
+        attach_adapters(meta_model(mixture), AdapterConfig(4, 8, target), f"{OPTION}.lora")
+
+    assert f"`{OPTION}.lora.target_modules` ({target})" in str(raised.value)
+    assert "`train_modules`; it has k_proj, o_proj, q_proj, v_proj" in str(raised.value)
+
+
+def test_a_pattern_that_names_nothing_in_a_mixture_names_no_experts(mixture):
+    with pytest.raises(ValueError, match=r"\(qproj\) matches no linear module of Qwen3Moe"):
+        attach_adapters(meta_model(mixture), AdapterConfig(4, 8, "qproj"), f"{OPTION}.lora")
+
+
+def test_experts_that_have_no_adapter_are_counted_where_it_is_said_what_is_trained(config, mixture):
+    # Of each of two layers `gate_up_proj` and `down_proj`.
+    cases = (
+        (mixture, TrainableOptions(ALL), 4),
+        (mixture, TrainableOptions(ALL, train=[r"layers\.1\.mlp\.experts"]), 2),
+        (mixture, TrainableOptions(), 0),
+        (config, TrainableOptions(ALL), 0),
+    )
+    for shape_config, options, count in cases:
+        model = meta_model(shape_config)
+        select_trainable(model, options, OPTION)
+
+        shape = model_shape(model)
+
+        assert shape.bare_experts == count
+        assert (f"; {count} joint tensors of experts are not" in shape.trained_text) == (count > 0)
 
 
 def test_a_frozen_tower_is_not_adapted(model):

@@ -8,7 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
+from tests.helpers.training import (
+    QUICKSTART,
+    learned,
+    quickstart_arguments,
+    read_metrics,
+    start_training,
+    train,
+)
 from verl.models.tiny import save_tiny_model
 from verl.utils.checkpoint.merger import merge_checkpoint
 
@@ -80,6 +87,21 @@ def test_adapters_folded_into_the_engine_train_as_adapters_in_the_engine(unbroke
 
     for step, metrics in unbroken.items():
         assert learned(merged[step]) == pytest.approx(learned(metrics), abs=1e-4), step
+
+
+@pytest.mark.slow
+def test_adapters_beside_joint_experts_reach_the_engine_and_the_log_says_that_experts_have_none(folder):
+    model = save_tiny_model(folder / "mixture", "qwen3_moe")
+    arguments = quickstart_arguments(folder, model, *ADAPTED, "worker.rollout.lora_sync=auto")
+
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={folder / 'experts'}")
+
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    assert "; 4 joint tensors of experts are not, no adapter fits them" in finished.stderr
+    metrics = read_metrics(folder / "experts")
+    for step in (1, 2, 3):
+        assert metrics[step]["rollout/log_probs_diff_max"] < 1e-4
+    assert abs(metrics[3]["actor/kl_loss"]) > 0.01, "the policy moved away from its base"
 
 
 @pytest.mark.slow

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.utils.adapter_files import AdapterConfig
+from verl.utils.hub_names import HubNames
 from verl.utils.lora import ADAPTER, is_adapter
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
 
 ALL_LINEAR = "all-linear"
 NAMES = re.compile(r"[\w.]+(,[\w.]+)*")  # names and commas; whatever else is a regular expression
@@ -27,11 +31,11 @@ MOST_NAMED = 6  # modules that an error lists
 def attach_adapters(
     model: PreTrainedModel, adapter: AdapterConfig, option: str, frozen: Iterable[str] = ()
 ) -> list[str]:
-    """Put an adapter into every module that is wanted, and freeze everything else.
+    """Put an adapter into every module that is wanted; peft freezes everything else.
 
     Args:
-        model: With memory or on the meta device; changed in place. The adapters are float32, and with them it
-            computes what it did without them.
+        model: With memory or on the meta device; changed in place. With its adapters it computes what it did
+            without them.
         adapter: Which modules, and how.
         option: Where that stands in the config, for errors.
         frozen: Modules in which nothing is adapted, such as a frozen vision tower.
@@ -51,16 +55,17 @@ def attach_adapters(
         use_dora=adapter.use_dora,
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    for name, param in model.named_parameters():
-        param.requires_grad_(is_adapter(name))
-        if is_adapter(name):
-            param.data = param.data.float()
     return names
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Layers of peft by the names of the modules that they adapt; empty for a model without adapters."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def joint_experts(model: nn.Module) -> list[str]:
+    """Names of weights (experts, out, in) that all experts of a layer share; no adapter fits them."""
+    return [name for name, param in model.named_parameters() if ".experts." in name and param.ndim == 3]
 
 
 @contextlib.contextmanager
@@ -128,9 +133,10 @@ def _adapted_modules(
     names = [name for name in linear if target(name)]
     if not names:
         raise ValueError(
-            f"`{option}.target_modules` ({adapter.target_modules}) matches no linear module of"
-            f" {type(model).__name__}; it has {_kinds(linear)}"
+            f"`{option}.target_modules` ({adapter.target_modules}) {_why_nothing(model, target)};"
+            f" it has {_kinds(linear)}"
         )
+    _tell_unmatched(model, adapter.target_modules, linear, option)
     if adapter.exclude_modules is None:
         return names
     excluded = _matcher(adapter.exclude_modules, f"{option}.exclude_modules")
@@ -141,6 +147,41 @@ def _adapted_modules(
             f" `{option}.target_modules` ({adapter.target_modules}): name fewer"
         )
     return kept
+
+
+def _tell_unmatched(model: PreTrainedModel, pattern: str, linear: list[str], option: str) -> None:
+    """Warn of names that no linear module has among others that some have; peft passes over them too."""
+    names = pattern.split(",") if NAMES.fullmatch(pattern) and pattern != ALL_LINEAR else []
+    for name in names:
+        if not any(f".{module}".endswith(f".{name}") for module in linear):
+            logger.warning(
+                "`%s.target_modules` (%s): %s is no linear module of %s that can be adapted, the others are",
+                option, pattern, name, type(model).__name__,
+            )  # fmt: skip
+
+
+def _why_nothing(model: PreTrainedModel, target: Callable[[str], bool]) -> str:
+    """What is wrong with a pattern that no linear module matches."""
+    expert, name = _named_expert(model, target), type(model).__name__
+    if expert is None:
+        return f"matches no linear module of {name}"
+    return (
+        f"names only experts, which {name} holds as joint tensors ({expert}), and adapters fit linear modules"
+        " only: name others, or train experts as a whole by `train_modules`"
+    )
+
+
+def _named_expert(model: PreTrainedModel, target: Callable[[str], bool]) -> str | None:
+    """The first joint weight of experts that a pattern means, by its name in memory or those on the hub."""
+    joint = joint_experts(model)
+    if not joint:
+        return None
+    hub = HubNames(model.config)
+    for name in joint:
+        on_hub = [one.removesuffix(".weight") for one in hub.of(name)]
+        if any(map(target, [name, name.rpartition(".")[0], *on_hub])):
+            return name
+    return None
 
 
 def _matcher(pattern: str, option: str) -> Callable[[str], bool]:

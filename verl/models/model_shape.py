@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from verl.models.adapters import adapted_layers, joint_experts
 from verl.models.registry import model_type_of
 from verl.utils.fsdp_utils import fsdp_blocks
 from verl.utils.memory_model import ModelShape, Stack
@@ -37,7 +38,15 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         is_tied=head is not None and head.weight is embedding.weight,
         text=_text_stack(config.get_text_config(), text_blocks),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
+        bare_experts=_bare_experts(model),
     )
+
+
+def _bare_experts(model: PreTrainedModel) -> int:
+    """The joint tensors of experts that are left as they are beside adapters."""
+    if not adapted_layers(model):
+        return 0
+    return sum(not model.get_parameter(name).requires_grad for name in joint_experts(model))
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:

@@ -38,8 +38,8 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
     """Freeze and adapt a model; its parameters say by `requires_grad` which of them are trained.
 
     A pattern is a regular expression, found anywhere in a parameter's name. The score of a value model has no
-    first value worth keeping: it is trained unless it is frozen by name. Beside adapters, what is trained is
-    float32, as they are.
+    first value worth keeping: it is trained unless it is frozen by name. Adapters, and what is trained beside
+    them, are float32.
 
     Args:
         model: With memory or on the meta device; changed in place.
@@ -73,7 +73,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
         )
     for name, param in model.named_parameters():
         param.requires_grad_(name in trained)
-        if options.adapter is not None and name in trained:
+        if options.adapter is not None and (name in trained or is_adapter(name)):
             param.data = param.data.to(torch.float32)
 
 

@@ -7,9 +7,11 @@ To add a rule: one generator here, listed in `RULES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from verl.trainer.algorithm_config import TOKEN_BASELINES
+from verl.workers.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from verl.trainer.config import PPOConfig
@@ -74,6 +76,19 @@ def critic(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def prime(config: PPOConfig) -> Iterator[str]:
+    """Without files of its own the process reward model is the actor's, with all that is said of that."""
+    model, default = config.worker.prime.model, ModelConfig()
+    if not config.use_prime or model.model_path is not None:
+        return
+    for entry in fields(model):
+        if getattr(model, entry.name) != getattr(default, entry.name):
+            yield (
+                f"`worker.prime.model.{entry.name}` has no effect without `worker.prime.model.model_path`:"
+                " set that, or leave it out to take the actor's model with its options"
+            )
+
+
 def bypass(config: PPOConfig) -> Iterator[str]:
     """What needs the trainer's own log-probs of the sampled tokens does not go with skipping them."""
     algorithm = config.algorithm
@@ -121,4 +136,4 @@ def rewards(config: PPOConfig) -> Iterator[str]:
         )
 
 
-RULES = (group_sizes, filters, critic, bypass, rewards)
+RULES = (group_sizes, filters, critic, prime, bypass, rewards)

@@ -37,12 +37,13 @@ def split_name(name: str) -> tuple[str, str]:
 def saved_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a model's tensors by name those that a checkpoint needs.
 
-    With adapters it is what is trained, since the base stays in its own files; otherwise it is everything.
+    With adapters it is these, trained or not, and what is trained beside them, since the base stays in its
+    own files; otherwise it is everything.
     """
     if not any(map(is_adapter, tensors)):
         return dict(tensors)
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    return {name: tensor for name, tensor in tensors.items() if name in trained}
+    return {name: tensor for name, tensor in tensors.items() if name in trained or is_adapter(name)}
 
 
 def folded(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:

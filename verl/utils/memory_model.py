@@ -74,6 +74,7 @@ class ModelShape:
     text: Stack
     tower: Stack | None = None
     merge: int = 4  # patches of a media token
+    bare_experts: int = 0  # joint tensors of experts that stay as they are because no adapter fits them
 
     @property
     def head(self) -> int:
@@ -84,7 +85,10 @@ class ModelShape:
     def trained_text(self) -> str:
         """How much of it is trained, for a person."""
         share = 100 * self.learning / self.params
-        return f"{self.learning:,} of {self.params:,} parameters are trained ({share:.2f} %)"
+        text = f"{self.learning:,} of {self.params:,} parameters are trained ({share:.2f} %)"
+        if self.bare_experts:
+            text += f"; {self.bare_experts} joint tensors of experts are not, no adapter fits them"
+        return text
 
     @property
     def learning_head(self) -> int:

@@ -116,15 +116,19 @@ class FSDPWorker(ModelWorker):
             assert model.tokenizer_path is not None, "it is the model's"
             arguments = (model.tokenizer_path, self.options.override_chat_template, model.trust_remote_code)
             check_prime_tokenizer(load_tokenizer(*arguments), self.tokenizer)
-        # The frozen copy computes in the type of the one that learns: their difference is the reward.
-        fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
         self.prime_model = self._hosted("prime", config, model, optim=config.optim)
-        self.prime_reference = self._hosted("prime", replace(config, fsdp=fsdp), model)
+        if model.lora.is_used:
+            self.prime_reference, reference_forward = self.prime_model, self.prime_model.base_forward
+        else:
+            # The frozen copy computes in the type of the one that learns: their difference is the reward.
+            fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
+            self.prime_reference = self._hosted("prime", replace(config, fsdp=fsdp), model)
+            reference_forward = self.prime_reference.forward
         optimizer, scheduler = self.prime_model.training
         self.prime = DataParallelPrimeModel(
             config,
             self.prime_model.forward,
-            self.prime_reference.forward,
+            reference_forward,
             self.group,
             rollout_n=self.config.rollout.n,
             optimizer=optimizer,
@@ -236,7 +240,7 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="prime_ref")
     def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute the log-probs under the process reward model's frozen copy: `prime_ref_log_probs`."""
+        """Compute the log-probs under the process reward model's reference: `prime_ref_log_probs`."""
         with self._loaded(batch, self.prime_reference):
             return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
 

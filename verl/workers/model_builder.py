@@ -77,18 +77,18 @@ def build_model(
     _check_head(config, head, f"`{option}.model_path` ({model.model_path})")
     if head == "scalar":
         make_scalar(config, has_bias=True)
-    adapter = adapter_config(model, option) if trainable else None
-    dtype = torch_dtype(fsdp.torch_dtype or ("fp32" if trainable and adapter is None else "bf16"))
+    options = trainable_options(model, option) if trainable else None
+    dtype = weights_dtype(fsdp, options)
     empty = meta_model(config, dtype, model.trust_remote_code)
     empty.generation_config = load_generation_config(model, config)
     prepare_model(empty)
     source = _read_on_rank0(model, config, dtype, trainable, option)
     if head == "scalar":
         _agree_on_bias(empty, source)
-    if trainable:
-        choose_trainable(empty, model, option)
-        if adapter is not None:
-            _adapt_source(source, model, option)
+    if options is not None:
+        select_trainable(empty, options, option)
+        if options.adapter is not None:
+            _adapt_source(source, model, options, option)
         if model.enable_gradient_checkpointing:
             empty.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -184,19 +184,30 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
     return replace(saved, base=model.model_path)
 
 
-def choose_trainable(empty: PreTrainedModel, model: ModelConfig, option: str) -> None:
-    """Freeze and adapt a model as its options say; see `verl.models.trainable.select_trainable`."""
-    options = TrainableOptions(
+def trainable_options(model: ModelConfig, option: str) -> TrainableOptions:
+    """What of a model is to be trained, for `verl.models.trainable.select_trainable`.
+
+    Raises:
+        ValueError: See `adapter_config`.
+    """
+    return TrainableOptions(
         adapter_config(model, option), model.train_modules, model.freeze_modules, model.freeze_vision_tower
     )
-    select_trainable(empty, options, option)
 
 
-def _adapt_source(source: PreTrainedModel | None, model: ModelConfig, option: str) -> None:
+def weights_dtype(fsdp: FSDPConfig, options: TrainableOptions | None) -> torch.dtype:
+    """The type weights are kept in; None is a model that is not trained."""
+    is_whole = options is not None and options.adapter is None
+    return torch_dtype(fsdp.torch_dtype or ("fp32" if is_whole else "bf16"))
+
+
+def _adapt_source(
+    source: PreTrainedModel | None, model: ModelConfig, options: TrainableOptions, option: str
+) -> None:
     """Give rank 0's source adapters with their first values; all ranks raise together."""
     problem = None
     if source is not None:
-        choose_trainable(source, model, option)
+        select_trainable(source, options, option)
         if model.lora.path is not None:
             where = f"`{option}.lora.path` ({model.lora.path})"
             hub = HubNames(source.config, model.trust_remote_code)

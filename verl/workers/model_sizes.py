@@ -5,12 +5,12 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.models.model_shape import model_shape
-from verl.utils.fsdp_utils import torch_dtype
+from verl.models.trainable import select_trainable
 from verl.utils.hub_names import meta_model
 from verl.utils.memory_model import ModelShape
 from verl.utils.optimizers.groups import parameter_groups
 from verl.utils.scalar_model import make_scalar
-from verl.workers.model_builder import adapter_config, choose_trainable, load_model_config
+from verl.workers.model_builder import load_model_config, trainable_options, weights_dtype
 from verl.workers.model_config import FSDPConfig, ModelConfig, OptimConfig
 
 
@@ -30,11 +30,10 @@ def read_shape(
         FileNotFoundError: The folder has no config that can be read.
         ValueError: `override_config`, `lora` or the patterns of parameters do not fit the model.
     """
-    adapter = adapter_config(model, option) if is_trained else None
-    default = "fp32" if is_trained and adapter is None else "bf16"
-    empty = _empty(model, option, head, torch_dtype(fsdp.torch_dtype or default))
-    if is_trained:
-        choose_trainable(empty, model, option)
+    options = trainable_options(model, option) if is_trained else None
+    empty = _empty(model, option, head, weights_dtype(fsdp, options))
+    if options is not None:
+        select_trainable(empty, options, option)
     else:
         empty.requires_grad_(False)
     return model_shape(empty)
@@ -56,8 +55,9 @@ def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str =
         FileNotFoundError: The folder has no config that can be read.
         ValueError: A pattern matches nothing, an adapter cannot be used, or nothing is left to train.
     """
-    empty = _empty(model, f"worker.{role}.model", head)
-    choose_trainable(empty, model, f"worker.{role}.model")
+    option = f"worker.{role}.model"
+    empty = _empty(model, option, head)
+    select_trainable(empty, trainable_options(model, option), option)
     parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
     return model_shape(empty)
 

@@ -112,3 +112,12 @@ def test_on_cpu_adapters_are_folded_unless_they_are_asked_for(tmp_path):
 
     assert engine_adapter(model, CONFIG, rollout_config(), "cpu") is None
     assert engine_adapter(model, CONFIG, rollout_config(lora_sync="adapter"), "cpu") is not None
+
+
+def test_on_cpu_adapters_beside_joint_experts_cannot_be_asked_for(tmp_path):
+    model = adapted(save_tiny_model(tmp_path / "model", "qwen3_moe"))
+    asked = rollout_config(lora_sync="adapter")
+
+    assert engine_adapter(model, CONFIG, asked, "cuda") is not None
+    with pytest.raises(ValueError, match="on CPU vLLM serves no adapters beside joint experts: use `auto`"):
+        engine_adapter(model, CONFIG, asked, "cpu")

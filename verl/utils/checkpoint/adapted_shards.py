@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from verl.utils.adapter_files import CONFIG, PREFIX, read_adapter_config
 from verl.utils.checkpoint.fsdp_checkpoint import LORA_ADAPTER
 from verl.utils.hub_names import auto_class
-from verl.utils.lora import ADAPTER, BASE, DOWN, MAGNITUDE, UP, folded, is_adapter, plain_name, split_name
+from verl.utils.lora import BASE, fold, is_adapter, plain_name, split_name
 
 
 class TensorSource(Protocol):
@@ -64,7 +64,9 @@ class AdaptedShards:
         self._source = source
         self._adapter = read_adapter_config(folder, str(folder))
         self._saved = {name.removeprefix(PREFIX): name for name in source.names()}
-        self._modules = {split_name(name)[0] for name in self._saved if is_adapter(name)}
+        self._adapters: dict[str, list[str]] = {}  # tensors of each adapted module
+        for name in filter(is_adapter, self._saved):
+            self._adapters.setdefault(split_name(name)[0], []).append(name)
         self._own = {plain_name(name): name for name in self._saved if not is_adapter(name)}
         self._base: dict[str, Tensor] = {}
         if not any(BASE in name for name in self._saved):
@@ -83,19 +85,21 @@ class AdaptedShards:
         )
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, with its adapter."""
-        module = name.removesuffix(".weight")
-        weight = self._weight(name)
-        if module not in self._modules or not name.endswith(".weight"):
-            return weight
-        parts = {
-            part: self._source.read(self._saved[full])
-            for part in (DOWN, UP, MAGNITUDE)
-            if (full := f"{module}.{part}.{ADAPTER}.weight") in self._saved
-        }
-        return folded(weight, parts[DOWN], parts[UP], self._adapter.scale, parts.get(MAGNITUDE))
+        """The whole tensor, with its adapter.
 
-    def _weight(self, name: str) -> Tensor:
+        Raises:
+            ValueError: A part of its adapter is missing.
+        """
+        module, _, kind = name.rpartition(".")
+        adapter = self._adapters.get(module, ()) if kind == "weight" else ()
+        if not adapter:
+            return self._unadapted(name)
+        tensors = [(full, self._source.read(self._saved[full])) for full in adapter]
+        tensors.append((f"{module}{BASE}weight", self._unadapted(name)))
+        [(_, whole)] = fold(tensors, self._adapter.scale, has_magnitude=self._adapter.use_dora)
+        return whole
+
+    def _unadapted(self, name: str) -> Tensor:
         if name in self._own:
             return self._source.read(self._saved[self._own[name]])
         return self._base[name]

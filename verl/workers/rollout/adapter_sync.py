@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl.models.adapters import adapted_layers
+from verl.models.adapters import adapted_layers, joint_experts
 from verl.models.registry import model_type_of
 from verl.utils.adapter_files import AdapterConfig, peft_config, peft_name
 from verl.utils.lora import is_adapter
@@ -40,7 +40,7 @@ def engine_adapter(
         ValueError: `worker.rollout.lora_sync=adapter`, and the engine cannot serve it.
     """
     modules = tuple(adapted_layers(model))
-    reason = why_merged(model, config, modules, rollout.name)
+    reason = why_merged(model, config, modules, rollout.name, device)
     if reason is None and rollout.lora_sync != "adapter":
         reason = why_merging_is_cheaper(rollout.lora_sync, device)
     if reason is None:
@@ -63,7 +63,7 @@ def why_merging_is_cheaper(lora_sync: str, device: str) -> str | None:
 
 
 def why_merged(
-    model: PreTrainedModel, config: AdapterConfig, modules: Sequence[str], engine: str
+    model: PreTrainedModel, config: AdapterConfig, modules: Sequence[str], engine: str, device: str
 ) -> str | None:
     """Why an engine cannot serve an adapter as one; None if it can."""
     if engine != "vllm":
@@ -73,6 +73,8 @@ def why_merged(
     ]
     if beside:
         return f"{len(beside)} weights are trained beside the adapters, for example {beside[0]}"
+    if device == "cpu" and joint_experts(model):  # beside adapters they run in Triton, adapted or not
+        return "on CPU vLLM serves no adapters beside joint experts"
     if config.use_dora:
         return "vLLM does not serve DoRA"
     if config.rank > RANKS[-1]:

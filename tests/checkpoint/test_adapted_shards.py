@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole weights of a checkpoint of adapters: what is saved of them, and how they join their base."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig
+
+from verl.models.tiny import save_tiny_model
+from verl.utils.adapter_files import AdapterConfig, AdapterFiles
+from verl.utils.checkpoint.adapted_shards import AdaptedShards
+from verl.utils.lora import saved_tensors
+
+MODULE = "model.layers.0.self_attn.q_proj"
+DOWN, UP = f"{MODULE}.lora_A.default.weight", f"{MODULE}.lora_B.default.weight"
+NORM = "model.norm.weight"
+
+
+class Source:
+    """A checkpoint's tensors, in memory."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def names(self):
+        return list(self.tensors)
+
+    def shape(self, name):
+        return self.tensors[name].shape
+
+    def read(self, name):
+        return self.tensors[name]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def open_adapted(base, folder, tensors):
+    config = AdapterConfig(rank=2, alpha=6, target_modules="q_proj", base=str(base))
+    AdapterFiles(config, [MODULE], {}).save_pretrained(folder / "lora_adapter")
+    return AdaptedShards(Source(tensors), folder, None, AutoConfig.from_pretrained(base), False)
+
+
+def test_adapted_weights_are_base_and_adapter_others_the_checkpoints_or_the_bases(base, tmp_path):
+    weights = load_file(base / "model.safetensors")
+    down, up, norm = torch.randn(2, 128), torch.randn(128, 2), torch.full((128,), 3.0)
+    shards = open_adapted(base, tmp_path, {DOWN: down, UP: up, NORM: norm})
+
+    assert set(shards.names()) == weights.keys() | {"lm_head.weight"}
+    torch.testing.assert_close(shards.read(f"{MODULE}.weight"), weights[f"{MODULE}.weight"] + 3 * up @ down)
+    assert torch.equal(shards.read(f"{MODULE}.bias"), weights[f"{MODULE}.bias"])
+    assert torch.equal(shards.read(NORM), norm)
+    assert torch.equal(shards.read("model.embed_tokens.weight"), weights["model.embed_tokens.weight"])
+
+
+def test_an_adapter_of_which_the_checkpoint_lost_a_part_is_an_error_by_name(base, tmp_path):
+    shards = open_adapted(base, tmp_path, {DOWN: torch.randn(2, 128)})
+
+    with pytest.raises(ValueError, match=rf"incomplete: \['{MODULE}'\]"):
+        shards.read(f"{MODULE}.weight")
+
+
+def test_adapters_that_are_frozen_are_saved_and_the_base_is_not():
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("base_layer", "lora_A", "lora_B", "score")})
+    model["base_layer"].requires_grad_(False)
+    model["lora_A"].requires_grad_(False)
+    model = nn.ModuleDict({"q": model})
+
+    saved = saved_tensors(model, dict(model.named_parameters()))
+
+    assert {name.split(".")[1] for name in saved} == {"lora_A", "lora_B", "score"}
