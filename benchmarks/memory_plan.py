@@ -4,6 +4,8 @@
     python3 benchmarks/memory_plan.py                  # one process
     python3 benchmarks/memory_plan.py --ranks 2        # sharded over two
     python3 benchmarks/memory_plan.py --keep-freed     # as glibc is by default
+    python3 benchmarks/memory_plan.py --sft            # supervised fine-tuning
+    python3 benchmarks/memory_plan.py --sft --lora 16  # ... of adapters
 
 Printed is the peak of the resident memory above that of the process without a model. On two ranks it is the
 first's, which also reads the files.
@@ -13,13 +15,18 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.helpers.memory import PHASES, SHAPES, Rows, make_case, measure_phases, planned_phases
+from step import MODEL
+
+from tests.helpers.memory import PPO, SFT, SHAPES, Rows, make_case, measure_phases, planned_phases
 from verl.models.tiny import save_tiny_model
 
 MIB = 1 << 20
+# No formula was corrected on the last one, which `step.py` runs.
+MODELS: dict[str, dict[str, Any]] = SHAPES | {"step": MODEL}
 
 
 def main() -> None:
@@ -27,19 +34,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--keep-freed", action="store_true", help="let the allocator keep what is freed")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", choices=MODELS, default=list(SHAPES))
+    parser.add_argument("--sft", action="store_true", help="supervised fine-tuning in place of GRPO")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the weights")
     arguments = parser.parse_args()
-    out, rows, ranks = sys.stdout.write, Rows(), arguments.ranks
+    out, ranks, kind = sys.stdout.write, arguments.ranks, SFT if arguments.sft else PPO
     out(f"{'model':12}{'checkpointing':15}{'phase':14}{'planned MiB':>12}{'measured MiB':>14}{'ratio':>8}\n")
     for name in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            model = save_tiny_model(folder, "qwen2", **SHAPES[name])
-            cases = [(make_case(model, checkpointing=on, world_size=ranks), rows) for on in (True, False)]
+            model = save_tiny_model(folder, "qwen2", **MODELS[name])
+            cases = [
+                make_case(kind, model, Rows(), checkpointing=on, world_size=ranks, rank=arguments.lora)
+                for on in (True, False)
+            ]
             measured = measure_phases(cases, ranks, keeps_freed=arguments.keep_freed)
-            for (config, _), peaks in zip(cases, measured, strict=True):
-                planned = planned_phases(config, rows, ranks)
-                is_on = "on" if config.model.enable_gradient_checkpointing else "off"
-                for phase in PHASES:
+            for case, peaks in zip(cases, measured, strict=True):
+                planned = planned_phases(case, ranks)
+                is_on = "on" if case.actor.model.enable_gradient_checkpointing else "off"
+                for phase in kind.phases:
                     plan, peak = planned[phase] / MIB, peaks[phase] / MIB
                     out(f"{name:12}{is_on:15}{phase:14}{plan:12.0f}{peak:14.0f}{plan / peak:8.2f}\n")
 

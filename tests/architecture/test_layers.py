@@ -27,7 +27,10 @@ HOMES = {
         "utils/checkpoint/",
     ),
 }
-CONFIG_MODULES = ("verl.trainer.config", "verl.workers.config", "verl.trainer.plan", "verl.trainer.main")
+CONFIG_MODULES = (
+    *("verl.trainer.config", "verl.workers.config", "verl.trainer.plan", "verl.trainer.main"),
+    *("verl.trainer.sft", "verl.trainer.memory_plan"),
+)
 ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.utils.config")
 
 

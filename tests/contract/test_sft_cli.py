@@ -55,11 +55,13 @@ sys.exit(status)
 
     assert result.returncode == 0, result.stderr
     assert time.monotonic() - start < 3
-    _, plan = result.stdout.split("\nplan of a training step\n")
+    _, text = result.stdout.split("\nplan of a training step\n")
+    plan, memory = text.split("\nmemory at its most\n")
     # 64 rows on 8 ranks; 8 micro batches of 1 x 4096 tokens at most
     assert "  rows                      64         8" in plan
     assert "<= 8  1 sequences each, at most 4096 tokens" in plan
     assert plan.rstrip().endswith("training steps            10")
+    assert "hf download Qwen/Qwen2.5-7B-Instruct config.json" in memory
 
 
 def test_help_and_an_unknown_switch(capsys):

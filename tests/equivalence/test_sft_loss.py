@@ -112,7 +112,8 @@ def losses_on_ranks(rank, world_size, root, settings):
     from verl.workers.forward import PackedForward
     from verl.workers.line_division import LineDivision, Way
     from verl.workers.model_builder import build_model
-    from verl.workers.sft_options import FSDPConfig, ModelConfig, SFTActorConfig
+    from verl.workers.model_config import FSDPConfig, ModelConfig
+    from verl.workers.sft_options import SFTActorConfig
 
     found = {}
     for kind in FAMILIES:

@@ -6,10 +6,10 @@ import json
 import os
 import tempfile
 import unittest.mock
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,18 +17,23 @@ from tests.helpers.distributed import run_distributed
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
 from verl.trainer.config import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
-from verl.trainer.held_models import held_models
 from verl.trainer.machine import find_machine
 from verl.trainer.memory_plan import plan_memory
+from verl.trainer.planned_run import PlannedRun
+from verl.trainer.ppo_memory import planned_ppo
+from verl.trainer.sft_config import SFTConfig, SFTDataConfig, SFTRunConfig
+from verl.trainer.sft_memory import planned_sft
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
 from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
+from verl.workers.dp_sft import DataParallelSFT
 from verl.workers.hosted_model import HostedModel, Place
-from verl.workers.model_config import ModelConfig
+from verl.workers.model_config import LoraConfig, ModelConfig
 from verl.workers.model_sizes import read_shape
+from verl.workers.sft_options import SFTActorConfig, SFTWorkerConfig
+from verl.workers.update_options import PolicyConfig
 
 PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
 PEAK, NOW = "VmHWM:", "VmRSS:"
-PHASES = ("load", "update_actor", "old")  # log-probs last: the optimizer has its state by then
 OF_THE_MODEL = ("weights", "first rank reads", "gradients", "optimizer", "gathered weights", "activations")
 FIRST_TOKEN, LAST_TOKEN = 10, 250  # of the tiny models' text
 
@@ -58,6 +63,38 @@ class Rows:
     n: int = 2
     prompt_length: int = 64
     response_length: int = 64
+
+
+Works = list[Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is measured of a kind of run.
+
+    Attributes:
+        phases: `load`, then those of `works`.
+        section: Class of `worker.actor`.
+        mini_batch: Of a rank, as the options count it.
+        planned: The run with such a section.
+        works: What the worker does with its model and rows.
+        options: Of the section beside.
+    """
+
+    phases: tuple[str, ...]
+    section: Callable[..., PolicyConfig]
+    mini_batch: int
+    planned: Callable[[PolicyConfig, Rows, int], PlannedRun]
+    works: Callable[[PolicyConfig, Rows, HostedModel, DataProto], Works]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Case(NamedTuple):
+    """A model with its options, and the rows of a rank."""
+
+    kind: Kind
+    actor: PolicyConfig
+    rows: Rows
 
 
 def resident(name: str) -> int:
@@ -102,33 +139,35 @@ def make_rows(rows: Rows) -> DataProto:
     return DataProto.from_dict(tensors, {"uid": objects([str(int(row)) for row in first])})
 
 
-def make_case(folder: Path, *, checkpointing: bool, world_size: int = 1, **options: Any) -> ActorConfig:
-    """`worker.actor` of two mini batches, each of two micro batches, so that gradients add up."""
-    return ActorConfig(
-        global_batch_size=world_size,
+def make_case(
+    kind: Kind, folder: str | Path, rows: Rows, *, checkpointing: bool, world_size: int = 1, rank: int = 0
+) -> Case:
+    """`worker.actor` with several micro batches in an update, so that gradients add up.
+
+    Args:
+        kind: Of the run.
+        folder: Of the model.
+        rows: Of a rank.
+        checkpointing: Activations are recomputed.
+        world_size: Ranks.
+        rank: Of adapters; 0 trains the weights.
+    """
+    actor = kind.section(
+        global_batch_size=kind.mini_batch * world_size,
         micro_batch_size_per_device_for_update=1,
         micro_batch_size_per_device_for_experience=2,
-        share_prompt=False,
-        model=ModelConfig(model_path=str(folder), enable_gradient_checkpointing=checkpointing),
-        **options,
-    )
-
-
-def planned_phases(
-    actor: ActorConfig, rows: Rows, world_size: int = 1, device: str = "cpu"
-) -> dict[str, int]:
-    """What the plan of a run with these options says of the model alone."""
-    config = PPOConfig(
-        data=DataConfig(
-            rollout_batch_size=rows.prompts * world_size,
-            max_prompt_length=rows.prompt_length,
-            max_response_length=rows.response_length,
+        model=ModelConfig(
+            model_path=str(folder), enable_gradient_checkpointing=checkpointing, lora=LoraConfig(rank=rank)
         ),
-        algorithm=AlgorithmConfig(disable_kl=True),
-        worker=WorkerConfig(actor=actor, rollout=RolloutConfig(name="hf", n=rows.n, tensor_parallel_size=1)),
-        trainer=TrainerConfig(n_gpus_per_node=world_size),
+        **kind.options,
     )
-    plan = plan_memory(config, held_models(config, device, read_shape), find_machine(device, 100))
+    return Case(kind, actor, rows)
+
+
+def planned_phases(case: Case, world_size: int = 1, device: str = "cpu") -> dict[str, int]:
+    """What the plan of a run with these options says of the model alone."""
+    run = case.kind.planned(case.actor, case.rows, world_size)
+    plan = plan_memory(run, read_shape, find_machine(device, 100))
     return {
         phase.name: sum(
             item.size
@@ -136,12 +175,12 @@ def planned_phases(
             if item.name in OF_THE_MODEL
         )
         for phase in plan.phases
-        if phase.name in PHASES
+        if phase.name in case.kind.phases
     }
 
 
 def measure_phases(
-    cases: Sequence[tuple[ActorConfig, Rows]], world_size: int = 1, *, keeps_freed: bool = False
+    cases: Sequence[Case], world_size: int = 1, *, keeps_freed: bool = False
 ) -> list[dict[str, int]]:
     """Bytes above those of the process without models at the peak of each phase, the largest of all ranks.
 
@@ -150,13 +189,13 @@ def measure_phases(
     process runs, would leave some of it resident.
 
     Args:
-        cases: `worker.actor` and the rows of a rank.
+        cases: Of one kind.
         world_size: Ranks that share the model.
         keeps_freed: Leave the allocator as it is.
     """
     threshold = {} if keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(PAGES_OF_ITS_OWN)}
     with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, threshold):
-        files = json.loads((Path(str(cases[0][0].model.model_path)) / "config.json").read_text())
+        files = json.loads((Path(str(cases[0].actor.model.model_path)) / "config.json").read_text())
         tiny = save_tiny_model(folder, files["model_type"])
         of_ranks = run_distributed(_measure_cases, world_size, tiny, cases, timeout_s=1500)
     return [
@@ -165,28 +204,81 @@ def measure_phases(
     ]
 
 
-def _measure_cases(
-    rank: int, world_size: int, tiny: Path, cases: list[tuple[ActorConfig, Rows]]
-) -> list[dict[str, int]]:
-    config, rows = cases[0]
-    first = replace(config, model=replace(config.model, model_path=str(tiny)))
-    measure(first, replace(rows, prompt_length=8, response_length=8), "cpu", world_size)
-    return [measure(config, rows, "cpu", world_size) for config, rows in cases]
+def _measure_cases(rank: int, world_size: int, tiny: Path, cases: list[Case]) -> list[dict[str, int]]:
+    kind, actor, rows = cases[0]
+    warm_up = replace(actor, model=replace(actor.model, model_path=str(tiny)))
+    measure(Case(kind, warm_up, replace(rows, prompt_length=8, response_length=8)), "cpu", world_size)
+    return [measure(case, "cpu", world_size) for case in cases]
 
 
-def measure(config: ActorConfig, rows: Rows, device: str, world_size: int = 1) -> dict[str, int]:
+def measure(case: Case, device: str, world_size: int = 1) -> dict[str, int]:
     """Bytes of this process above what it had before, at the peak of each phase."""
+    kind, config, rows = case
     batch, peaks = make_rows(rows), {}
     base = forget_peak(device)
-    place = Place(torch.device(device), world_size, None, config.share_prompt)
     hosted = HostedModel(
-        "actor", config.model, config.fsdp, config.offload, place, optim=config.optim, training_steps=10
-    )
-    training = ActorTraining(*hosted.training, rollout_n=rows.n, max_response_length=rows.response_length)
-    actor = DataParallelPPOActor(config, hosted.forward, None, training)
-    works = (lambda: None, lambda: actor.update(batch, 1.0), lambda: actor.compute_log_probs(batch, 1.0))
-    for phase, work in zip(PHASES, works, strict=True):
+        "actor", config.model, config.fsdp, config.offload, Place(torch.device(device), world_size, None),
+        optim=config.optim, training_steps=10,
+    )  # fmt: skip
+    works = (lambda: None, *kind.works(config, rows, hosted, batch))
+    for phase, work in zip(kind.phases, works, strict=True):
         work()
         peaks[phase] = peak_bytes(device) - base
         forget_peak(device)
     return peaks
+
+
+def _planned_ppo(actor: PolicyConfig, rows: Rows, world_size: int) -> PlannedRun:
+    assert isinstance(actor, ActorConfig)
+    data = DataConfig(
+        rollout_batch_size=rows.prompts * world_size,
+        max_prompt_length=rows.prompt_length,
+        max_response_length=rows.response_length,
+    )
+    rollout = RolloutConfig(name="hf", n=rows.n, tensor_parallel_size=1)
+    return planned_ppo(
+        PPOConfig(
+            data=data,
+            algorithm=AlgorithmConfig(disable_kl=True),
+            worker=WorkerConfig(actor=actor, rollout=rollout),
+            trainer=TrainerConfig(n_gpus_per_node=world_size),
+        )
+    )
+
+
+def _ppo_works(config: PolicyConfig, rows: Rows, hosted: HostedModel, batch: DataProto) -> Works:
+    assert isinstance(config, ActorConfig)
+    training = ActorTraining(*hosted.training, rollout_n=rows.n, max_response_length=rows.response_length)
+    actor = DataParallelPPOActor(config, hosted.forward, None, training)
+    return [lambda: actor.update(batch, 1.0), lambda: actor.compute_log_probs(batch, 1.0)]
+
+
+def _planned_sft(actor: PolicyConfig, rows: Rows, world_size: int) -> PlannedRun:
+    assert isinstance(actor, SFTActorConfig)
+    return planned_sft(
+        SFTConfig(
+            data=SFTDataConfig(max_length=rows.prompt_length + rows.response_length, val_files="rows"),
+            worker=SFTWorkerConfig(actor=actor),
+            trainer=SFTRunConfig(n_gpus_per_node=world_size),
+        )
+    )
+
+
+def _sft_works(config: PolicyConfig, rows: Rows, hosted: HostedModel, batch: DataProto) -> Works:
+    """All tokens of a row but the first are learned; the second update finds the optimizer's state there."""
+    assert isinstance(config, SFTActorConfig)
+    batch.batch["responses"] = batch.batch["input_ids"][:, 1:]
+    batch.batch["response_mask"] = torch.ones_like(batch.batch["responses"])
+    sft = DataParallelSFT(config, hosted.forward, None, *hosted.training)
+    return [lambda: [sft.update(batch) for _ in range(2)], lambda: sft.losses(batch)]
+
+
+# The pass without gradients comes last: the optimizer has its state by then.
+PPO = Kind(
+    phases=("load", "update_actor", "old"), section=ActorConfig, mini_batch=1,
+    planned=_planned_ppo, works=_ppo_works, options={"share_prompt": False},
+)  # fmt: skip
+SFT = Kind(
+    phases=("load", "update_actor", "validation"), section=SFTActorConfig, mini_batch=4,
+    planned=_planned_sft, works=_sft_works,
+)  # fmt: skip

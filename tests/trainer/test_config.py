@@ -68,7 +68,9 @@ def test_what_has_no_usable_default_must_be_set():
         ),
         (
             ["worker.actor.global_batch_size=3", "worker.rollout.n=4"],
-            "`data.rollout_batch_size` (8) must be divisible by `worker.actor.global_batch_size` (3)",
+            "`data.rollout_batch_size` (8) must be divisible by `worker.actor.global_batch_size` (3):"
+            " set `worker.actor.global_batch_size=2`, or set `data.rollout_batch_size=6` or"
+            " `data.rollout_batch_size=9`",
         ),
         (
             ["worker.actor.micro_batch_size_per_device_for_experience=3"],
@@ -88,7 +90,12 @@ def test_what_has_no_usable_default_must_be_set():
         (
             ["worker.rollout.tensor_parallel_size=4"],
             "`trainer.nnodes` x `trainer.n_gpus_per_node` (2) must be divisible by"
-            " `worker.rollout.tensor_parallel_size` (4)",
+            " `worker.rollout.tensor_parallel_size` (4): set `worker.rollout.tensor_parallel_size=2`,"
+            " or make `trainer.nnodes` x `trainer.n_gpus_per_node` 4",
+        ),
+        (
+            ["worker.rollout.tensor_parallel_size=2", "trainer.n_gpus_per_node=1"],
+            "set `worker.rollout.tensor_parallel_size=1`, or make `trainer.nnodes` x",
         ),
         (
             ["data.mini_rollout_batch_size=6"],
@@ -96,7 +103,8 @@ def test_what_has_no_usable_default_must_be_set():
         ),
         (
             ["data.mini_rollout_batch_size=1"],
-            "`data.mini_rollout_batch_size` (1) must be divisible by the number of rollout engines",
+            "/ `worker.rollout.tensor_parallel_size` (2): make the number of rollout engines 1, or set"
+            " `data.mini_rollout_batch_size=2`",
         ),
         (
             ["data.max_response_length=8000"],

@@ -5,30 +5,19 @@ from dataclasses import replace
 
 import pytest
 
+from tests.trainer.planning import GPU, NODE, read_shape, sizes
 from verl.trainer.config import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
-from verl.trainer.held_models import held_models, line_of
-from verl.trainer.machine import Machine, find_machine
-from verl.trainer.memory_plan import GIB, plan_memory
+from verl.trainer.machine import GIB, find_machine
+from verl.trainer.memory_plan import Planner
 from verl.trainer.memory_remedies import misfit_text, remedy, settled, with_options
+from verl.trainer.planned_run import PlannedPass
+from verl.trainer.ppo_memory import planned_ppo
 from verl.utils.config import ConfigError, load_config, value_at
-from verl.utils.memory_model import ModelShape, Stack
 from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
 from verl.workers.model_config import ModelConfig
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
-STACK = Stack(layers=16, hidden=4096, intermediate=16384, heads=32, kv_heads=8, head_dim=128, params=1 << 26)
-GPU = Machine("cuda", 80 * GIB, 1000 * GIB, "a GPU")
-NODE = Machine("cpu", 0, 400 * GIB, "a node")
-
-
-def read_shape(model, fsdp, *, option, is_trained, head="causal"):
-    number = 2 if not is_trained or fsdp.torch_dtype == "bf16" else 4
-    learning = (1 << 30) * is_trained
-    return ModelShape(
-        params=1 << 30, stored=number << 30, learning=learning, learning_stored=number * learning,
-        root=1 << 20, learning_root=1 << 20, largest_stored=number << 20, vocab=256, is_tied=True, text=STACK,
-    )  # fmt: skip
 
 
 def make_config(changes=None):
@@ -51,15 +40,11 @@ def make_config(changes=None):
 
 
 def planner(machine):
-    return lambda config: plan_memory(config, held_models(config, machine.device, read_shape), machine)
+    return Planner(planned_ppo, read_shape, machine)
 
 
 def phases_of(config, machine=GPU):
     return {phase.name: phase for phase in planner(machine)(config).phases}
-
-
-def sizes(items):
-    return {item.name: item.size for item in items}
 
 
 def test_an_update_holds_weights_gradients_and_two_moments_of_its_shard():
@@ -127,12 +112,11 @@ def test_a_checkpoint_that_is_written_behind_the_training_is_a_copy_in_host_memo
     ],
 )
 def test_a_line_has_the_tokens_of_its_full_rows(changes, dynamic, shares, size, line):
-    config, shape = (
-        make_config(changes),
-        read_shape(None, make_config().worker.actor.fsdp, option="", is_trained=True),
-    )
+    config = make_config(changes)
+    shape = read_shape(None, config.worker.actor.fsdp, option="", is_trained=True)
 
-    found = line_of(config, shape, size, 16, dynamic=dynamic, shares=shares)
+    one = PlannedPass("update_actor", size, UPDATE, rows=16, dynamic=dynamic, shares=shares)
+    found = one.longest_line(planned_ppo(config).lengths, shape)
 
     assert (found.tokens, found.responses) == line
 

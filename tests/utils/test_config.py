@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from verl.utils.config import ConfigError, check_config, config_notes, load_config, nearest_key, option
+from verl.utils.config import (
+    ConfigError,
+    check_config,
+    config_notes,
+    load_config,
+    nearest_key,
+    option,
+    walk_options,
+)
 from verl.utils.config_paths import (
     data_source,
     existing_file,
@@ -228,6 +236,25 @@ def test_the_example_holds_every_option_with_its_example_value(tmp_path):
     assert config.wheel.size == 6
     assert config.engine.power == 2.0
     assert "# Inches. (at least 1, or -1)\n  size: 6\n" in file.read_text()
+
+
+def test_options_that_a_class_adds_to_inherited_sections_stand_before_them():
+    @dataclass(frozen=True)
+    class Inner:
+        size: int = option(1, help="Size.")
+
+    @dataclass(frozen=True)
+    class Base:
+        first: int = option(1, help="First.")
+        inner: Inner = option(Inner, help="Inner.")
+
+    @dataclass(frozen=True)
+    class Derived(Base):
+        second: int = option(2, help="Second.")
+
+    keys = [entry.key for entry in walk_options(Derived)]
+
+    assert keys == ["first", "second", "inner", "inner.size"]
 
 
 def test_a_printed_config_loads_to_the_same_config(tmp_path):

@@ -7,7 +7,7 @@ worker processes in `workers/config.py`.
 Names, defaults and meanings are EasyR1's and Long-RL's; `example=` is the value in `examples/config.yaml`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from verl.trainer.algorithm_config import AlgorithmConfig
@@ -15,9 +15,10 @@ from verl.trainer.algorithm_rules import algorithm_problems
 from verl.trainer.data_config import DataConfig
 from verl.trainer.run_config import RunConfig
 from verl.utils.config import option
-from verl.workers.config import AUTO, ActorConfig, CriticConfig, MicroBatchSize, PrimeConfig, WorkerConfig
+from verl.workers.config import WorkerConfig
 from verl.workers.model_config import FSDPConfig
 from verl.workers.rollout_config import DIFFUSION
+from verl.workers.update_options import AUTO, MicroBatchSize, TrainedModelConfig
 
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 RANKS = f"the number of ranks that have other sequences, {WORLD} / sequence parallelism"
@@ -53,17 +54,6 @@ class TrainerConfig(RunConfig):
         minimum=0,
         maximum=65535,
     )
-    max_restarts: int = option(
-        0,
-        help="Times that a run that lost workers, machines or its controller goes on from its checkpoint.",
-        minimum=0,
-    )
-    restart_wait_s: float = option(
-        120.0, help="Seconds that such a restart waits for machines that are missing.", minimum=0.0
-    )
-    elastic: bool = option(
-        False, help="Run on fewer devices where some are missing, as many as the batch sizes allow."
-    )
     debug: bool = option(False, help="Check every key of the batch after each stage.")
     diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
 
@@ -97,7 +87,7 @@ class PPOConfig:
     @property
     def sp_size(self) -> int:
         """Ranks that share one sequence."""
-        return self.worker.actor.ulysses_size * self.worker.actor.ring_size
+        return self.worker.actor.sp_size
 
     @property
     def loader_batch_size(self) -> int:
@@ -146,10 +136,10 @@ class PPOConfig:
         return [*self.trained_roles, *(name for name, is_loaded in frozen if is_loaded)]
 
     @property
-    def trained_roles(self) -> dict[str, ActorConfig | CriticConfig | PrimeConfig]:
+    def trained_roles(self) -> dict[str, TrainedModelConfig]:
         """The models that are updated, by the names of their sections."""
         worker = self.worker
-        roles: dict[str, ActorConfig | CriticConfig | PrimeConfig] = {"actor": worker.actor}
+        roles: dict[str, TrainedModelConfig] = {"actor": worker.actor}
         if self.use_critic:
             roles["critic"] = worker.critic
         if self.use_prime:
@@ -259,6 +249,21 @@ class PPOConfig:
 
 
 def divisible(name: str, number: int, divisor_name: str, divisor: int) -> Iterator[str]:
-    """Yield a problem unless `number` is a multiple of `divisor`."""
-    if number % divisor:
-        yield f"{name} ({number}) must be divisible by {divisor_name} ({divisor})"
+    """Yield a problem, with the nearest values that are none, unless `number` is a multiple of `divisor`."""
+    if number % divisor == 0:
+        return
+    largest = max(size for size in range(1, min(number + 1, divisor)) if number % size == 0)
+    below = number - number % divisor
+    multiples = [multiple for multiple in (below, below + divisor) if multiple]
+    yield (
+        f"{name} ({number}) must be divisible by {divisor_name} ({divisor}):"
+        f" {_setting(divisor_name, [largest])}, or {_setting(name, multiples)}"
+    )
+
+
+def _setting(name: str, values: Sequence[int]) -> str:
+    """How to give one of these values to an option, or to what follows from several."""
+    key = name.strip("`")
+    if "`" not in key:
+        return "set " + " or ".join(f"`{key}={value}`" for value in values)
+    return f"make {name.partition(',')[0]} {' or '.join(map(str, values))}"

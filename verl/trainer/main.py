@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command: `python3 -m verl.trainer.main config=examples/config.yaml section.option=value ...`."""
 
-import math
 import sys
 from collections.abc import Sequence
 
-from verl.trainer.command import TrainingCommand, check_run
+from verl.trainer.command import TrainingCommand
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT, Ending
-from verl.trainer.memory_report import dry_run_memory
+from verl.trainer.dry_run import MEMORY_SWITCH, dry_run
+from verl.trainer.ending import Ending
 from verl.trainer.plan import make_plan, plan_text
+from verl.trainer.ppo_memory import planned_ppo
 from verl.trainer.verl_keys import VERL_KEYS
-from verl.utils.config_text import config_yaml
 from verl.utils.version_check import check_versions
 
 USAGE = """\
@@ -25,41 +24,29 @@ usage: python3 -m verl.trainer.main [config=FILE.yaml] [section.option=value ...
   --print-options         ... as a Markdown page: docs/options.md
   --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
 """
-MEMORY = "--device-memory-gb="
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `TrainingCommand.run`."""
-    return TrainingCommand(PPOConfig, USAGE, _dry_run, _train, VERL_KEYS, MEMORY).run(arguments)
+    command = TrainingCommand(PPOConfig, USAGE, _dry_run, _check, attempt_to_train, VERL_KEYS, MEMORY_SWITCH)
+    return command.run(arguments)
 
 
 def _dry_run(config: PPOConfig, switches: Sequence[str]) -> int:
-    """Print what would be done; the last `--device-memory-gb` counts."""
-    sizes = [switch.removeprefix(MEMORY) for switch in switches if switch.startswith(MEMORY)]
-    try:
-        memory_gb = float(sizes[-1]) if sizes else None
-    except ValueError:
-        memory_gb = -1.0
-    if memory_gb is not None and not 0 < memory_gb < math.inf:
-        sys.stderr.write(f"`{MEMORY}{sizes[-1]}` must be a number of GiB above zero\n")
-        return BAD_INPUT
-    settled, memory = dry_run_memory(config, memory_gb)
-    plan = plan_text(settled, make_plan(settled))
-    sys.stdout.write(f"{config_yaml(config)}\nplan of a training step\n{plan}\nmemory at its most\n{memory}")
-    return 0
+    return dry_run(config, switches, planned_ppo, lambda chosen: plan_text(chosen, make_plan(chosen)))
 
 
-def _train(config: PPOConfig) -> Ending:
+def _check(config: PPOConfig) -> None:
     check_versions(config.worker.rollout.name)
-    check_run(config.trainer)
+
+
+def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Ending:
+    """Train until the last step, a request to stop, or a failure; see `attempt`."""
     # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
-    if config.trainer.max_restarts:
-        from verl.trainer.supervision import Supervisor  # noqa: PLC0415
+    from verl.trainer.attempt import attempt  # noqa: PLC0415
+    from verl.trainer.setup import running_trainer  # noqa: PLC0415
 
-        return Supervisor(config).run()
-    from verl.trainer.attempt import attempt_to_train  # noqa: PLC0415
-
-    return attempt_to_train(config)
+    return attempt(config, running_trainer, patience_s)
 
 
 if __name__ == "__main__":

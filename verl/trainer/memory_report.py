@@ -1,44 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a run as `--dry-run` prints it, and the micro batch sizes that follow from it at start."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from verl.trainer.config import PPOConfig
-from verl.trainer.held_models import held_models
-from verl.trainer.machine import Machine, find_machine
-from verl.trainer.memory_plan import GIB, MemoryPlan, Phase, plan_memory
-from verl.trainer.memory_remedies import Planner, misfit_text, settled, size_options
+from verl.trainer.machine import GIB, Machine, find_machine
+from verl.trainer.memory_phases import MemoryPlan, Phase
+from verl.trainer.memory_plan import Planner
+from verl.trainer.memory_remedies import misfit_text, settled
+from verl.trainer.planned_run import PlannedRun
+from verl.trainer.run_config import RunTree
 from verl.utils.config import value_at
 from verl.utils.rank_logger import get_logger
-from verl.workers.config import AUTO, WorkerConfig
 
 logger = get_logger(__name__)
+
+C = TypeVar("C", bound=RunTree)
+Describe = Callable[[C], PlannedRun]  # `planned_ppo` or `planned_sft`
 
 CONFIG_FILE = "config.json"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
 
-def settled_worker(config: PPOConfig, device: str) -> WorkerConfig:
-    """The section `worker` as its processes get it: with a number for each micro batch size that is `auto`.
+def settled_run(config: C, describe: Describe[C], device: str) -> C:
+    """The config that the workers get: with a number for each micro batch size that is `auto`.
 
     Args:
         config: Of the run.
+        describe: Says what its memory follows from.
         device: "cuda" or "cpu".
 
     Raises:
         ValueError: Not even one sequence fits; the error names what would help.
     """
-    if not _unset(config):
-        return config.worker
+    unset = describe(config).unset_sizes()
+    if not unset:
+        return config
     machine = find_machine(device)
-    chosen = settled(config, planner(config, machine))
-    for key in _unset(config):
+    chosen = settled(config, make_planner(describe, machine))
+    for key in unset:
         logger.info("micro batch size that fits: %s=%d memory=%r", key, value_at(chosen, key), machine.name)
-    return chosen.worker
+    return chosen
 
 
-def planner(config: PPOConfig, machine: Machine) -> Planner:
+def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
     """What plans the memory of this run and of changed ones; reads the models' configs, each once."""
     from verl.workers.model_sizes import read_shape  # noqa: PLC0415 - a config is checked without torch
 
@@ -50,37 +56,38 @@ def planner(config: PPOConfig, machine: Machine) -> Planner:
             shapes[key] = read_shape(model, fsdp, **options)
         return shapes[key]
 
-    return lambda one: plan_memory(one, held_models(one, machine.device, read), machine)
+    return Planner(describe, read, machine)
 
 
-def dry_run_memory(config: PPOConfig, memory_gb: float | None = None) -> tuple[PPOConfig, str]:
+def dry_run_memory(config: C, describe: Describe[C], memory_gb: float | None = None) -> tuple[C, str]:
     """The run with its micro batch sizes, and what it takes as text.
 
     Args:
         config: Of the run.
+        describe: Says what its memory follows from.
         memory_gb: GiB of a GPU, or on CPU of a node; None plans for this machine.
 
     Returns:
         The config with numbers in place of `auto`, as it is if they cannot be known here; and the text.
     """
-    for option, path in _missing_configs(config):
+    run = describe(config)
+    for option, path in _missing_configs(run):
         return config, (
             f"  not planned: `{option}` ({path}) has no {CONFIG_FILE} on this machine, which the sizes are"
             f" read from:\n  hf download {path} {CONFIG_FILE}\n"
         )
     try:
-        machine = find_machine(config.trainer.device, memory_gb)
-        plan = planner(config, machine)
+        plan = make_planner(describe, find_machine(config.trainer.device, memory_gb))
         chosen = settled(config, plan)
     except ValueError as error:
         return config, f"  {error}\n"
     text = memory_text(chosen, plan)
-    for key in _unset(config):
+    for key in run.unset_sizes():
         text += f"  auto: {key}={value_at(chosen, key)}\n"
     return chosen, text
 
 
-def memory_text(config: PPOConfig, plan: Planner) -> str:
+def memory_text(config: C, plan: Planner[C]) -> str:
     """The plan as a table with one line for each phase, and what does not fit."""
     found = plan(config)
     machine, text = found.machine, "".join(f"  {line}\n" for line in found.trained)
@@ -111,19 +118,13 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f}"
 
 
-def _unset(config: PPOConfig) -> list[str]:
-    return [key for key in size_options(config) if value_at(config, key) == AUTO]
-
-
-def _missing_configs(config: PPOConfig) -> Iterator[tuple[str, str]]:
+def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
     """Models whose config is neither in a folder nor in the hub's cache, by their options."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - `--help` needs no client of the hub
 
-    for role in config.models:
-        if role == "ref":
-            continue  # the actor's
-        path = getattr(config.worker, role).model.model_path
+    for planned in run.models:
+        path = planned.model.model_path
         if path is None or (Path(path) / CONFIG_FILE).is_file():
             continue
         if Path(path).is_dir() or not isinstance(try_to_load_from_cache(path, CONFIG_FILE), str):
-            yield f"worker.{role}.model.model_path", path
+            yield f"worker.{planned.role}.model.model_path", path

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl.trainer.config import PPOConfig
-from verl.workers.config import AUTO, MicroBatchSize
+from verl.workers.update_options import AUTO, MicroBatchSize
 
 
 class PlanLine(NamedTuple):
@@ -68,10 +68,10 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> Plan:
         mini_batches=mini_batches,
         mini_batch_prompts=update,
         mini_batch_sequences=update * num_responses,
-        update_micro_batches=_parts(
+        update_micro_batches=micro_batches_of(
             update * num_responses // dp_size, actor.micro_batch_size_per_device_for_update
         ),
-        experience_micro_batches=_parts(
+        experience_micro_batches=micro_batches_of(
             sequences // dp_size, actor.micro_batch_size_per_device_for_experience
         ),
         optimizer_steps=mini_batches * actor.ppo_epochs,
@@ -139,7 +139,7 @@ def _rollout_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
         PlanLine(
             "log-prob micro batches",
             "",
-            _at_most(plan.experience_micro_batches, config),
+            at_most(plan.experience_micro_batches, dynamic=config.worker.actor.dynamic_batching),
             " and ".join(_log_prob_models(config)),
         ),
     ]
@@ -158,7 +158,7 @@ def _update_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
         PlanLine(
             "micro batches in a mini batch",
             "",
-            _at_most(plan.update_micro_batches, config),
+            at_most(plan.update_micro_batches, dynamic=config.worker.actor.dynamic_batching),
             f"{config.worker.actor.micro_batch_size_per_device_for_update} sequences each{budget}",
         ),
         PlanLine(
@@ -186,12 +186,13 @@ def _share(number: int, parts: int) -> str:
     return str(number // parts) if number % parts == 0 else f"{number / parts:.1f}"
 
 
-def _at_most(number: int | None, config: PPOConfig) -> str:
+def at_most(number: int | None, *, dynamic: bool) -> str:
+    """A number of micro batches, which is the largest where lines are filled by tokens; None is `auto`."""
     if number is None:
         return AUTO
-    return f"<= {number}" if config.worker.actor.dynamic_batching else str(number)
+    return f"<= {number}" if dynamic else str(number)
 
 
-def _parts(rows: int, size: MicroBatchSize) -> int | None:
+def micro_batches_of(rows: int, size: MicroBatchSize) -> int | None:
     """Micro batches that rows make; None as long as their size is `auto`."""
     return None if size == AUTO else -(-rows // int(size))

@@ -4,25 +4,23 @@
 The order is that of failing early: data, reward function and cluster are checked before a model is loaded.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import ray
 
 from verl.algorithms.kl import FULL
-from verl.single_controller.ray.cluster import connect
-from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
 from verl.trainer.algorithm_config import TOKEN_BASELINES
 from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.data_loader import make_loaders, media_options
-from verl.trainer.elastic import largest_run
 from verl.trainer.exports import export_checkpoints
+from verl.trainer.joining import join_cluster
 from verl.trainer.kept_rollouts import RolloutKeeper
-from verl.trainer.memory_report import settled_worker
+from verl.trainer.memory_report import settled_run
 from verl.trainer.plan import count_training_steps
+from verl.trainer.ppo_memory import planned_ppo
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.run_parts import endless, load_readers, open_cache, open_tracker, start_workers
@@ -38,8 +36,6 @@ from verl.workers.fsdp_workers import FSDPWorker
 from verl.workers.model_sizes import check_trained
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
 from verl.workers.run_options import RunOptions
-
-RETRY_S = 1.0  # between looks for machines that are missing
 
 logger = get_logger(__name__)
 
@@ -68,8 +64,8 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
         export_checkpoints(config.worker)
         device = resolve_device(config.trainer.device)
         _check_trained(config)
-        config, pool = _join_cluster(config, device, patience_s, stack)
-        worker = settled_worker(config, device)
+        config, pool = join_cluster(config, device, patience_s, stack)
+        worker = settled_run(config, planned_ppo, device).worker
         cache = open_cache(stack)
         reward: RewardManager | NoRewardFunction = NoRewardFunction()
         if config.worker.reward.reward_function is not None:
@@ -130,51 +126,9 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
     )
 
 
-def _join_cluster(
-    config: PPOConfig, device: str, patience_s: float, stack: ExitStack
-) -> tuple[PPOConfig, ResourcePool]:
-    """Connect to Ray and find the devices; with `trainer.elastic` fewer of them change the config."""
-    deadline = time.monotonic() + patience_s
-    if not ray.is_initialized():
-        _until(deadline, connect)
-        stack.callback(ray.shutdown)
-    pool = _pool_of(config, device)
-    try:
-        _until(deadline, pool.check)
-    except ClusterError:
-        smaller = largest_run(config, pool.capacities()) if config.trainer.elastic else None
-        if smaller is None:
-            raise
-        options = smaller.trainer
-        logger.warning(
-            "fewer devices than asked for: nodes=%d of=%d on_each=%d of=%d",
-            options.nnodes, config.trainer.nnodes, options.n_gpus_per_node, config.trainer.n_gpus_per_node,
-        )  # fmt: skip
-        return smaller, _pool_of(smaller, device)
-    return config, pool
-
-
-def _pool_of(config: PPOConfig, device: str) -> ResourcePool:
-    return ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
-
-
-def _until(deadline: float, attempt: Callable[[], object]) -> None:
-    """Repeat what the cluster refuses until the deadline, by the monotonic clock."""
-    while True:
-        try:
-            attempt()
-        except ClusterError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(RETRY_S)
-        else:
-            return
-
-
 def _check_trained(config: PPOConfig) -> None:
     """Find patterns that match nothing, and adapters that cannot be used, before a device is taken."""
-    actor, critic = config.worker.actor, config.worker.critic
-    logger.info("actor: %s", check_trained(actor.model, actor.optim, "actor").trained_text)
-    if config.use_critic:
-        shape = check_trained(critic.model, critic.optim, "critic", head="scalar")
-        logger.info("critic: %s", shape.trained_text)
+    for planned in planned_ppo(config).models:
+        if planned.optim is not None:
+            shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
+            logger.info("%s: %s", planned.role, shape.trained_text)

@@ -75,7 +75,7 @@ class SFTConfig:
     @property
     def sp_size(self) -> int:
         """Ranks that share one sequence."""
-        return self.worker.actor.ulysses_size * self.worker.actor.ring_size
+        return self.worker.actor.sp_size
 
     @property
     def dp_size(self) -> int:

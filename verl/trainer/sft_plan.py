@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step of supervised fine-tuning does, in numbers: `--dry-run`. Nothing here needs torch."""
 
-from verl.trainer.plan import PlanLine, plan_table
+from verl.trainer.plan import PlanLine, at_most, micro_batches_of, plan_table
 from verl.trainer.sft_config import SFTConfig
+from verl.workers.update_options import AUTO, as_number
 
 
 def count_sft_steps(config: SFTConfig, dataset_size: int | None) -> int | None:
@@ -28,8 +29,8 @@ def sft_plan_text(config: SFTConfig, dataset_size: int | None = None) -> str:
     """Return the plan of a step as a table; `dataset_size` is the number of usable training rows."""
     actor, size = config.worker.actor, config.worker.actor.micro_batch_size_per_device_for_update
     rows = actor.global_batch_size // config.dp_size
-    most = -(-rows // size)
-    budget = f", at most {size * config.data.max_length} tokens" if actor.dynamic_batching else ""
+    has_budget = actor.dynamic_batching and size != AUTO
+    budget = f", at most {as_number(size) * config.data.max_length} tokens" if has_budget else ""
     steps = count_sft_steps(config, dataset_size)
     remark = f"{config.trainer.total_epochs} epochs x (training rows / {actor.global_batch_size})"
     where = f"{config.trainer.nnodes} nodes, {config.trainer.device}"
@@ -43,7 +44,7 @@ def sft_plan_text(config: SFTConfig, dataset_size: int | None = None) -> str:
         PlanLine(
             "micro batches",
             "",
-            f"<= {most}" if actor.dynamic_batching else str(most),
+            at_most(micro_batches_of(rows, size), dynamic=actor.dynamic_batching),
             f"{size} sequences each{budget}",
         ),
         PlanLine("optimizer steps", "1"),

@@ -170,8 +170,9 @@ def default_values(cls: type) -> dict[str, Any]:
 
 
 def walk_options(cls: type, path: str = "", section: OptionInfo = NO_SECTION) -> Iterator[OptionEntry]:
-    """Yield sections and options in order, each with what its section declares for it."""
-    for entry, hint in _fields(cls):
+    """Yield options in order, sections behind them, each with what its section declares for it."""
+    # A class that inherits sections declares its own options behind them.
+    for entry, hint in sorted(_fields(cls), key=lambda field: is_section(field[1])):
         info: OptionInfo = entry.metadata["option"]
         unavailable = info.unavailable or section.unavailable
         example = (section.example or {}).get(entry.name, info.example)

@@ -7,22 +7,13 @@ neutral value and refused by name otherwise. Whoever builds the feature deletes 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from verl.utils.config import option
-from verl.utils.config_paths import function_in_file, writable_folder
-from verl.workers.model_config import TINY, FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.utils.config_paths import function_in_file
+from verl.workers.model_config import TINY, FSDPConfig, ModelConfig, OffloadConfig
 from verl.workers.rollout_config import DIFFUSION, VILA, RolloutConfig
-
-AUTO = "auto"  # the largest micro batch whose planned memory fits; the trainer puts a number in its place
-MicroBatchSize = int | Literal["auto"]
-
-
-def as_number(size: MicroBatchSize) -> int:
-    """The size, which is a number wherever a worker reads it."""
-    assert size != AUTO, "the trainer puts numbers in the place of `auto` before workers start"
-    return int(size)
-
+from verl.workers.update_options import MicroBatchSize, PolicyConfig, TrainedModelConfig, micro_batch_option
 
 LOSS_AVG_MODES = ("token", "seq", "seq_sum", "seq_sum_norm")
 LOSS_AVG_ALIASES = {  # verl's names
@@ -58,28 +49,10 @@ class AdaptiveEntropyConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(PolicyConfig):
     """The policy and its update."""
 
     strategy: str = option("fsdp", help="How the model is distributed.", choices=("fsdp",))
-    global_batch_size: int = option(
-        256, help="Prompts in a mini batch: one optimizer step.", minimum=1, example=128
-    )
-    micro_batch_size_per_device_for_update: MicroBatchSize = option(
-        4,
-        help="Sequences a device runs forward and backward at once; `auto` is as many as fit.",
-        minimum=1,
-        also=(AUTO,),
-        example=1,
-    )
-    micro_batch_size_per_device_for_experience: MicroBatchSize = option(
-        16,
-        help="Sequences a device runs forward at once for log-probs; `auto` is as many as fit.",
-        minimum=1,
-        also=(AUTO,),
-        example=2,
-    )
-    max_grad_norm: float = option(1.0, help="Gradients are scaled down to this norm.", minimum=TINY)
     clip_ratio_low: float = option(
         0.2, help="The ratio is clipped at 1 minus this.", minimum=0.0, maximum=1.0
     )
@@ -129,21 +102,8 @@ class ActorConfig:
         help="Remove padding before the model.",
         inert="sequences are always packed, the result is the same",
     )
-    dynamic_batching: bool = option(
-        True,
-        help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
-    )
-    ulysses_size: int = option(
-        1, help="Ranks that share one sequence by attention heads; must divide the heads.", minimum=1
-    )
-    ring_size: int = option(
-        1, help="Groups of `ulysses_size` ranks that pass keys and values of one sequence around.", minimum=1
-    )
     share_prompt: bool = option(
         True, help="Run a prompt once for all of its responses in training, where the model allows it."
-    )
-    divide_short_sequences: bool = option(
-        False, help="Divide sequences over ranks even where whole ones fit and are estimated to be faster."
     )
     use_torch_compile: bool = option(
         True,
@@ -160,31 +120,10 @@ class ActorConfig:
     diffusion: bool = option(False, help="The model makes images or videos.", unavailable=DIFFUSION)
     guidance_scale: float = option(4.5, help="Classifier-free guidance of diffusion.", unavailable=DIFFUSION)
     scheduler: str = option("", help="Noise schedule of diffusion.", unavailable=DIFFUSION)
-    cached_embeds_dir: str | None = option(
-        None,
-        help="Folder that keeps what a frozen vision tower computes, from run to run; null keeps none.",
-        resolve=writable_folder,
-    )
-    model: ModelConfig = option(
-        ModelConfig,
-        help="Which model, and how it is loaded.",
-        example={"model_path": "Qwen/Qwen2.5-7B-Instruct", "lora": {"exclude_modules": ".*visual.*"}},
-    )
-    optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate.")
-    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
-    offload: OffloadConfig = option(
-        OffloadConfig,
-        help="What leaves the GPU while it is not used.",
-        example={"offload_params": True, "offload_optimizer": True},
-    )
 
     def problems(self, path: str) -> Iterator[str]:
         """Yield what is wrong between the options of the loss, and with the folder of vision features."""
-        if self.cached_embeds_dir is not None and not self.model.freeze_vision_tower:
-            yield (
-                f"`{path}.cached_embeds_dir` ({self.cached_embeds_dir}) needs"
-                f" `{path}.model.freeze_vision_tower=true`: the features of a tower that learns change"
-            )
+        yield from super().problems(path)
         if self.loss_type == "dro" and self.dro_beta is None:
             yield f"`{path}.dro_beta` must be set with `{path}.loss_type=dro`, for example to 0.1"
         adaptive = self.adaptive_entropy
@@ -201,24 +140,13 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(TrainedModelConfig):
     """The value model and its update."""
 
     strategy: str = option("fsdp", help="How the model is distributed.", choices=("fsdp",))
-    global_batch_size: int = option(256, help="Prompts in a mini batch: one optimizer step.", minimum=1)
-    micro_batch_size_per_device_for_update: MicroBatchSize = option(
-        4,
-        help="Sequences a device runs forward and backward at once; `auto` is as many as fit.",
-        minimum=1,
-        also=(AUTO,),
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(
+        16, "runs forward at once for values"
     )
-    micro_batch_size_per_device_for_experience: MicroBatchSize = option(
-        16,
-        help="Sequences a device runs forward at once for values; `auto` is as many as fit.",
-        minimum=1,
-        also=(AUTO,),
-    )
-    max_grad_norm: float = option(1.0, help="Gradients are scaled down to this norm.", minimum=TINY)
     cliprange_value: float = option(0.5, help="Values move at most this far from the old ones.", minimum=0.0)
     loss_avg_mode: str = option(
         "token",
@@ -232,42 +160,20 @@ class CriticConfig:
         help="Remove padding before the model.",
         inert="sequences are always packed, the result is the same",
     )
-    dynamic_batching: bool = option(
-        True,
-        help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
-    )
     ulysses_size: int = option(
         1,
         help="Ranks that share one sequence.",
         minimum=1,
         inert="the actor's `ulysses_size` and `ring_size` hold for every model",
     )
-    model: ModelConfig = option(ModelConfig, help="Which model, and how it is loaded.")
-    optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate.")
-    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
-    offload: OffloadConfig = option(OffloadConfig, help="What leaves the GPU while it is not used.")
 
 
 @dataclass(frozen=True)
-class PrimeConfig:
+class PrimeConfig(TrainedModelConfig):
     """The implicit process reward model of PRIME, trained beside the policy."""
 
-    global_batch_size: int = option(256, help="Prompts in a mini batch: one optimizer step.", minimum=1)
-    micro_batch_size_per_device_for_update: MicroBatchSize = option(
-        4,
-        help="Sequences a device runs forward and backward at once; `auto` is as many as fit.",
-        minimum=1,
-        also=(AUTO,),
-    )
-    micro_batch_size_per_device_for_experience: MicroBatchSize = option(
-        16,
-        help="Sequences a device runs forward at once for process rewards; `auto` is as many as fit.",
-        minimum=1,
-        also=(AUTO,),
-    )
-    dynamic_batching: bool = option(
-        True,
-        help="Fill a micro batch up to the tokens of its size x the longest sequence, not by sequences.",
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(
+        16, "runs forward at once for process rewards"
     )
     max_grad_norm: float = option(10.0, help="Gradients are scaled down to this norm.", minimum=TINY)
     beta: float = option(0.05, help="Scale of the log-ratio that is the process reward.", minimum=TINY)
@@ -279,18 +185,13 @@ class PrimeConfig:
     model: ModelConfig = option(
         ModelConfig, help="Which model; `model_path` null takes the actor's, as its frozen reference does."
     )
-    optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate.")
-    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
-    offload: OffloadConfig = option(OffloadConfig, help="What leaves the GPU while it is not used.")
 
 
 @dataclass(frozen=True)
 class RewardModelConfig:
     """A sequence-classification model that scores responses on the training devices."""
 
-    micro_batch_size_per_device: MicroBatchSize = option(
-        16, help="Sequences a device scores at once; `auto` is as many as fit.", minimum=1, also=(AUTO,)
-    )
+    micro_batch_size_per_device: MicroBatchSize = micro_batch_option(16, "scores at once")
     coef: float = option(1.0, help="Weight of its score beside the reward function's `overall`.")
     model: ModelConfig = option(
         ModelConfig, help="Which model; without `model_path` there is no reward model."
@@ -385,7 +286,16 @@ class WorkerConfig:
     )
     vila_model: bool = option(False, help="The model is of the VILA family.", unavailable=VILA)
     is_omni: bool = option(False, help="The model hears audio.", unavailable="audio")
-    actor: ActorConfig = option(ActorConfig, help="The policy and its update.")
+    actor: ActorConfig = option(
+        ActorConfig,
+        help="The policy and its update.",
+        example={
+            "global_batch_size": 128,
+            "micro_batch_size_per_device_for_update": 1,
+            "micro_batch_size_per_device_for_experience": 2,
+            "offload": {"offload_params": True, "offload_optimizer": True},
+        },
+    )
     critic: CriticConfig = option(
         CriticConfig, help="The value model and its update; used by `algorithm.adv_estimator=gae`."
     )

@@ -19,6 +19,7 @@ from verl.workers.update import (
     UpdateSettings,
     forward_in_micro_batches,
 )
+from verl.workers.update_options import as_number
 
 ROLE = "train"  # names the metrics
 TEMPERATURE = 1.0
@@ -80,7 +81,7 @@ class DataParallelSFT:
             self.forward,
             batch.select(FORWARD_KEYS, OBJECT_KEYS),
             lambda micro_batch: -self._log_probs(micro_batch).double().sum(-1),
-            size=self.config.micro_batch_size_per_device_for_experience,
+            size=as_number(self.config.micro_batch_size_per_device_for_experience),
             dynamic_batching=self.config.dynamic_batching,
             group=self.group,
         )

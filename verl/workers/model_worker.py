@@ -19,13 +19,12 @@ from verl.utils.device import backend_of, set_device, set_seed
 from verl.utils.multimodal import MediaLoader
 from verl.utils.sequence_parallel.groups import SequenceParallel, data_parallel_group
 from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.config import ActorConfig
 from verl.workers.hosted_model import HostedModel, Place
 from verl.workers.model_config import ModelConfig, OptimConfig
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.run_options import ModelRunOptions
-from verl.workers.sft_options import SFTActorConfig
 from verl.workers.step_profiler import StepProfiler
+from verl.workers.update_options import PolicyConfig
 
 
 class ModelWorker(Worker):
@@ -97,9 +96,7 @@ class ModelWorker(Worker):
     def _restore(self, hosted: HostedModel, restored: Restored) -> None:
         """Take up what this rank saved beside a model."""
 
-    def _prepare(
-        self, actor: ActorConfig | SFTActorConfig, *, share_prompt: bool = False, pieces: int = 1
-    ) -> None:
+    def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, pieces: int = 1) -> None:
         """Say which rows are this rank's, and get ready to hold models.
 
         Args:
@@ -107,7 +104,7 @@ class ModelWorker(Worker):
             share_prompt: Run a prompt once for all of its responses.
             pieces: In which features of media are gathered over the ranks of a sequence.
         """
-        sp_size = actor.ulysses_size * actor.ring_size
+        sp_size = actor.sp_size
         self.set_axis(
             "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
         )

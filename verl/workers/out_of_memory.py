@@ -9,6 +9,7 @@ import torch
 SIZES = {  # by phase: the micro batch size that it depends on
     "old": "worker.actor.micro_batch_size_per_device_for_experience",
     "ref": "worker.actor.micro_batch_size_per_device_for_experience",
+    "validation": "worker.actor.micro_batch_size_per_device_for_experience",
     "update_actor": "worker.actor.micro_batch_size_per_device_for_update",
     "values": "worker.critic.micro_batch_size_per_device_for_experience",
     "update_critic": "worker.critic.micro_batch_size_per_device_for_update",

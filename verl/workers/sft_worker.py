@@ -30,7 +30,7 @@ class SFTWorker(ModelWorker):
         self.policy = self._hosted("actor", actor, actor.model, optim=actor.optim)
         self.sft = DataParallelSFT(actor, self.policy.forward, self.group, *self.policy.training)
 
-    @register(Dispatch.SHARD, phase="update")
+    @register(Dispatch.SHARD, phase="update_actor")
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take one step on this rank's share of the rows; the metrics are equal on all ranks."""
         reset_peak_memory(self.options.device)

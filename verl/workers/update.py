@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,11 @@ from verl.protocol import DataProto
 from verl.utils.fsdp_utils import clip_grad_norm
 from verl.utils.masking import masked_sum
 from verl.utils.rank_logger import get_logger
-from verl.workers.config import MicroBatchSize, as_number
 from verl.workers.forward import PackedForward
 from verl.workers.line_division import LineLimits
 from verl.workers.micro_batches import RowCounts
 from verl.workers.passes import Passes
+from verl.workers.update_options import TrainedModelConfig, as_number
 
 logger = get_logger(__name__)
 
@@ -35,19 +34,6 @@ FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "res
 OBJECT_KEYS = ["uid", "multi_modal_data"]
 
 LossShare = Callable[[DataProto, LossDenominators, "MetricSums"], Tensor]
-
-
-class TrainedConfig(Protocol):
-    """What the sections of all trained models have in common."""
-
-    @property
-    def global_batch_size(self) -> int: ...  # noqa: D102 (an option)
-    @property
-    def micro_batch_size_per_device_for_update(self) -> MicroBatchSize: ...  # noqa: D102 (an option)
-    @property
-    def dynamic_batching(self) -> bool: ...  # noqa: D102 (an option)
-    @property
-    def max_grad_norm(self) -> float: ...  # noqa: D102 (an option)
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class UpdateSettings:
     def of(
         cls,
         role: str,
-        config: TrainedConfig,
+        config: TrainedModelConfig,
         *,
         rollout_n: int,
         max_response_length: int,

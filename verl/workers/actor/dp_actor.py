@@ -23,7 +23,7 @@ from verl.algorithms.token_selection import TOKEN_SELECTIONS
 from verl.protocol import DataProto
 from verl.utils.torch_functional import TokenLogProbs
 from verl.workers.actor.mini_batch_selection import MiniBatchSelection
-from verl.workers.config import ActorConfig, as_number
+from verl.workers.config import ActorConfig
 from verl.workers.forward import PackedForward
 from verl.workers.update import (
     FORWARD_KEYS,
@@ -33,6 +33,7 @@ from verl.workers.update import (
     UpdateSettings,
     forward_in_micro_batches,
 )
+from verl.workers.update_options import as_number
 
 UPDATE_KEYS = [*FORWARD_KEYS, "old_log_probs", "advantages"]
 OPTIONAL_KEYS = ["row_ids", "ref_log_probs", "rollout_is_weights"]

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from verl.algorithms.token_selection import TOKEN_SELECTIONS, SelectionInputs
 from verl.protocol import DataProto
-from verl.workers.config import ActorConfig, as_number
+from verl.workers.config import ActorConfig
 from verl.workers.forward import PackedForward
 from verl.workers.update import forward_in_micro_batches
+from verl.workers.update_options import as_number
 
 
 class MiniBatchSelection:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from verl.algorithms.aggregation import LossDenominators, aggregate_loss
 from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
 from verl.protocol import DataProto
-from verl.workers.config import CriticConfig, as_number
+from verl.workers.config import CriticConfig
 from verl.workers.forward import PackedForward
 from verl.workers.update import (
     FORWARD_KEYS,
@@ -20,6 +20,7 @@ from verl.workers.update import (
     UpdateSettings,
     forward_in_micro_batches,
 )
+from verl.workers.update_options import as_number
 
 UPDATE_KEYS = [*FORWARD_KEYS, "values", "returns"]
 

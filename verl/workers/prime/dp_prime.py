@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from verl.algorithms.aggregation import LossDenominators
 from verl.algorithms.prime import check_accuracies, prime_loss, process_rewards
 from verl.protocol import DataProto
-from verl.workers.config import PrimeConfig, as_number
+from verl.workers.config import PrimeConfig
 from verl.workers.forward import PackedForward
 from verl.workers.reward_model.conversation import has_same_tokens
 from verl.workers.update import (
@@ -27,6 +27,7 @@ from verl.workers.update import (
     UpdateSettings,
     forward_in_micro_batches,
 )
+from verl.workers.update_options import as_number
 
 UPDATE_KEYS = [*FORWARD_KEYS, "prime_ref_log_probs", "accuracies"]
 TEMPERATURE = 1.0  # the model is no sampler: its own distribution, whatever the rollout's temperature

@@ -9,7 +9,7 @@ from torch import Tensor
 from verl.models.registry import model_type_of
 from verl.protocol import DataProto
 from verl.utils.scalar_model import is_scalar
-from verl.workers.config import RewardModelConfig, as_number
+from verl.workers.config import RewardModelConfig
 from verl.workers.forward import PackedForward
 from verl.workers.model_builder import load_model_config
 from verl.workers.reward_model.conversation import (
@@ -18,6 +18,7 @@ from verl.workers.reward_model.conversation import (
     response_texts,
 )
 from verl.workers.update import forward_in_micro_batches
+from verl.workers.update_options import as_number
 
 OPTION = "worker.reward_model.model"
 MODEL_KEYS = ["input_ids", "attention_mask", "position_ids"]
