@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.runs import descendants, metrics_of
+from tests.faults.runs import SFT, descendants, metrics_of
 from tests.faults.table import Row, write_row
+from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.training import QUICKSTART, quickstart_arguments
 from verl.models.tiny import save_tiny_model
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
 STEPS = 6
+SFT_STEPS, SFT_SAVED = 60, 20  # fifteen epochs, the rows shuffled anew in each
 REWARD = Path(__file__).with_name("reward.py")
 PR_SET_CHILD_SUBREAPER = 36
 COMMON = [
@@ -50,6 +52,27 @@ def undisturbed_folder(tmp_path_factory):
 def undisturbed(undisturbed_folder, text_arguments):
     """Metrics of the run that nothing happens to, by step."""
     return metrics_of(undisturbed_folder, text_arguments)
+
+
+@pytest.fixture(scope="session")
+def sft_arguments(tmp_path_factory):
+    """Arguments of a run of supervised fine-tuning, whose steps take about 50 ms."""
+    folder = tmp_path_factory.mktemp("sft")
+    save_tiny_model(folder / "model", "qwen2")
+    write_conversations(folder, "train", 64, seed=1)
+    options = (f"trainer.max_steps={SFT_STEPS}", f"trainer.save_freq={SFT_SAVED}", "trainer.val_freq=-1")
+    return arguments_for(folder, *options, "data.val_files=", "trainer.val_before_train=false")
+
+
+@pytest.fixture(scope="session")
+def sft_undisturbed_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sft_undisturbed") / "run"
+
+
+@pytest.fixture(scope="session")
+def sft_undisturbed(sft_undisturbed_folder, sft_arguments):
+    """Metrics of the fine-tuning that nothing happens to, by step."""
+    return metrics_of(sft_undisturbed_folder, sft_arguments, module=SFT)
 
 
 @pytest.fixture

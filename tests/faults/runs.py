@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -33,7 +33,8 @@ from verl.utils.logger.file import METRICS_FILE
 RESUMED = re.compile(r"resumed: step=(\d+)")
 LIMIT_S = 900.0  # for whatever a test waits for, on a machine that does other things too
 GLANCE_S = 0.002  # between looks at a phase
-WORKER = "ray::FSDPWorker"
+SFT = "verl.trainer.sft"  # the other command
+WORKERS = ("ray::FSDPWorker", "ray::SFTWorker")
 READER = "pt_data_worker"
 SCORER = "verl.workers.reward.process"
 
@@ -67,6 +68,7 @@ class Run:
         output: Path,
         arguments: Sequence[str],
         *,
+        module: str = "verl.trainer.main",
         env: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
         log_folder: Callable[[int], Path] | None = None,
@@ -76,6 +78,7 @@ class Run:
         Args:
             output: `trainer.save_checkpoint_path`.
             arguments: Of the command.
+            module: The command.
             env: Added to the environment.
             prefix: Words before the command.
             log_folder: Where `output` is seen from here, from the process id; None is where it is.
@@ -85,7 +88,7 @@ class Run:
         self.steps: list[Logged] = []
         self.started = time.monotonic()
         self.harmed = self.started
-        command = [sys.executable, "-m", "verl.trainer.main", *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         self.process = subprocess.Popen(
             [*prefix, *command, f"trainer.save_checkpoint_path={output}"],
             cwd=ROOT, env=os.environ | (env or {}), text=True, stderr=subprocess.PIPE,
@@ -96,7 +99,9 @@ class Run:
         self._log = folder / METRICS_FILE
         self._place = self._log.stat().st_size if self._log.exists() else 0
         self._ended = threading.Event()
-        self._threads = [threading.Thread(target=target) for target in (self._listen, self._read)]
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._listen, self._read)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -151,7 +156,7 @@ class Run:
 
     def workers(self) -> list[int]:
         """Process ids of the ranks."""
-        return self.processes(lambda child: "".join(child.cmdline()).startswith(WORKER))
+        return self.processes(lambda child: "".join(child.cmdline()).startswith(WORKERS))
 
     def catch(self, phase: str) -> int:
         """Wait until a rank is in a phase; returns its process id at once."""
@@ -194,9 +199,9 @@ class Run:
         return next(logged.moment for logged in self.steps if logged.moment > self.harmed) - self.harmed
 
 
-def metrics_of(output: Path, arguments: Sequence[str]) -> dict[int, dict[str, float]]:
+def metrics_of(output: Path, arguments: Sequence[str], **how: Any) -> dict[int, dict[str, float]]:
     """The metrics, by step, of a run that nothing happens to."""
-    run = Run(output, arguments)
+    run = Run(output, arguments, **how)
     assert run.end() == 0, run.stderr
     return {logged.step: logged.metrics for logged in run.steps}
 

@@ -19,6 +19,7 @@ HEADER = (
 )
 AGAIN = "starts again by itself (`trainer.max_restarts=1`)"
 NEXT = "says why; the same command goes on"
+FEWER = "goes on with the rest (`trainer.restart_wait_s=5`)"
 RETRY = "repeats the call"
 REFUSED = "refuses it by the file's name, and names the newest checkpoint that is whole"
 
@@ -31,10 +32,12 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a worker is killed while a checkpoint is written behind the training": AGAIN,
     "a worker is stopped (SIGSTOP)": AGAIN,
     "a worker is killed, no restarts": f"ends with rank, phase and cause; {NEXT}",
+    "a worker of a fine-tuning run is killed": AGAIN,
     "a worker raises": f"ends with its traceback; {NEXT}",
     "the training process is killed": AGAIN,
     "the controller is killed": "ends with its workers; the same command goes on",
-    "a node is lost, `trainer.elastic=true`": "goes on with the rest (`trainer.restart_wait_s=5`)",
+    "a node is lost, `trainer.elastic=true`": FEWER,
+    "a node of a fine-tuning run is lost, `trainer.elastic=true`": FEWER,
     "a node is lost and another joins after 5 s": "waits for it (`trainer.restart_wait_s`), then as above",
     "Ray's head is lost and starts again after 5 s": "waits for it (`trainer.restart_wait_s`), then as above",
     "a second Ctrl-C": "ends at once; the same command goes on",

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.runs import Run, assert_same, descendants, steps_again
+from tests.faults.conftest import SFT_SAVED
+from tests.faults.runs import SFT, Run, assert_same, descendants, steps_again
 from tests.helpers.distributed import free_port
 
 pytestmark = pytest.mark.faults
@@ -94,6 +95,29 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, text_argu
     assert [logged.step for logged in run.steps][-1] == max(undisturbed)
     record(
         "a node is lost, `trainer.elastic=true`",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_fine_tuning_run_goes_on_with_the_nodes_that_are_left(
+    cluster, tmp_path, sft_arguments, sft_undisturbed, record
+):
+    node = cluster.start(is_head=False)
+    options = two_nodes("trainer.elastic=true", "trainer.restart_wait_s=5")
+    run = Run(tmp_path, [*sft_arguments, *options], module=SFT, env=cluster.environment)
+    run.come_to(step=SFT_SAVED + 2, saved=SFT_SAVED)
+
+    run.harm(lambda: cluster.kill(node))
+
+    assert run.end() == 0, run.stderr
+    assert "fewer devices than asked for: nodes=1 of=2" in run.stderr
+    before = [logged for logged in run.steps if logged.moment < run.harmed]
+    assert_same(before, {step: sft_undisturbed[step] for step in range(1, len(before) + 1)})
+    losses = {logged.step: logged.metrics["train/loss"] for logged in run.steps}
+    assert losses == pytest.approx({step: sft_undisturbed[step]["train/loss"] for step in losses}, rel=1e-3)
+    assert max(losses) == max(sft_undisturbed)
+    record(
+        "a node of a fine-tuning run is lost, `trainer.elastic=true`",
         again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run, assert_same, steps_again
+from tests.faults.conftest import SFT_SAVED, SFT_STEPS
+from tests.faults.runs import SFT, Run, assert_same, saved_tensors, steps_again
 
 pytestmark = pytest.mark.faults
 RESTART = "trainer.max_restarts=1"
@@ -67,6 +68,29 @@ def test_a_run_whose_worker_is_stopped_goes_on(tmp_path, text_arguments, undistu
     assert_same(run.steps, undisturbed)
     record(
         "a worker is stopped (SIGSTOP)",
+        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_fine_tuning_run_whose_worker_is_killed_ends_with_the_same_weights(
+    tmp_path, sft_arguments, sft_undisturbed, sft_undisturbed_folder, record
+):
+    run = Run(tmp_path, [*sft_arguments, RESTART], module=SFT)
+    run.come_to(step=SFT_SAVED + 2, saved=SFT_SAVED)
+
+    pid = run.workers()[0]
+    run.harm(kill(pid))
+
+    assert run.end() == 0, run.stderr
+    failure = (tmp_path / "failures.log").read_text()
+    assert re.search(rf"rank \d of 2 \(pid {pid} on .*\) died in phase", failure), failure
+    assert_same(run.steps, sft_undisturbed)
+    last = f"global_step_{SFT_STEPS}"
+    one, other = saved_tensors(sft_undisturbed_folder / last), saved_tensors(tmp_path / last)
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(one[key].equal(other[key]) for key in one)
+    record(
+        "a worker of a fine-tuning run is killed",
         again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.trainer.sampling import make_config
 from verl.trainer.elastic import largest_run
+from verl.trainer.sft_config import SFTConfig
+from verl.utils.config import load_config
 
 # 8 prompts x 2 responses, mini batches of 4 prompts: 8 sequences over the ranks, in micro batches of 2.
 MICRO = {"micro_batch_size_per_device_for_update": 2, "micro_batch_size_per_device_for_experience": 2}
@@ -59,3 +61,19 @@ def test_without_any_device_or_any_size_that_fits_there_is_no_run(config):
     assert largest_run(config, [0]) is None
     sharing = replace(config.worker.actor, ulysses_size=4)
     assert largest_run(replace(config, worker=replace(config.worker, actor=sharing)), [2]) is None
+
+
+def test_a_fine_tuning_run_takes_as_many_devices_as_its_batch_divides_by(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+    arguments = [
+        f"data.train_files={rows}", f"worker.actor.model.model_path={tmp_path}",
+        f"trainer.save_checkpoint_path={tmp_path}", "trainer.val_before_train=false",
+        "worker.actor.global_batch_size=8", "trainer.n_gpus_per_node=4",
+    ]  # fmt: skip
+    config = load_config(SFTConfig, arguments)
+
+    smaller = largest_run(config, [3])  # 8 rows over 3 ranks: no; over 2: 4 each
+
+    assert smaller.trainer.n_gpus_per_node == 2
+    assert smaller == replace(config, trainer=smaller.trainer)

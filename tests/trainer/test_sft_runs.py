@@ -9,54 +9,10 @@ import sys
 import pytest
 
 from tests.faults.runs import saved_tensors
+from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, read_metrics, train
 from verl.models.tiny import save_tiny_model
 from verl.trainer.rollouts_to_sft import main as rollouts_to_sft
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
-
-SMALL = [
-    "data.max_length=48",
-    "data.num_workers=0",
-    "worker.actor.global_batch_size=16",
-    "worker.actor.micro_batch_size_per_device_for_update=8",
-    "worker.actor.optim.lr=1e-3",
-    "worker.actor.fsdp.mp_param_dtype=fp32",
-    "worker.actor.model.enable_gradient_checkpointing=false",
-    "trainer.device=cpu",
-    "trainer.n_gpus_per_node=2",
-    "trainer.logger=[file]",
-    "trainer.val_freq=4",
-    "data.min_pixels=784",
-    "data.max_pixels=50176",
-]
-
-
-def write_conversations(folder, name, count, seed, with_images=False):
-    """The quickstart's questions with their answers; returns the file."""
-    questions = write_questions(folder, name, count, seed=seed, with_images=with_images)
-    rows = []
-    for line in questions.read_text().splitlines():
-        row = json.loads(line)
-        messages = [
-            {"role": "user", "content": row["problem"]}, {"role": "assistant", "content": row["answer"]}
-        ]  # fmt: skip
-        rows.append(row | {"messages": messages})
-    file = folder / f"sft_{name}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def arguments_for(folder, *overrides):
-    return [
-        f"data.train_files={folder / 'sft_train.jsonl'}",
-        f"data.val_files={folder / 'sft_val.jsonl'}",
-        f"data.image_dir={folder / 'images'}",
-        f"worker.actor.model.model_path={folder / 'model'}",
-        *SMALL,
-        *overrides,
-    ]
 
 
 def fine_tune(output, *arguments):

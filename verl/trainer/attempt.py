@@ -3,13 +3,12 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ray.exceptions import RayError
 
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError
-from verl.trainer.config import PPOConfig
 from verl.trainer.ending import (
     FOR_THE_USER,
     INTERRUPTED,
@@ -19,10 +18,11 @@ from verl.trainer.ending import (
     raised_by_us,
     report_failure,
 )
-from verl.trainer.run_config import RunConfig
+from verl.trainer.run_config import RunTree
 from verl.trainer.saved_run import SavedRun
-from verl.trainer.setup import running_trainer
 from verl.trainer.stopping import StopRequest
+
+C = TypeVar("C", bound=RunTree)
 
 
 class Trainer(Protocol):
@@ -35,40 +35,26 @@ class Trainer(Protocol):
     def fit(self) -> None: ...  # noqa: D102 (to the last step)
 
 
-def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Ending:
+def attempt(
+    config: C,
+    running: Callable[[C, float], AbstractContextManager[Trainer]],
+    patience_s: float | None,
+) -> Ending:
     """Train until the last step, a request to stop, or a failure.
 
     Args:
         config: Of the run.
+        running: Puts the run together and takes it apart again; gets the config and the patience.
         patience_s: Of an attempt after a failure: how long to wait, in seconds, for machines that are gone.
             None is the first attempt; what it lacks before it has begun is for the user to mend.
 
     Raises:
         Exception: An error of this package, which needs its traceback.
     """
-    return attempt(
-        config.trainer,
-        lambda: running_trainer(config, patience_s or 0.0),
-        is_first=patience_s is None,
-    )
-
-
-def attempt(
-    options: RunConfig, running: Callable[[], AbstractContextManager[Trainer]], *, is_first: bool = True
-) -> Ending:
-    """Train until the last step, a request to stop, or a failure.
-
-    Args:
-        options: Of the run.
-        running: Puts the run together and takes it apart again.
-        is_first: What this attempt lacks before it has begun is for the user to mend.
-
-    Raises:
-        Exception: An error of this package, which needs its traceback.
-    """
+    options = config.trainer
     trainer: Trainer | None = None
     try:
-        with running() as trainer:
+        with running(config, patience_s or 0.0) as trainer:
             trainer.fit()
     except FOR_THE_USER as error:
         if not raised_by_us(error):
@@ -78,7 +64,7 @@ def attempt(
         if isinstance(error, WorkerError):
             report_failure(options, step, str(error))
             is_loss = error.may_go_away
-        has_begun = step is not None or not is_first
+        has_begun = step is not None or patience_s is not None
         return ending_of(error, options, step, may_go_away=is_loss and has_begun)
     except RayError as error:  # what no worker did: the cluster lost its head, or this process its node
         step = None if trainer is None else trainer.run_state.step

@@ -5,11 +5,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from verl.trainer.config import PPOConfig
 from verl.trainer.ending import BAD_INPUT, FOR_THE_USER, INTERRUPTED, Ending, ending_of, raised_by_us
-from verl.trainer.run_config import RunConfig
+from verl.trainer.run_config import RunConfig, RunTree
+from verl.trainer.run_folder import held_folder
+from verl.trainer.supervision import Attempt, Supervisor
 from verl.trainer.verl_keys import VERL_KEYS
 from verl.utils.checkpoint.tracker import checkpoint_to_resume
 from verl.utils.config import ConfigError, config_notes, load_config
@@ -18,13 +20,6 @@ from verl.utils.logger.tracker import check_loggers
 from verl.utils.moved_keys import MovedKeys
 
 SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
-
-
-class RunTree(Protocol):
-    """What the config trees of all kinds of runs have."""
-
-    @property
-    def trainer(self) -> RunConfig: ...  # noqa: D102 (a section)
 
 
 C = TypeVar("C", bound=RunTree)
@@ -38,7 +33,8 @@ class TrainingCommand(Generic[C]):
         config_class: The top of its options.
         usage: What `--help` prints above them.
         plan: Prints what would be done; gets the config and all switches, returns the exit status.
-        train: Does it.
+        check: Finds what a run would stop over before anything is loaded.
+        attempt: Trains; called as the supervisor calls it.
         moved: The keys of another program, which errors then name by what they are called here.
         switch: Begins a switch that this command has beside `SWITCHES`.
     """
@@ -46,7 +42,8 @@ class TrainingCommand(Generic[C]):
     config_class: type[C]
     usage: str
     plan: Callable[[C, Sequence[str]], int]
-    train: Callable[[C], Ending]
+    check: Callable[[C], None]
+    attempt: Attempt[C]
     moved: MovedKeys | None = None
     switch: str | None = None
 
@@ -96,7 +93,13 @@ class TrainingCommand(Generic[C]):
 
     def _train(self, config: C) -> int:
         try:
-            ending = self.train(config)
+            self.check(config)
+            with held_folder(config.trainer):
+                check_run(config.trainer)
+                is_supervised = config.trainer.max_restarts > 0
+                ending = (
+                    Supervisor(config, self.attempt).run() if is_supervised else self.attempt(config, None)
+                )
         except FOR_THE_USER as error:
             if not raised_by_us(error):
                 raise
@@ -159,9 +162,25 @@ def run_command(
         SystemExit: An unknown switch, with status 2, or `--help`.
         Exception: An error of this package, which needs its traceback.
     """
-    switches = parser.parse_intermixed_args(arguments)
+    return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, run, VERL_KEYS)
+
+
+def run_with_config(
+    switches: argparse.Namespace,
+    config_class: type[C],
+    run: Callable[[argparse.Namespace, C], int],
+    moved: MovedKeys | None = None,
+) -> int:
+    """Load the config and run a command with it; see `run_command`.
+
+    Args:
+        switches: Of the command, among them `options`, the config's.
+        config_class: The top of the options.
+        run: Gets the switches and the config; returns the exit status.
+        moved: The keys of another program, which errors then name by what they are called here.
+    """
     try:
-        config = load_config(PPOConfig, switches.options, VERL_KEYS)
+        config = load_config(config_class, switches.options, moved)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT

@@ -6,12 +6,15 @@ The loss does not depend on how a batch is cut over ranks, so a smaller run comp
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from verl.trainer.config import PPOConfig
+from verl.trainer.run_config import RunTree
 from verl.utils.config import ConfigError, check_config
 
+C = TypeVar("C", bound=RunTree)
 
-def largest_run(config: PPOConfig, capacities: Sequence[int]) -> PPOConfig | None:
+
+def largest_run(config: C, capacities: Sequence[int]) -> C | None:
     """The same run on the most devices that can be had; None if its options allow none of the sizes.
 
     Args:
@@ -28,7 +31,7 @@ def largest_run(config: PPOConfig, capacities: Sequence[int]) -> PPOConfig | Non
     return None
 
 
-def _sizes(config: PPOConfig, capacities: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Nodes and processes on each that the cluster can hold, most processes first, then fewest nodes."""
     trainer, ranked = config.trainer, sorted(capacities, reverse=True)
     sizes = [

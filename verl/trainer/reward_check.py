@@ -24,15 +24,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.config import PPOConfig
 from verl.trainer.ending import BAD_INPUT, INTERRUPTED
-from verl.trainer.opened_data import opened_data
-from verl.trainer.reward_inputs import Response, RowColumns, read_responses, sample_responses
 from verl.utils.text_charts import table
 from verl.workers.reward.calls import CheckedCall, check_call, split_calls
 from verl.workers.reward.function import OPTION, load_reward_function
+
+if TYPE_CHECKING:
+    from verl.trainer.reward_inputs import Response
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
 ALIKE = (
@@ -86,7 +88,11 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     return BAD_INPUT if failed else 0
 
 
-def _responses(switches: argparse.Namespace, config: PPOConfig) -> list[Response]:
+def _responses(switches: argparse.Namespace, config: PPOConfig) -> list["Response"]:
+    # Imported here so that a wrong config or reward function is reported before torch loads.
+    from verl.trainer.opened_data import opened_data  # noqa: PLC0415
+    from verl.trainer.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
+
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train
         if loader is None:
@@ -97,7 +103,7 @@ def _responses(switches: argparse.Namespace, config: PPOConfig) -> list[Response
         return sample_responses(columns, switches.rows)
 
 
-def _describe(call: CheckedCall, responses: Sequence[Response], number: int, timeout_s: float) -> str:
+def _describe(call: CheckedCall, responses: Sequence["Response"], number: int, timeout_s: float) -> str:
     text = f"\ncall {number}: {len(responses)} responses, {1000 * call.seconds:.1f} ms\n"
     if call.seconds > timeout_s:
         text += f"  failed: a run would have ended it after {timeout_s:g} s (`worker.reward.timeout_s`)\n"

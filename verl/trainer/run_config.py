@@ -3,7 +3,8 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 from verl.utils.config import option
 from verl.utils.config_paths import checkpoint_folder, writable_file, writable_folder
@@ -62,6 +63,17 @@ class RunConfig:
     worker_timeout_s: float | None = option(
         3600.0, help="Seconds without progress of any rank after which workers hang; null waits.", minimum=1.0
     )
+    max_restarts: int = option(
+        0,
+        help="Times that a run that lost workers, machines or its controller goes on from its checkpoint.",
+        minimum=0,
+    )
+    restart_wait_s: float = option(
+        120.0, help="Seconds that such a restart waits for machines that are missing.", minimum=0.0
+    )
+    elastic: bool = option(
+        False, help="Run on fewer devices where some are missing, as many as the batch sizes allow."
+    )
     profile_steps: tuple[int, ...] = option(
         (), help="Steps of which traces of every rank and a report are written below `profile/`."
     )
@@ -91,3 +103,12 @@ class RunConfig:
             writable_folder(self.checkpoint_folder)
         except ValueError as error:
             yield f"`{path}.save_checkpoint_path` {error}"
+
+
+class RunTree(Protocol):
+    """What the config trees of all kinds of runs have: dataclasses with the options of a run."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def trainer(self) -> RunConfig: ...  # noqa: D102 (a section)

@@ -4,11 +4,12 @@
 import sys
 from collections.abc import Sequence
 
-from verl.trainer.command import TrainingCommand, check_run
+from verl.trainer.command import TrainingCommand
+from verl.trainer.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.ending import Ending
 from verl.trainer.sft_config import SFTConfig
+from verl.trainer.sft_memory import planned_sft
 from verl.trainer.sft_plan import sft_plan_text
-from verl.utils.config_text import config_yaml
 from verl.utils.version_check import check_versions
 
 USAGE = """\
@@ -16,7 +17,8 @@ usage: python3 -m verl.trainer.sft [config=FILE.yaml] [section.option=value ...]
 
   config=FILE.yaml        a file such as examples/sft.yaml; options that it leaves out keep their default
   section.option=value    one option; wins over the file; lists and mappings as '["file","wandb"]', '{"a":1}'
-  --dry-run               print the config and the plan of a step, start nothing
+  --dry-run               print the config, the plan of a step and its memory, start nothing
+  --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
   --print-config          print every option with its help as YAML: examples/sft.yaml
   --print-options         ... as a Markdown page
   --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
@@ -25,22 +27,26 @@ usage: python3 -m verl.trainer.sft [config=FILE.yaml] [section.option=value ...]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `TrainingCommand.run`."""
-    return TrainingCommand(SFTConfig, USAGE, _dry_run, _train).run(arguments)
+    return TrainingCommand(
+        SFTConfig, USAGE, _dry_run, _check, attempt_to_fine_tune, switch=MEMORY_SWITCH
+    ).run(arguments)
 
 
 def _dry_run(config: SFTConfig, switches: Sequence[str]) -> int:
-    sys.stdout.write(f"{config_yaml(config)}\nplan of a training step\n{sft_plan_text(config)}")
-    return 0
+    return dry_run(config, switches, planned_sft, sft_plan_text)
 
 
-def _train(config: SFTConfig) -> Ending:
+def _check(config: SFTConfig) -> None:
     check_versions("hf")  # nothing is sampled, so vLLM may be missing
-    check_run(config.trainer)
+
+
+def attempt_to_fine_tune(config: SFTConfig, patience_s: float | None = None) -> Ending:
+    """Train until the last step, a request to stop, or a failure; see `attempt`."""
     # Imported here so that a wrong config or version is reported before torch and Ray load.
     from verl.trainer.attempt import attempt  # noqa: PLC0415
     from verl.trainer.sft_setup import running_sft  # noqa: PLC0415
 
-    return attempt(config.trainer, lambda: running_sft(config))
+    return attempt(config, running_sft, patience_s)
 
 
 if __name__ == "__main__":

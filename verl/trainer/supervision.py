@@ -11,14 +11,16 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from verl.trainer.config import PPOConfig
 from verl.trainer.ending import FAILED, Ending, how_to_go_on, report_failure
+from verl.trainer.run_config import RunTree
+from verl.trainer.run_folder import held_by_child
 from verl.trainer.stopping import ENDED_BY, SIGNALS
 from verl.utils.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.utils.rank_logger import get_logger
@@ -26,15 +28,20 @@ from verl.utils.sandbox import kernel
 
 GLANCE_S = 0.5  # between looks whether the child lives
 
+C = TypeVar("C", bound=RunTree)
+# Trains once: gets the config, and how long to wait, in seconds, for machines that are gone; None is in the
+# first attempt. A function of a module, for the child imports it; its body imports torch, not its module.
+Attempt = Callable[[C, float | None], Ending]
+
 logger = get_logger(__name__)
 
 
-class Supervisor:
+class Supervisor(Generic[C]):
     """Trains to the end, through as many failures as `trainer.max_restarts` allows.
 
     Example::
 
-        ending = Supervisor(config).run()
+        ending = Supervisor(config, attempt_to_train).run()
         sys.exit(ending.status)
 
     Attributes:
@@ -42,8 +49,9 @@ class Supervisor:
         signal: The last signal that asked it to end.
     """
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: C, attempt: Attempt[C]) -> None:
         self.config = config
+        self.attempt = attempt
         self.restarts = 0
         self.signal: signal.Signals | None = None
         self._tracker = Path(config.trainer.checkpoint_folder) / TRACKER
@@ -63,7 +71,8 @@ class Supervisor:
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         patience_s = self.config.trainer.restart_wait_s if self.restarts else None
-        child = context.Process(target=_train, args=(self.config, patience_s, sender), name="controller")
+        arguments = (self.attempt, self.config, patience_s, sender)
+        child = context.Process(target=_train, args=arguments, name="controller")
         child.start()
         sender.close()
         assert child.pid is not None, "it was started"
@@ -121,15 +130,14 @@ class Supervisor:
         return _time_of(self._tracker) != self._saved_before
 
 
-def _train(config: PPOConfig, patience_s: float | None, sender: Connection) -> None:
+def _train(attempt: Attempt[C], config: C, patience_s: float | None, sender: Connection) -> None:
     """The child: train and say how it ended."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which hands it on: once, not twice
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)  # nobody would start this again
-    from verl.trainer.attempt import attempt_to_train  # noqa: PLC0415 - the parent needs no torch
-
     ending = Ending(FAILED)
     try:
-        ending = attempt_to_train(config, patience_s)
+        with held_by_child(config.trainer):
+            ending = attempt(config, patience_s)
     except SystemExit as end:
         ending = Ending(end.code if isinstance(end.code, int) else FAILED)
         raise

@@ -48,12 +48,18 @@ class Rendered:
     media: RowMedia
     messages: list[Message]
 
+    @property
+    def num_learned(self) -> int:
+        """Tokens that are learned; none of a prompt."""
+        return 0
+
 
 class Finding(NamedTuple):
-    """What the check of a row found: why it cannot be used, or how many tokens it has."""
+    """What the check of a row found: why it cannot be used, or how many tokens it has and are learned."""
 
     reason: str | None
-    length: int
+    length: int = 0
+    num_learned: int = 0
 
 
 class RowDataset(Dataset, ABC):
@@ -76,6 +82,7 @@ class RowDataset(Dataset, ABC):
         num_overlong: Rows left out because they have more tokens than the limit.
         lengths: Tokens of each row, 0 of a bad row; those of media only count with
             `data.filter_overlong_prompts`, which is what measures media.
+        num_learned: Tokens of each row that are learned, 0 of a bad row and of a prompt.
         indices: The rows that are used, by their number over all files.
 
     Raises:
@@ -109,6 +116,7 @@ class RowDataset(Dataset, ABC):
         self.bad_rows: list[BadRow] = []
         self.num_overlong = 0
         self.lengths: list[int] = []
+        self.num_learned: list[int] = []
         self.indices = self._usable_rows(option)
 
     def __len__(self) -> int:
@@ -155,11 +163,12 @@ class RowDataset(Dataset, ABC):
         try:
             rendered = self.render(self.rows[index])
             if not any(rendered.media) or not self.config.filter_overlong_prompts:
-                return Finding(None, len(rendered.raw_ids))
+                return Finding(None, len(rendered.raw_ids), rendered.num_learned)
             shape = self._media_reader.measure(media_data(rendered.media))
-            return Finding(None, len(expand_prompt(rendered.raw_ids, self.processor, shape)))
+            length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
+            return Finding(None, length, rendered.num_learned)
         except ValueError as error:
-            return Finding(str(error), 0)
+            return Finding(str(error))
 
     def media_of(self, row: Row, messages: list[Message]) -> RowMedia:
         """References to a row's media, as many as its messages show.
@@ -215,6 +224,7 @@ class RowDataset(Dataset, ABC):
         if self._reader is not None:
             self._reader.close()
         self.lengths = [finding.length for finding in findings]
+        self.num_learned = [finding.num_learned for finding in findings]
         for index, finding in enumerate(findings):
             if finding.reason is not None:
                 self.bad_rows.append(BadRow(index, self.rows.where(index), finding.reason))

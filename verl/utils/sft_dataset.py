@@ -32,6 +32,11 @@ class RenderedConversation(Rendered):
 
     is_trained: list[bool]  # of `raw_ids`
 
+    @property
+    def num_learned(self) -> int:
+        """Tokens that are learned: the assistant's, which hold no media."""
+        return sum(self.is_trained)
+
 
 class SFTDataset(RowDataset):
     """Conversations of one or more data files; see `RowDataset` for arguments and attributes.

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attempts for the supervisor that train nothing; a process of its own imports them, so without torch."""
+
+import os
+from pathlib import Path
+
+from verl.trainer.ending import Ending
+from verl.trainer.run_config import RunTree
+
+WAIT_S = 7.0
+LOST = Ending(1, "a worker was lost", 3, may_go_away=True)
+WRONG = Ending(1, "an exception that would come again", 3)
+DONE = Ending(0, step=5)
+
+
+def lose_a_worker_once(config: RunTree, patience_s: float | None) -> Ending:
+    return LOST if _note(config, patience_s) == 1 else DONE
+
+
+def lose_every_worker(config: RunTree, patience_s: float | None) -> Ending:
+    _note(config, patience_s)
+    return LOST
+
+
+def be_killed_once(config: RunTree, patience_s: float | None) -> Ending:
+    if _note(config, patience_s) == 1:
+        os._exit(9)
+    return DONE
+
+
+def be_wrong(config: RunTree, patience_s: float | None) -> Ending:
+    _note(config, patience_s)
+    return WRONG
+
+
+def patience_of(config: RunTree) -> list[str]:
+    """With which patience each attempt was made."""
+    return _file(config).read_text().split()
+
+
+def _note(config: RunTree, patience_s: float | None) -> int:
+    """Write down that an attempt is made; returns how many there were."""
+    with _file(config).open("a") as file:
+        file.write(f"{patience_s}\n")
+    return len(patience_of(config))
+
+
+def _file(config: RunTree) -> Path:
+    return Path(config.trainer.checkpoint_folder) / "attempts"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a run of supervised fine-tuning, opened from its config; nothing here needs Ray."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.trainer.data_loader import PromptLoader, media_arguments
+from verl.trainer.sft_config import SFTConfig
+from verl.utils.bad_rows import REPORT_NAME, BadRowReport
+from verl.utils.media_cache import MediaCache
+from verl.utils.multimodal import MediaOptions
+from verl.utils.sft_dataset import SFTDataset
+
+
+class SFTLoaders(NamedTuple):
+    """Both loaders of a run."""
+
+    train: PromptLoader[SFTDataset]
+    val: PromptLoader[SFTDataset] | None  # None where no files are named
+
+
+def make_sft_loaders(
+    config: SFTConfig, tokenizer: Any, processor: Any | None, cache: MediaCache | None = None
+) -> SFTLoaders:
+    """Open the data of a run: both in batches of one step's rows, those for validation in their own order.
+
+    Args:
+        config: Of the run.
+        tokenizer: Of the model.
+        processor: Of the model if it reads media.
+        cache: The run's media cache; None keeps decoded media in the process that decoded them.
+
+    Raises:
+        ValueError: Data cannot be used.
+    """
+    data, size = config.data, config.worker.actor.global_batch_size
+    open_dataset = partial(
+        SFTDataset,
+        tokenizer=tokenizer,
+        processor=processor,
+        config=data,
+        row_timeout_s=data.row_timeout_s,
+        report=BadRowReport(Path(config.trainer.checkpoint_folder) / REPORT_NAME),
+        **media_arguments(config.worker.actor.model, media_options(config), processor, cache),
+    )
+    open_loader = partial(PromptLoader, seed=data.seed, num_workers=data.num_workers)
+    train = open_dataset(data.train_files, option="data.train_files")
+    val = None
+    if config.has_validation:
+        rows = open_dataset(data.val_files, option="data.val_files")
+        val = open_loader(rows, size, shuffle=False, drop_last=False, read_on=False)
+    return SFTLoaders(open_loader(train, size, shuffle=data.shuffle, drop_last=True, read_on=True), val)
+
+
+def media_options(config: SFTConfig) -> MediaOptions:
+    """How images and videos are read: the same in the loader's processes and in the workers."""
+    data = config.data
+    return MediaOptions.from_data(
+        data, num_video_frames=data.num_video_frames, tokens_per_frame=data.tokens_per_frame
+    )
