@@ -29,7 +29,7 @@ HOMES = {
 }
 CONFIG_MODULES = (
     *("verl.trainer.config", "verl.workers.config", "verl.trainer.plan", "verl.trainer.main"),
-    *("verl.trainer.sft", "verl.trainer.memory_plan"),
+    *("verl.trainer.sft", "verl.trainer.memory.plan"),
 )
 ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.utils.config")
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT
+from verl.trainer.lifecycle.ending import BAD_INPUT
 from verl.trainer.main import main
 from verl.utils.config import ConfigError, list_options, load_config, walk_options
 from verl.utils.config_source import MAX_BYTES, read_config_file, resolve_references

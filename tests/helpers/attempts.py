@@ -4,7 +4,7 @@
 import os
 from pathlib import Path
 
-from verl.trainer.ending import Ending
+from verl.trainer.lifecycle.ending import Ending
 from verl.trainer.run_config import RunTree
 
 WAIT_S = 7.0

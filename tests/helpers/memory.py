@@ -17,12 +17,12 @@ from tests.helpers.distributed import run_distributed
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
 from verl.trainer.config import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
-from verl.trainer.machine import find_machine
-from verl.trainer.memory_plan import plan_memory
-from verl.trainer.planned_run import PlannedRun
-from verl.trainer.ppo_memory import planned_ppo
+from verl.trainer.memory.machine import find_machine
+from verl.trainer.memory.plan import plan_memory
+from verl.trainer.memory.planned_run import PlannedRun
+from verl.trainer.memory.ppo import planned_ppo
+from verl.trainer.memory.sft import planned_sft
 from verl.trainer.sft_config import SFTConfig, SFTDataConfig, SFTRunConfig
-from verl.trainer.sft_memory import planned_sft
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
 from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
 from verl.workers.dp_sft import DataParallelSFT

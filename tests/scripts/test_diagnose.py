@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.helpers.training import ROOT
-from verl.trainer.doctor import check_ray, main
+from verl.trainer.checks.doctor import check_ray, main
 from verl.utils.device_diagnosis import Gpu, check_gpus, check_imports, is_built_for, read_gpus
 from verl.utils.diagnosis import Level, check_disk, check_shared_memory, unmet
 

@@ -7,8 +7,8 @@ import sys
 import yaml
 
 from tests.helpers.training import ROOT
+from verl.trainer.checks.print_config import main
 from verl.trainer.config import PPOConfig
-from verl.trainer.print_config import main
 from verl.utils.config import load_config
 
 

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.trainer.reward_check import main
+from verl.trainer.checks.reward_check import main
 from verl.workers.reward.calls import split_calls
 
 

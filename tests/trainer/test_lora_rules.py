@@ -4,7 +4,7 @@
 import pytest
 
 from tests.helpers.training import QUICKSTART
-from tests.trainer.test_memory_plan import make_config, phases_of
+from tests.trainer.memory.test_plan import make_config, phases_of
 from verl.models.tiny import save_tiny_model
 from verl.trainer import setup
 from verl.trainer.config import PPOConfig

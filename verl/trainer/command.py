@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT, FOR_THE_USER, INTERRUPTED, Ending, ending_of, raised_by_us
+from verl.trainer.lifecycle.ending import (
+    BAD_INPUT,
+    FOR_THE_USER,
+    INTERRUPTED,
+    Ending,
+    ending_of,
+    raised_by_us,
+)
+from verl.trainer.lifecycle.run_folder import held_folder
+from verl.trainer.lifecycle.supervision import Attempt, Supervisor
 from verl.trainer.run_config import RunConfig, RunTree
-from verl.trainer.run_folder import held_folder
-from verl.trainer.supervision import Attempt, Supervisor
 from verl.trainer.verl_keys import VERL_KEYS
 from verl.utils.checkpoint.tracker import checkpoint_to_resume
 from verl.utils.config import ConfigError, config_notes, load_config

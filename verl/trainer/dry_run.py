@@ -5,8 +5,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from verl.trainer.ending import BAD_INPUT
-from verl.trainer.memory_report import C, Describe, dry_run_memory
+from verl.trainer.lifecycle.ending import BAD_INPUT
+from verl.trainer.memory.report import C, Describe, dry_run_memory
 from verl.utils.config_text import config_yaml
 
 MEMORY_SWITCH = "--device-memory-gb="

@@ -16,11 +16,11 @@ from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.data_loader import make_loaders, media_options
 from verl.trainer.exports import export_checkpoints
-from verl.trainer.joining import join_cluster
 from verl.trainer.kept_rollouts import RolloutKeeper
-from verl.trainer.memory_report import settled_run
+from verl.trainer.lifecycle.joining import join_cluster
+from verl.trainer.memory.ppo import planned_ppo
+from verl.trainer.memory.report import settled_run
 from verl.trainer.plan import count_training_steps
-from verl.trainer.ppo_memory import planned_ppo
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
 from verl.trainer.run_parts import endless, load_readers, open_cache, open_tracker, start_workers

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from verl.trainer.command import TrainingCommand
 from verl.trainer.dry_run import MEMORY_SWITCH, dry_run
-from verl.trainer.ending import Ending
+from verl.trainer.lifecycle.ending import Ending
+from verl.trainer.memory.sft import planned_sft
 from verl.trainer.sft_config import SFTConfig
-from verl.trainer.sft_memory import planned_sft
 from verl.trainer.sft_plan import sft_plan_text
 from verl.utils.version_check import check_versions
 
@@ -43,7 +43,7 @@ def _check(config: SFTConfig) -> None:
 def attempt_to_fine_tune(config: SFTConfig, patience_s: float | None = None) -> Ending:
     """Train until the last step, a request to stop, or a failure; see `attempt`."""
     # Imported here so that a wrong config or version is reported before torch and Ray load.
-    from verl.trainer.attempt import attempt  # noqa: PLC0415
+    from verl.trainer.lifecycle.attempt import attempt  # noqa: PLC0415
     from verl.trainer.sft_setup import running_sft  # noqa: PLC0415
 
     return attempt(config, running_sft, patience_s)

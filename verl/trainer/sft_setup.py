@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 import ray
 
 from verl.trainer.exports import export_checkpoints
-from verl.trainer.joining import join_cluster
-from verl.trainer.memory_report import settled_run
+from verl.trainer.lifecycle.joining import join_cluster
+from verl.trainer.memory.report import settled_run
+from verl.trainer.memory.sft import planned_sft
 from verl.trainer.run_parts import endless, load_readers, open_cache, open_tracker, start_workers
 from verl.trainer.saved_run import SavedRun
 from verl.trainer.sft_config import SFTConfig
 from verl.trainer.sft_data import make_sft_loaders, media_options
-from verl.trainer.sft_memory import planned_sft
 from verl.trainer.sft_plan import count_sft_steps
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.device import resolve_device

@@ -5,11 +5,11 @@ from abc import ABC, abstractmethod
 
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.lifecycle.stopping import StopRequest
 from verl.trainer.metrics import Metrics, StageTimer, compute_throughput_metrics, compute_timing_metrics
 from verl.trainer.profiling import StepProfiles
 from verl.trainer.run_config import RunConfig
 from verl.trainer.saved_run import SavedRun
-from verl.trainer.stopping import StopRequest
 from verl.utils.logger.tracker import Tracker
 
 

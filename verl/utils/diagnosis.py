@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of a machine before a run: findings, each with a level and a remedy.
 
-To add a question, write a function that returns a `Finding` and name it in `verl/trainer/doctor.py`.
+To add a question, write a function that returns a `Finding` and name it in `verl/trainer/checks/doctor.py`.
 """
 
 import os

@@ -10,7 +10,7 @@ import ray
 
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
-from verl.trainer.elastic import largest_run
+from verl.trainer.lifecycle.elastic import largest_run
 from verl.trainer.run_config import RunTree
 from verl.utils.rank_logger import get_logger
 

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING
 
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT, INTERRUPTED
+from verl.trainer.lifecycle.ending import BAD_INPUT, INTERRUPTED
 from verl.utils.text_charts import table
 from verl.workers.reward.calls import CheckedCall, check_call, split_calls
 from verl.workers.reward.function import OPTION, load_reward_function
 
 if TYPE_CHECKING:
-    from verl.trainer.reward_inputs import Response
+    from verl.trainer.checks.reward_inputs import Response
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
 ALIKE = (
@@ -90,8 +90,8 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
 
 def _responses(switches: argparse.Namespace, config: PPOConfig) -> list["Response"]:
     # Imported here so that a wrong config or reward function is reported before torch loads.
-    from verl.trainer.opened_data import opened_data  # noqa: PLC0415
-    from verl.trainer.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
+    from verl.trainer.checks.opened_data import opened_data  # noqa: PLC0415
+    from verl.trainer.checks.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from verl.trainer.machine import GIB, Machine, find_machine
-from verl.trainer.memory_phases import MemoryPlan, Phase
-from verl.trainer.memory_plan import Planner
-from verl.trainer.memory_remedies import misfit_text, settled
-from verl.trainer.planned_run import PlannedRun
+from verl.trainer.memory.machine import GIB, Machine, find_machine
+from verl.trainer.memory.phases import MemoryPlan, Phase
+from verl.trainer.memory.plan import Planner
+from verl.trainer.memory.planned_run import PlannedRun
+from verl.trainer.memory.remedies import misfit_text, settled
 from verl.trainer.run_config import RunTree
 from verl.utils.config import value_at
 from verl.utils.rank_logger import get_logger

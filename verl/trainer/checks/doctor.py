@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from verl.trainer.command import make_parser
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT, FAILED
+from verl.trainer.lifecycle.ending import BAD_INPUT, FAILED
 from verl.trainer.verl_keys import VERL_KEYS
 from verl.utils import diagnosis
 from verl.utils.config import ConfigError, load_config

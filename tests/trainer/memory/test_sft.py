@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.trainer.planning import GPU, NODE, TOWER, read_shape, sizes
+from tests.trainer.memory.planning import GPU, NODE, TOWER, read_shape, sizes
 from verl.models.tiny import save_tiny_model
-from verl.trainer.machine import GIB
-from verl.trainer.memory_plan import Planner
-from verl.trainer.memory_remedies import remedy, settled, with_options
-from verl.trainer.memory_report import settled_run
+from verl.trainer.memory.machine import GIB
+from verl.trainer.memory.plan import Planner
+from verl.trainer.memory.remedies import remedy, settled, with_options
+from verl.trainer.memory.report import settled_run
+from verl.trainer.memory.sft import planned_sft
 from verl.trainer.sft import main
 from verl.trainer.sft_config import SFTConfig, SFTDataConfig, SFTRunConfig
-from verl.trainer.sft_memory import planned_sft
 from verl.trainer.sft_plan import sft_plan_text
 from verl.utils.config import value_at
 from verl.workers.model_config import ModelConfig

@@ -5,10 +5,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from verl.trainer.machine import GIB
-from verl.trainer.memory_phases import MemoryPlan, Phase
-from verl.trainer.memory_plan import Planner
-from verl.trainer.planned_run import PlannedRun
+from verl.trainer.memory.machine import GIB
+from verl.trainer.memory.phases import MemoryPlan, Phase
+from verl.trainer.memory.plan import Planner
+from verl.trainer.memory.planned_run import PlannedRun
 from verl.utils.config import value_at
 
 C = TypeVar("C")  # a config tree

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from verl.trainer.checks.data_check_items import conversation_lines, evenly, prompt_lines
+from verl.trainer.checks.opened_data import AnyLoaders, named, opened_conversations, opened_data
 from verl.trainer.config import PPOConfig
-from verl.trainer.data_check_items import conversation_lines, evenly, prompt_lines
 from verl.trainer.data_config import DataConfig
 from verl.trainer.data_loader import PromptLoader
-from verl.trainer.ending import BAD_INPUT
-from verl.trainer.opened_data import AnyLoaders, named, opened_conversations, opened_data
+from verl.trainer.lifecycle.ending import BAD_INPUT
 from verl.trainer.plan import count_training_steps
 from verl.trainer.sft_config import SFTConfig, SFTDataConfig
 from verl.trainer.sft_plan import count_sft_steps

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from verl.trainer.held_models import HeldModel, ReadShape, held_models
-from verl.trainer.machine import GIB, Machine
-from verl.trainer.memory_phases import Item, MemoryPlan, Phase
-from verl.trainer.planned_run import PlannedPass, PlannedRun
+from verl.trainer.memory.held_models import HeldModel, ReadShape, held_models
+from verl.trainer.memory.machine import GIB, Machine
+from verl.trainer.memory.phases import Item, MemoryPlan, Phase
+from verl.trainer.memory.planned_run import PlannedPass, PlannedRun
 from verl.utils import memory_model
 
 C = TypeVar("C")  # a config tree

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the memory of supervised fine-tuning follows from: one model, its rows, its two passes."""
 
-from verl.trainer.planned_run import PlannedModel, PlannedRun, RowLengths, experience_pass, update_pass
+from verl.trainer.memory.planned_run import PlannedModel, PlannedRun, RowLengths, experience_pass, update_pass
 from verl.trainer.sft_config import SFTConfig
 
 ROLE = "actor"

@@ -15,14 +15,14 @@ import pytest
 
 from tests.helpers.training import quickstart_arguments
 from verl.trainer import main, sft
+from verl.trainer.lifecycle.run_folder import FILE, held_folder
 from verl.trainer.run_config import RunConfig
-from verl.trainer.run_folder import FILE, held_folder
 from verl.utils.rank_logger import get_logger
 
 HOLD = """
 import os, sys, time
 from verl.trainer.run_config import RunConfig
-from verl.trainer.run_folder import held_folder
+from verl.trainer.lifecycle.run_folder import held_folder
 with held_folder(RunConfig(save_checkpoint_path=sys.argv[1])):
     {inside}
     print("held", flush=True)
@@ -33,8 +33,8 @@ FORK = "if os.fork() == 0: time.sleep(600)"
 SUPERVISED = """
 import signal, sys, time
 from verl.trainer.config import PPOConfig, TrainerConfig
-from verl.trainer.run_folder import held_folder
-from verl.trainer.supervision import Supervisor
+from verl.trainer.lifecycle.run_folder import held_folder
+from verl.trainer.lifecycle.supervision import Supervisor
 
 def attempt(config, patience_s):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what comes when the command is gone: this saves first
@@ -163,7 +163,7 @@ def test_a_file_system_without_locks_costs_a_warning(code, tmp_path, monkeypatch
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    monkeypatch.setattr(get_logger("verl.trainer.run_folder"), "propagate", True)
+    monkeypatch.setattr(get_logger("verl.trainer.lifecycle.run_folder"), "propagate", True)
 
     with held_folder(run_in(tmp_path / "run")):
         pass

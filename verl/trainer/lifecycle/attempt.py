@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError
-from verl.trainer.ending import (
+from verl.trainer.lifecycle.ending import (
     FOR_THE_USER,
     INTERRUPTED,
     Ending,
@@ -18,9 +18,9 @@ from verl.trainer.ending import (
     raised_by_us,
     report_failure,
 )
+from verl.trainer.lifecycle.stopping import StopRequest
 from verl.trainer.run_config import RunTree
 from verl.trainer.saved_run import SavedRun
-from verl.trainer.stopping import StopRequest
 
 C = TypeVar("C", bound=RunTree)
 

@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from verl.trainer.ending import FAILED, Ending, how_to_go_on, report_failure
+from verl.trainer.lifecycle.ending import FAILED, Ending, how_to_go_on, report_failure
+from verl.trainer.lifecycle.run_folder import held_by_child
+from verl.trainer.lifecycle.stopping import ENDED_BY, SIGNALS
 from verl.trainer.run_config import RunTree
-from verl.trainer.run_folder import held_by_child
-from verl.trainer.stopping import ENDED_BY, SIGNALS
 from verl.utils.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.utils.rank_logger import get_logger
 from verl.utils.sandbox import kernel

@@ -4,8 +4,8 @@
 from collections.abc import Iterator
 
 from verl.trainer.config import PPOConfig
-from verl.trainer.planned_engine import PlannedEngine
-from verl.trainer.planned_run import (
+from verl.trainer.memory.planned_engine import PlannedEngine
+from verl.trainer.memory.planned_run import (
     PlannedModel,
     PlannedPass,
     PlannedRun,

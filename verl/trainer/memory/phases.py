@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from verl.trainer.machine import Machine
+from verl.trainer.memory.machine import Machine
 
 
 class Item(NamedTuple):

@@ -19,9 +19,9 @@ from tests.helpers.attempts import (
 from tests.helpers.fine_tuning import arguments_for
 from verl.trainer import sft
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import REPORT
+from verl.trainer.lifecycle.ending import REPORT
+from verl.trainer.lifecycle.supervision import Supervisor
 from verl.trainer.sft_config import SFTConfig
-from verl.trainer.supervision import Supervisor
 
 
 def config_of(kind, folder):

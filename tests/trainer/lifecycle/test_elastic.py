@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.sampling import make_config
-from verl.trainer.elastic import largest_run
+from verl.trainer.lifecycle.elastic import largest_run
 from verl.trainer.sft_config import SFTConfig
 from verl.utils.config import load_config
 

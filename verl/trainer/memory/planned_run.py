@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the memory of a run follows from, read off its options; the sizes of the models come beside it.
 
-`ppo_memory.py` and `sft_memory.py` describe their runs in these words, and nothing behind them knows which
+`ppo.py` and `sft.py` describe their runs in these words, and nothing behind them knows which
 kind it is.
 """
 
 from dataclasses import dataclass
 
-from verl.trainer.planned_engine import PlannedEngine
+from verl.trainer.memory.planned_engine import PlannedEngine
 from verl.trainer.run_config import RunConfig
 from verl.utils.memory_model import Line, ModelShape
 from verl.workers.model_config import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl.trainer.planned_run import PlannedModel, PlannedRun
+from verl.trainer.memory.planned_run import PlannedModel, PlannedRun
 from verl.utils import memory_model
 from verl.utils.memory_model import Handling, ModelShape
 

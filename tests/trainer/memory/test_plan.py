@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.trainer.planning import GPU, NODE, read_shape, sizes
+from tests.trainer.memory.planning import GPU, NODE, read_shape, sizes
 from verl.trainer.config import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
-from verl.trainer.machine import GIB, find_machine
-from verl.trainer.memory_plan import Planner
-from verl.trainer.memory_remedies import misfit_text, remedy, settled, with_options
-from verl.trainer.planned_run import PlannedPass
-from verl.trainer.ppo_memory import planned_ppo
+from verl.trainer.memory.machine import GIB, find_machine
+from verl.trainer.memory.plan import Planner
+from verl.trainer.memory.planned_run import PlannedPass
+from verl.trainer.memory.ppo import planned_ppo
+from verl.trainer.memory.remedies import misfit_text, remedy, settled, with_options
 from verl.utils.config import ConfigError, load_config, value_at
 from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
 from verl.workers.model_config import ModelConfig

@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from verl.trainer.machine import GIB, Machine
-from verl.trainer.memory_phases import Item
+from verl.trainer.memory.machine import GIB, Machine
+from verl.trainer.memory.phases import Item
 from verl.utils import memory_model
 from verl.utils.memory_model import ModelShape
 from verl.workers.rollout_config import RolloutConfig

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.config import PPOConfig
-from verl.trainer.ending import BAD_INPUT
+from verl.trainer.lifecycle.ending import BAD_INPUT
 from verl.trainer.sft_config import SFTConfig
 from verl.trainer.verl_keys import VERL_KEYS
 from verl.utils.config import ConfigError, load_config
@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_prompts(switches: argparse.Namespace, config: PPOConfig) -> int:
     # Imported here so that a wrong config is reported before torch loads.
-    from verl.trainer.data_check_report import PROMPTS, Report  # noqa: PLC0415
+    from verl.trainer.checks.data_check_report import PROMPTS, Report  # noqa: PLC0415
 
     return Report(config, PROMPTS, switches.rows, switches.out).check(decode=switches.decode)
 
 
 def _check_conversations(switches: argparse.Namespace, config: SFTConfig) -> int:
-    from verl.trainer.data_check_report import CONVERSATIONS, Report  # noqa: PLC0415 - as above
+    from verl.trainer.checks.data_check_report import CONVERSATIONS, Report  # noqa: PLC0415 - as above
 
     return Report(config, CONVERSATIONS, switches.rows, switches.out).check(decode=switches.decode)
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.trainer.lifecycle.stopping import ENDED_BY
 from verl.trainer.run_config import RunConfig
-from verl.trainer.stopping import ENDED_BY
 from verl.utils.checkpoint.tracker import read_record
 
 FAILED = 1  # exit status: the machine does not do, or the run ended before its last step

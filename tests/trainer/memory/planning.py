@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of 2**30 weights and machines, to plan memory for."""
 
-from verl.trainer.machine import GIB, Machine
+from verl.trainer.memory.machine import GIB, Machine
 from verl.utils.memory_model import ModelShape, Stack
 
 STACK = Stack(layers=16, hidden=4096, intermediate=16384, heads=32, kv_heads=8, head_dim=128, params=1 << 26)
