@@ -81,6 +81,7 @@ def test_help_and_an_unknown_switch(capsys):
         ),
         (["worker.actor.ulysses_size=3"], "must be divisible by `worker.actor.ulysses_size` x"),
         (["trainer.val_freq=2"], "`data.val_files` must be set; without validation set"),
+        (["trainer.val_only=true"], "`data.val_files` must be set with `trainer.val_only=true`"),
         (["data.max_prompt_length=4"], "did you mean `data.max_length`?"),
         (["worker.rollout.n=4"], "`worker.rollout.n` is not an option"),
     ],

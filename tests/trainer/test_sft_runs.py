@@ -73,6 +73,17 @@ def test_a_run_that_is_resumed_ends_bit_for_bit_as_an_unbroken_one(folder, unbro
 
 
 @pytest.mark.slow
+def test_a_checkpoint_is_measured_without_training_rows(folder, unbroken):
+    checkpoint = folder / "unbroken" / "global_step_4"
+    arguments = arguments_for(folder, "data.train_files=", "trainer.val_only=true")
+
+    measured = fine_tune(folder / "measured", *arguments, f"trainer.load_checkpoint_path={checkpoint}")
+
+    assert list(measured) == [4]
+    assert measured[4]["val/loss"] == unbroken[4]["val/loss"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
 def test_reinforcement_learning_starts_from_the_checkpoint_and_its_rollouts_are_data_again(family, tmp_path):
     folder = make_folder(tmp_path, family)

@@ -41,7 +41,6 @@ class TrainerConfig(RunConfig):
     critic_warmup: int = option(
         0, help="First step that updates the policy; steps before it train the critic alone.", minimum=0
     )
-    val_only: bool = option(False, help="Validate once and do not train.")
     val_generations_to_log: int = option(0, help="Validation responses to log.", minimum=0, example=3)
     rollouts_to_keep: int = option(
         8,

@@ -60,13 +60,6 @@ class RayPPOTrainer(TrainingLoop):
         self.keeper = keeper
         self.correction = get_rollout_correction(config.algorithm.rollout_correction)
 
-    def train(self) -> None:
-        """The steps of the run from where it stands; with `trainer.val_only` just a validation."""
-        if self.config.trainer.val_only:
-            self.validate_at_start()
-        else:
-            super().train()
-
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """One rollout and its updates. Returns the finished batch and the metrics of its stages."""
         with timer("gen"), self.awake_rollout_engine(timer):

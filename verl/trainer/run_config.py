@@ -39,6 +39,7 @@ class RunConfig:
         -1, help="Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
     val_before_train: bool = option(True, help="Validate before the first step.")
+    val_only: bool = option(False, help="Validate once and do not train.")
     save_freq: int = option(
         -1, help="Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )

@@ -92,9 +92,11 @@ class SFTConfig:
         trainer, actor = self.trainer, self.worker.actor
         if actor.model.model_path is None:
             yield "`worker.actor.model.model_path` must be set: a model folder or a hub name"
-        if not self.data.train_files:
+        if not self.data.train_files and not trainer.val_only:
             yield "`data.train_files` must be set: a file, a folder or a hub name"
-        if not self.has_validation and (trainer.val_before_train or trainer.val_freq > 0):
+        if not self.has_validation and trainer.val_only:
+            yield "`data.val_files` must be set with `trainer.val_only=true`"
+        elif not self.has_validation and (trainer.val_before_train or trainer.val_freq > 0):
             yield (
                 "`data.val_files` must be set; without validation set"
                 " `trainer.val_before_train=false` and `trainer.val_freq=-1`"

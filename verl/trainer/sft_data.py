@@ -14,10 +14,10 @@ from verl.utils.sft_dataset import SFTDataset
 
 
 class SFTLoaders(NamedTuple):
-    """Both loaders of a run."""
+    """Both loaders of a run; None where no files are named."""
 
-    train: PromptLoader[SFTDataset]
-    val: PromptLoader[SFTDataset] | None  # None where no files are named
+    train: PromptLoader[SFTDataset] | None
+    val: PromptLoader[SFTDataset] | None
 
 
 def make_sft_loaders(
@@ -45,12 +45,14 @@ def make_sft_loaders(
         **media_arguments(config.worker.actor.model, media_options(config), processor, cache),
     )
     open_loader = partial(PromptLoader, seed=data.seed, num_workers=data.num_workers)
-    train = open_dataset(data.train_files, option="data.train_files")
-    val = None
-    if config.has_validation:
+    train = val = None
+    if data.train_files:
+        rows = open_dataset(data.train_files, option="data.train_files")
+        train = open_loader(rows, size, shuffle=data.shuffle, drop_last=True, read_on=True)
+    if data.val_files:
         rows = open_dataset(data.val_files, option="data.val_files")
         val = open_loader(rows, size, shuffle=False, drop_last=False, read_on=False)
-    return SFTLoaders(open_loader(train, size, shuffle=data.shuffle, drop_last=True, read_on=True), val)
+    return SFTLoaders(train, val)
 
 
 def media_options(config: SFTConfig) -> MediaOptions:

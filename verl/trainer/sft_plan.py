@@ -15,7 +15,7 @@ def count_sft_steps(config: SFTConfig, dataset_size: int | None) -> int | None:
         ValueError: There are too few rows for a step.
     """
     rows = config.worker.actor.global_batch_size
-    if dataset_size is not None and dataset_size < rows:
+    if dataset_size is not None and dataset_size < rows and not config.trainer.val_only:
         raise ValueError(
             f"`data.train_files` must have at least `worker.actor.global_batch_size` ({rows}) usable rows,"
             f" has {dataset_size}"

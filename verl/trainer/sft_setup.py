@@ -55,8 +55,7 @@ def running_sft(config: SFTConfig, patience_s: float = 0.0) -> Iterator[SFTTrain
         cache = open_cache(stack)
         readers = load_readers(actor.model, config.data.override_chat_template)
         loaders = make_sft_loaders(config, *readers, cache)
-        training_steps = count_sft_steps(config, len(loaders.train.dataset))
-        assert training_steps is not None, "the number of rows is known"
+        training_steps = count_sft_steps(config, len(loaders.train.dataset) if loaders.train else 0) or 0
 
         options = ModelRunOptions(
             device=device,

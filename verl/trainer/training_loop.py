@@ -57,10 +57,13 @@ class TrainingLoop(ABC):
             self.run_state.settle()
 
     def train(self) -> None:
-        """The steps of the run from where it stands."""
+        """The steps of the run from where it stands; with `trainer.val_only` just a validation."""
         state = self.run_state
-        if self.run.val_before_train:
-            self.validate_at_start()
+        if self.run.val_before_train or self.run.val_only:
+            self._validate_first()
+        if self.run.val_only:
+            return
+
         while state.step < state.training_steps and not self.stop.signal:
             state.step += 1
             self.tracker.begin_step(state.step)
@@ -78,7 +81,6 @@ class TrainingLoop(ABC):
             self.tracker.log(metrics, state.step)
             self.profiles.report(state.step, metrics)
 
-    def validate_at_start(self) -> None:
-        """Judge the weights that the run starts from."""
+    def _validate_first(self) -> None:
         self.tracker.begin_step(self.run_state.step)
         self.tracker.log(self.validate(StageTimer(self.tracker.stage)), self.run_state.step)
