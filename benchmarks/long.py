@@ -31,9 +31,9 @@ from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.utils.hub_names import auto_class
 from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.workers.config import ModelConfig
 from verl.workers.forward import PackedForward
 from verl.workers.model_builder import load_model_config
+from verl.workers.model_config import ModelConfig
 
 MESHES = {"sp 1": (1, 1), "sp 2, ulysses": (2, 1), "sp 2, ring": (1, 2), "sp 4, ulysses 2 x ring 2": (2, 2)}
 PORT = "29531"

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,23 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from step import MODEL
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.memory import PHASES, Rows, make_case, measure_phases
+from tests.helpers.memory import PPO, Rows, make_case, measure_phases
 from verl.models.tiny import save_tiny_model
 from verl.utils.hub_names import HubNames
-from verl.workers.config import ActorConfig, RolloutConfig
 from verl.workers.hosted_model import HostedModel, Place
-from verl.workers.model_config import LoraConfig
 from verl.workers.rollout.adapter_sync import engine_adapter
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions, build_rollout_engine
+from verl.workers.rollout_config import RolloutConfig
+from verl.workers.update_options import PolicyConfig
 
 MIB = 1 << 20
 PROMPTS, TOKENS = 64, 64
 WAYS = ("adapter", "merged")
-
-
-def adapted(config: ActorConfig, rank: int) -> ActorConfig:
-    """The same with adapters in every linear module."""
-    return replace(config, model=replace(config.model, lora=LoraConfig(rank=rank)))
 
 
 def timed(work: Callable[[], Any], rounds: int) -> float:
@@ -54,7 +48,9 @@ def timed(work: Callable[[], Any], rounds: int) -> float:
     return median(seconds[1:])
 
 
-def time_way(process: int, processes: int, config: ActorConfig, way: str, rounds: int) -> tuple[float, float]:
+def time_way(
+    process: int, processes: int, config: PolicyConfig, way: str, rounds: int
+) -> tuple[float, float]:
     """Seconds of a sync, and of sampling with what was synced."""
     place = Place(torch.device("cpu"), processes, None)
     hosted = HostedModel(
@@ -92,16 +88,18 @@ def main() -> None:
     arguments = parser.parse_args()
     out = sys.stdout.write
     with tempfile.TemporaryDirectory() as folder:
-        full = make_case(save_tiny_model(folder, "qwen2", **MODEL), checkpointing=True)
-        lora, rows = adapted(full, arguments.rank), Rows()
-        whole, part = measure_phases([(full, rows), (lora, rows)])
+        model = save_tiny_model(folder, "qwen2", **MODEL)
+        full, lora = (
+            make_case(PPO, model, Rows(), checkpointing=True, rank=rank) for rank in (0, arguments.rank)
+        )
+        whole, part = measure_phases([full, lora])
         out(f"{'peak MiB':16}{'all weights':>14}{'adapters':>12}{'ratio':>8}\n")
-        for phase in PHASES:
+        for phase in PPO.phases:
             peaks = whole[phase] / MIB, part[phase] / MIB
             out(f"{phase:16}{peaks[0]:14.0f}{peaks[1]:12.0f}{peaks[1] / peaks[0]:8.2f}\n")
         out(f"\n{'median seconds':16}{'sync':>14}{'generate':>12}\n")
         for way in WAYS:
-            [(sync, generate)] = run_distributed(time_way, 1, lora, way, arguments.rounds)
+            [(sync, generate)] = run_distributed(time_way, 1, lora.actor, way, arguments.rounds)
             out(f"{way:16}{sync:14.3f}{generate:12.2f}\n")
 
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
 from verl.models.monkey_patch import plain_attention
 from verl.models.tiny import save_tiny_model
 from verl.utils.checkpoint.fsdp_checkpoint import (
     load_shards,
     random_state,
-    save_shards,
     set_random_state,
 )
 from verl.utils.checkpoint.manifest import MANIFEST, read_manifest
 from verl.utils.fsdp_utils import clip_grad_norm, make_mesh
 from verl.utils.optim import build_optimizer
 from verl.utils.schedules import build_scheduler
-from verl.workers.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.workers.model_builder import build_model
+from verl.workers.model_config import FSDPConfig, ModelConfig, OptimConfig
 
 OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=3, lr_scheduler_type="cosine")
 

@@ -13,15 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
+from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.fsdp_checkpoint import save_huggingface_files, save_shards
+from verl.utils.checkpoint.fsdp_checkpoint import save_huggingface_files
 from verl.utils.checkpoint.merger import merge_checkpoint
 from verl.utils.checkpoint.torch_shards import find_shard_files
 from verl.utils.fsdp_utils import make_mesh
 from verl.utils.hub_names import auto_class
-from verl.workers.config import FSDPConfig, ModelConfig
 from verl.workers.model_builder import build_model
+from verl.workers.model_config import FSDPConfig, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe")

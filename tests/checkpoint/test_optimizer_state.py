@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
 from tests.helpers.optimizers import (
     IN_BF16,
@@ -21,7 +22,7 @@ from tests.helpers.optimizers import (
     whole,
     whole_values,
 )
-from verl.utils.checkpoint.fsdp_checkpoint import load_shards, save_shards
+from verl.utils.checkpoint.fsdp_checkpoint import load_shards
 from verl.utils.fsdp_utils import load_optimizer, local_part, make_mesh, offload_optimizer
 from verl.utils.optim import build_optimizer
 from verl.utils.schedules import build_scheduler

@@ -61,10 +61,11 @@ def update_on_ranks(rank, world_size, root):
     import torch.distributed as dist
 
     from verl.utils.fsdp_utils import make_mesh
-    from verl.workers.config import CriticConfig, FSDPConfig, ModelConfig
+    from verl.workers.config import CriticConfig
     from verl.workers.critic.dp_critic import DataParallelPPOCritic
     from verl.workers.forward import PackedForward
     from verl.workers.model_builder import build_model
+    from verl.workers.model_config import FSDPConfig, ModelConfig
 
     batch = DataProto.load_from_disk(root / "batch")
     size = len(batch) // world_size

@@ -13,10 +13,9 @@ from tests.helpers.distributed import run_distributed
 from verl.models.tiny import save_tiny_model
 from verl.utils.fsdp_utils import make_mesh
 from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.workers.config import FSDPConfig
 from verl.workers.forward import BaseForward, PackedForward
 from verl.workers.model_builder import build_model
-from verl.workers.model_config import LoraConfig, ModelConfig
+from verl.workers.model_config import FSDPConfig, LoraConfig, ModelConfig
 
 FP32 = FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32")
 METHODS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}

@@ -206,9 +206,9 @@ def rank_rows(rank, world_size):
 def build_forward(kind, folder, checkpointing, world_size):
     from verl.utils.fsdp_utils import make_mesh
     from verl.utils.multimodal import MediaLoader, MediaOptions
-    from verl.workers.config import FSDPConfig, ModelConfig
     from verl.workers.forward import PackedForward
     from verl.workers.model_builder import build_model
+    from verl.workers.model_config import FSDPConfig, ModelConfig
 
     model = build_model(
         ModelConfig(model_path=str(folder), enable_gradient_checkpointing=checkpointing),

@@ -23,7 +23,7 @@ def updated(strategy, device):
     """Weights before and after some updates."""
     from verl.utils.fsdp_utils import load_optimizer, offload_optimizer
     from verl.utils.optim import build_optimizer
-    from verl.workers.config import OptimConfig
+    from verl.workers.model_config import OptimConfig
 
     model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32).to(device)
     before = [param.detach().float().cpu().numpy().copy() for param in model.parameters()]

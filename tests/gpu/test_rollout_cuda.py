@@ -26,9 +26,10 @@ def sync_sleep_wake(folder, device):
 
     from verl.utils.fsdp_utils import full_named_tensors, make_mesh
     from verl.utils.hub_names import HubNames
-    from verl.workers.config import FSDPConfig, ModelConfig, RolloutConfig
     from verl.workers.model_builder import build_model
+    from verl.workers.model_config import FSDPConfig, ModelConfig
     from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions, build_rollout_engine
+    from verl.workers.rollout_config import RolloutConfig
 
     assert dist.get_world_size() == 1
     policy = build_model(

@@ -38,9 +38,10 @@ def update_once(root, kind, dtype, device):
     from verl.utils.fsdp_utils import make_mesh
     from verl.utils.multimodal import MediaLoader, MediaOptions
     from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
-    from verl.workers.config import ActorConfig, FSDPConfig, ModelConfig
+    from verl.workers.config import ActorConfig
     from verl.workers.forward import PackedForward
     from verl.workers.model_builder import build_model
+    from verl.workers.model_config import FSDPConfig, ModelConfig
 
     folder = root / "model"
     model = build_model(

@@ -24,11 +24,12 @@ from verl.trainer.memory.ppo import planned_ppo
 from verl.trainer.memory.sft import planned_sft
 from verl.trainer.sft_config import SFTConfig, SFTDataConfig, SFTRunConfig
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
-from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
+from verl.workers.config import ActorConfig, WorkerConfig
 from verl.workers.dp_sft import DataParallelSFT
 from verl.workers.hosted_model import HostedModel, Place
 from verl.workers.model_config import LoraConfig, ModelConfig
 from verl.workers.model_sizes import read_shape
+from verl.workers.rollout_config import RolloutConfig
 from verl.workers.sft_options import SFTActorConfig, SFTWorkerConfig
 from verl.workers.update_options import PolicyConfig
 

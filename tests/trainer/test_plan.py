@@ -5,7 +5,8 @@ import pytest
 
 from verl.trainer.config import DataConfig, PPOConfig, TrainerConfig
 from verl.trainer.plan import count_training_steps, make_plan, plan_text
-from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
+from verl.workers.config import ActorConfig, WorkerConfig
+from verl.workers.rollout_config import RolloutConfig
 
 
 def make_config(**trainer):

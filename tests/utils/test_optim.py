@@ -10,7 +10,7 @@ from tests.helpers.optimizers import IN_BF16, MARKED_STRATEGIES, STRATEGIES, Par
 from verl.utils.config import ConfigError, check_config, load_config
 from verl.utils.optim import OPTIMIZERS, build_optimizer
 from verl.utils.schedules import SCHEDULES, SHAPES
-from verl.workers.config import OptimConfig
+from verl.workers.model_config import OptimConfig
 
 # Of the parameters of `Parameters`: in matrices of layers or a stack; in the table and vectors; and of
 # those in blocks of 8 bits (rows of 256: embed, wide; of 1536: experts).

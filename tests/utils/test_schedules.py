@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from verl.utils.schedules import build_scheduler
-from verl.workers.config import OptimConfig
+from verl.workers.model_config import OptimConfig
 
 
 def rates(config: OptimConfig, steps: int, training_steps: int = 10) -> list[float]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.utils.sequence_parallel.sharding import LineGroup, packed_groups, shard_plan
+from verl.utils.sequence_parallel.sharding import LineGroup, shard_plan
 from verl.utils.sequence_parallel.ulysses import gather_rows, heads_to_tokens, tokens_to_heads
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -98,10 +98,6 @@ def test_rows_are_found_on_their_ranks_and_come_back_in_order(sizes):
     for plan in plans:
         assert plan.rows(rows).counts == tuple(len(part) for part in found)
         assert torch.cat(found)[plan.rows(rows).order].tolist() == values[rows].tolist()
-
-
-def test_boundaries_of_packed_rows_make_groups_without_responses():
-    assert packed_groups(torch.tensor([0, 4, 4, 9])) == [LineGroup(4), LineGroup(0), LineGroup(5)]
 
 
 def test_an_empty_line_is_refused():

@@ -22,8 +22,8 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.hub_names import auto_class
 from verl.utils.optim import build_optimizer
-from verl.workers.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.workers.model_builder import apply_overrides, build_model
+from verl.workers.model_config import FSDPConfig, ModelConfig, OptimConfig
 
 FAMILIES = {
     "tied": ("qwen2", {}),

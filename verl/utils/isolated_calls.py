@@ -6,7 +6,6 @@ Decoders are written in C: a damaged file can end the process that reads it, or 
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -20,11 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
+from verl.utils.parent_process import end_with_parent
 from verl.utils.rank_logger import get_logger
 
 A = TypeVar("A")
 R = TypeVar("R")
-PR_SET_PDEATHSIG = 1
 FIRST_TO_KILL = "1000"
 
 logger = get_logger(__name__, all_ranks=True)
@@ -182,11 +181,9 @@ def _depend_on(parent_pid: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the image of a large process takes long to write
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         with contextlib.suppress(OSError):  # some containers have no such file
             Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
-    if os.getppid() != parent_pid:  # it died before the lines above
-        os._exit(1)
+    end_with_parent(parent_pid)
 
 
 def _answer(function: Callable[[Any], Any], argument: bytes) -> bytes:

@@ -35,7 +35,7 @@ from verl.utils.scalar_model import (
     make_scalar,
     start_score,
 )
-from verl.workers.config import FSDPConfig, ModelConfig
+from verl.workers.model_config import FSDPConfig, ModelConfig
 
 logger = get_logger(__name__)
 

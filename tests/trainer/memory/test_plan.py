@@ -13,8 +13,9 @@ from verl.trainer.memory.planned_run import PlannedPass
 from verl.trainer.memory.ppo import planned_ppo
 from verl.trainer.memory.remedies import misfit_text, remedy, settled, with_options
 from verl.utils.config import ConfigError, load_config, value_at
-from verl.workers.config import ActorConfig, RolloutConfig, WorkerConfig
+from verl.workers.config import ActorConfig, WorkerConfig
 from verl.workers.model_config import ModelConfig
+from verl.workers.rollout_config import RolloutConfig
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"

@@ -7,7 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.helpers.optimizers import Parameters, gradients, update
 from verl.utils.optim import build_optimizer
 from verl.utils.optimizers.muon import layer_matrices, orthogonalized
-from verl.workers.config import OptimConfig
+from verl.workers.model_config import OptimConfig
 
 
 def test_matrices_are_updated_as_torch_does_and_the_rest_by_adamw():

@@ -12,9 +12,10 @@ from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import make_mesh
 from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
-from verl.workers.config import ActorConfig, FSDPConfig, ModelConfig
+from verl.workers.config import ActorConfig
 from verl.workers.forward import PackedForward
 from verl.workers.model_builder import build_model
+from verl.workers.model_config import FSDPConfig, ModelConfig
 from verl.workers.update import MetricSums
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 6, 5

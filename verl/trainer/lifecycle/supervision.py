@@ -23,8 +23,8 @@ from verl.trainer.lifecycle.run_folder import held_by_child
 from verl.trainer.lifecycle.stopping import ENDED_BY, SIGNALS
 from verl.trainer.run_config import RunTree
 from verl.utils.checkpoint.tracker import TRACKER, find_last_checkpoint
+from verl.utils.parent_process import end_with_parent
 from verl.utils.rank_logger import get_logger
-from verl.utils.sandbox import kernel
 
 GLANCE_S = 0.5  # between looks whether the child lives
 
@@ -133,7 +133,9 @@ class Supervisor(Generic[C]):
 def _train(attempt: Attempt[C], config: C, patience_s: float | None, sender: Connection) -> None:
     """The child: train and say how it ended."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which hands it on: once, not twice
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)  # nobody would start this again
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None, "this is a child"
+    end_with_parent(parent.pid, signal.SIGTERM)  # nobody would start this again
     ending = Ending(FAILED)
     try:
         with held_by_child(config.trainer):

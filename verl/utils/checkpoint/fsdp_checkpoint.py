@@ -132,21 +132,10 @@ def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | No
     _agreed(problem, None, path, group)
 
 
-def save_shards(
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
-    extra: dict[str, Any] | None = None,
-) -> None:
-    """Take a snapshot and write it; see `take_snapshot` and `write_snapshot`."""
-    write_snapshot(path, take_snapshot(model, optimizer, scheduler, extra))
-
-
 def load_shards(
     path: Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
 ) -> Restored:
-    """Load what `save_shards` wrote, at any world size; every rank calls it.
+    """Load what `write_snapshot` wrote, at any world size; every rank calls it.
 
     Random generators and `extra` belong to a rank, so they come back only if the world size is the same. The
     schedule keeps the shape that the config of this run gives it and moves to the saved position.

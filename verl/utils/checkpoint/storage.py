@@ -63,7 +63,7 @@ class ShardReader(FileSystemReader):
         """Size and dtype of every tensor, by key."""
         tensors = {}
         for key, entry in self.read_metadata().state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), f"`save_shards` writes tensors only, not {key}"
+            assert isinstance(entry, TensorStorageMetadata), f"a snapshot holds tensors only, not {key}"
             tensors[key] = entry
         return tensors
 

@@ -11,7 +11,6 @@ longer take turns, so nothing is padded except the ends of the ranks' lines. A r
 ulysses_size contiguous pieces.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,11 +77,6 @@ class ShardPlan:
         local = places[owners == self.index] - self.index * len(self.local)
         counts = torch.bincount(owners, minlength=self.size)
         return LocalRows(local, tuple(counts.tolist()), owners.argsort(stable=True).argsort())
-
-
-def packed_groups(cu_lengths: Tensor) -> list[LineGroup]:
-    """The groups of packed rows, from their boundaries (B + 1,)."""
-    return [LineGroup(stop - start) for start, stop in itertools.pairwise(cu_lengths.tolist())]
 
 
 def shard_plan(

@@ -9,17 +9,15 @@ controller (no torch, no Ray) and starts as fast as Python does. Messages on the
 """
 
 import asyncio
-import ctypes
 import faulthandler
-import os
 import pickle
 import signal
 import struct
-import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from verl.utils.parent_process import end_with_parent
 from verl.workers.reward.function import (
     RewardFunction,
     Scores,
@@ -36,7 +34,6 @@ CALL_NUMBER = struct.Struct("<q")
 STACK_SIGNAL = (
     signal.SIGUSR1
 )  # makes the process write where it is; answered in C, even amid an endless regex
-PR_SET_PDEATHSIG = 1
 
 
 class Setup(NamedTuple):
@@ -82,7 +79,7 @@ def main(connection_fd: int, report_fd: int, controller_pid: int) -> None:
         report_fd: File that receives the Python stacks on a crash and on `STACK_SIGNAL`.
         controller_pid: The process dies with this one.
     """
-    _die_with(controller_pid)
+    end_with_parent(controller_pid)
     faulthandler.enable(report_fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
     connection = Connection(connection_fd)
@@ -100,13 +97,6 @@ def main(connection_fd: int, report_fd: int, controller_pid: int) -> None:
         asyncio.run(_serve_concurrently(connection, reward, memory, setup.timeout_s))
     else:
         _serve(connection, reward, memory)
-
-
-def _die_with(controller_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != controller_pid:  # it died before the line above
-        os._exit(1)
 
 
 def _serve(connection: Connection, reward: RewardFunction, memory: Memory) -> None:
