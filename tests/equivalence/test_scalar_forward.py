@@ -22,6 +22,7 @@ from tests.equivalence.test_packed_forward import (
     text_rows,
     vision_batch,
 )
+from tests.helpers.closeness import assert_values_close
 from verl.models.registry import check_model, prepare_model
 from verl.models.tiny import save_tiny_model
 from verl.utils.hub_names import HubNames, auto_class
@@ -96,8 +97,8 @@ def assert_same(folder, batch, parts=None, has_bias=False):
     assert values.std() > 0.1
     for rows in parts or [list(range(len(batch)))]:
         ours, ours_last = forward.values(batch[rows]), forward.last_values(batch[rows])
-        torch.testing.assert_close(ours, values[rows], atol=3e-5, rtol=0)
-        torch.testing.assert_close(ours_last, last[rows], atol=3e-5, rtol=0)
+        assert_values_close(ours, values[rows])
+        assert_values_close(ours_last, last[rows])
         assert ours.dtype == ours_last.dtype == torch.float32
         assert not ours[batch[rows].batch["response_mask"] == 0].any()
         ((ours * weights[rows]).sum() + (ours_last * weights[rows, 0]).sum()).backward()
@@ -134,7 +135,7 @@ def test_tensors_under_their_hub_names_are_a_sequence_classifier_of_transformers
 
     assert not info["missing_keys"] and not info["unexpected_keys"]
     last = PackedForward(model, model.config).last_values(batch)
-    torch.testing.assert_close(last, classified(loaded, batch), atol=3e-5, rtol=0)
+    assert_values_close(last, classified(loaded, batch))
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -157,7 +158,7 @@ def test_a_value_is_that_of_the_token_before_also_behind_tool_output(folders):
     values = PackedForward(model, model.config).values(batch)
 
     assert not values[0, 2:4].any() and not values[0, 6:].any()
-    assert torch.equal(values[0, [0, 1, 4, 5]], whole[0, [0, 1, 4, 5]])
+    assert_values_close(values[0, [0, 1, 4, 5]], whole[0, [0, 1, 4, 5]])
 
 
 def test_values_are_not_capped_as_the_models_logits_are(folders):

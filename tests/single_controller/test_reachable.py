@@ -2,9 +2,11 @@
 """Clusters that cannot be joined are told within seconds; each attempt is a process of its own."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,6 +46,7 @@ def no_session(monkeypatch):
 def cluster(tmp_path_factory):
     """A head that asks for its token: the environment of who has it, and of a stranger."""
     folder = tmp_path_factory.mktemp("head")
+    sockets = tempfile.mkdtemp(prefix="ray")  # a socket's path has 107 characters at most
     for home, token in (("own", "5" * 64), ("stranger", "6" * 64)):
         (folder / home / ".ray").mkdir(parents=True)
         (folder / home / ".ray" / "auth_token").write_text(token)
@@ -59,7 +62,7 @@ def cluster(tmp_path_factory):
     }
     head = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=1", "--include-dashboard=false",
-         "--object-store-memory=80000000", f"--temp-dir={folder / 'ray'}"],
+         "--object-store-memory=80000000", f"--temp-dir={sockets}"],
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     address = f"127.0.0.1:{port}"
@@ -70,6 +73,7 @@ def cluster(tmp_path_factory):
     for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
         process.kill()
     head.wait()
+    shutil.rmtree(sockets, ignore_errors=True)
 
 
 def join(environment):
