@@ -62,7 +62,7 @@ class DataParallelPrimeModel:
         Args:
             config: `worker.prime`.
             forward: The model that learns, a causal or vision-language model with the policy's tokens.
-            reference: The same model with the weights it started with, frozen, computing in the same dtype.
+            reference: The same model as it was, or without its adapters; frozen, computing in the same dtype.
             group: The data-parallel ranks, None for all; FSDP averages gradients over exactly these.
             rollout_n: Responses to each prompt: `global_batch_size` counts prompts.
             optimizer: Of the model that learns.
