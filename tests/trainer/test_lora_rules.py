@@ -6,8 +6,9 @@ import pytest
 from tests.helpers.training import QUICKSTART
 from tests.trainer.memory.test_plan import make_config, phases_of
 from verl.models.tiny import save_tiny_model
-from verl.trainer import setup
 from verl.trainer.config import PPOConfig
+from verl.trainer.memory.ppo import planned_ppo
+from verl.trainer.run_parts import check_trained_models
 from verl.utils.config import ConfigError, load_config
 
 PRIME = {"algorithm.adv_estimator": "prime", "worker.prime.model.model_path": "model"}
@@ -53,4 +54,4 @@ def test_a_pattern_of_the_process_reward_model_that_matches_nothing_is_found_bef
     config = load_config(PPOConfig, [*prime, f"{lora}.rank=8", f"{lora}.target_modules=qproj"])
 
     with pytest.raises(ValueError, match=rf"`{lora}.target_modules` \(qproj\) matches no linear module"):
-        setup._check_trained(config)
+        check_trained_models(planned_ppo(config))

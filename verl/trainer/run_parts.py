@@ -14,12 +14,17 @@ from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.single_controller.worker import Worker
 from verl.trainer.data_loader import PromptLoader
+from verl.trainer.memory.planned_run import PlannedRun
 from verl.trainer.run_config import RunConfig
 from verl.utils.logger.base import Run
 from verl.utils.logger.tracker import Tracker
 from verl.utils.media_cache import MediaCache
+from verl.utils.rank_logger import get_logger
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.model_config import ModelConfig
+from verl.workers.model_sizes import check_trained
+
+logger = get_logger(__name__)
 
 # Environment of the workers; what the user sets goes before it. Errors reach the controller by themselves.
 WORKER_ENV = {
@@ -30,6 +35,18 @@ WORKER_ENV = {
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+def check_trained_models(run: PlannedRun) -> None:
+    """Say what is trained of each model of a run, before a device is taken.
+
+    Raises:
+        ValueError: A pattern matches nothing, or an adapter or optimizer cannot be used.
+    """
+    for planned in run.models:
+        if planned.optim is not None:
+            shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
+            logger.info("%s: %s", planned.role, shape.trained_text)
 
 
 def open_cache(stack: ExitStack) -> MediaCache:

@@ -23,21 +23,24 @@ from verl.trainer.memory.report import settled_run
 from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_collector import RolloutCollector
-from verl.trainer.run_parts import endless, load_readers, open_cache, open_tracker, start_workers
+from verl.trainer.run_parts import (
+    check_trained_models,
+    endless,
+    load_readers,
+    open_cache,
+    open_tracker,
+    start_workers,
+)
 from verl.trainer.run_state import RunState
 from verl.trainer.sampler import Sampler
 from verl.trainer.validation import Validator
 from verl.utils.device import resolve_device
 from verl.utils.media_cache import MediaCache
-from verl.utils.rank_logger import get_logger
 from verl.viewer.process import viewer_process
 from verl.workers.actor.dp_actor import KLLoss
 from verl.workers.fsdp_workers import FSDPWorker
-from verl.workers.model_sizes import check_trained
 from verl.workers.reward.manager import NoRewardFunction, RewardManager
 from verl.workers.run_options import RunOptions
-
-logger = get_logger(__name__)
 
 
 @contextmanager
@@ -63,7 +66,7 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
             stack.enter_context(viewer_process(folder, config.trainer.viewer_port))
         export_checkpoints(config.worker)
         device = resolve_device(config.trainer.device)
-        _check_trained(config)
+        check_trained_models(planned_ppo(config))
         config, pool = join_cluster(config, device, patience_s, stack)
         worker = settled_run(config, planned_ppo, device).worker
         cache = open_cache(stack)
@@ -124,11 +127,3 @@ def run_options(config: PPOConfig, device: str, training_steps: int, cache: Medi
         accuracy_key=algorithm.prime_accuracy_key,
         seed=data.seed,
     )
-
-
-def _check_trained(config: PPOConfig) -> None:
-    """Find patterns that match nothing, and adapters that cannot be used, before a device is taken."""
-    for planned in planned_ppo(config).models:
-        if planned.optim is not None:
-            shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
-            logger.info("%s: %s", planned.role, shape.trained_text)

@@ -13,19 +13,22 @@ from verl.trainer.exports import export_checkpoints
 from verl.trainer.lifecycle.joining import join_cluster
 from verl.trainer.memory.report import settled_run
 from verl.trainer.memory.sft import planned_sft
-from verl.trainer.run_parts import endless, load_readers, open_cache, open_tracker, start_workers
+from verl.trainer.run_parts import (
+    check_trained_models,
+    endless,
+    load_readers,
+    open_cache,
+    open_tracker,
+    start_workers,
+)
 from verl.trainer.saved_run import SavedRun
 from verl.trainer.sft_config import SFTConfig
 from verl.trainer.sft_data import make_sft_loaders, media_options
 from verl.trainer.sft_plan import count_sft_steps
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.device import resolve_device
-from verl.utils.rank_logger import get_logger
-from verl.workers.model_sizes import check_trained
 from verl.workers.run_options import ModelRunOptions
 from verl.workers.sft_worker import SFTWorker
-
-logger = get_logger(__name__)
 
 
 @contextmanager
@@ -47,13 +50,12 @@ def running_sft(config: SFTConfig, patience_s: float = 0.0) -> Iterator[SFTTrain
     """
     with ExitStack() as stack:
         export_checkpoints(config.worker)
-        actor = config.worker.actor
-        logger.info("actor: %s", check_trained(actor.model, actor.optim, "actor").trained_text)
+        check_trained_models(planned_sft(config))
         device = resolve_device(config.trainer.device)
         config, pool = join_cluster(config, device, patience_s, stack)
         worker = settled_run(config, planned_sft, device).worker
         cache = open_cache(stack)
-        readers = load_readers(actor.model, config.data.override_chat_template)
+        readers = load_readers(config.worker.actor.model, config.data.override_chat_template)
         loaders = make_sft_loaders(config, *readers, cache)
         training_steps = count_sft_steps(config, len(loaders.train.dataset) if loaders.train else 0) or 0
 
