@@ -11,22 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
-from verl.models.tiny import save_tiny_model
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import ROOT, learned, quickstart_arguments, start_training, train
 
 REWARD = Path(__file__).with_name("scored_by_letters.py")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("algorithms")
-    save_tiny_model(folder / "model", "qwen2")
-    write_questions(folder, "train", 24, seed=1, with_images=False)
-    write_questions(folder, "val", 5, seed=2, with_images=False)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("algorithms"), train=24)
 
 
 def arguments(folder, *overrides):

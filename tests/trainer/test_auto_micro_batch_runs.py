@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs that choose their own micro batches."""
 
-import sys
-
 import pytest
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
-from verl.models.tiny import save_tiny_model
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import learned, quickstart_arguments, start_training, train
 from verl.trainer.main import main
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
@@ -18,11 +13,7 @@ EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("auto")
-    save_tiny_model(folder / "model", "qwen2")
-    write_questions(folder, "train", 8, seed=1, with_images=False)
-    write_questions(folder, "val", 4, seed=2, with_images=False)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("auto"), train=8, val=4)
 
 
 def arguments_of(folder, *options):

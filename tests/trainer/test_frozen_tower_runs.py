@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs with a frozen vision tower: every image is encoded once, by whoever comes first."""
 
-import sys
-
 import pytest
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import learned, quickstart_arguments, train
 from tests.trainer.test_algorithms import REWARD
-from verl.models.tiny import save_tiny_model
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 PROMPTS, STEPS = 4, 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("frozen")
-    save_tiny_model(folder / "model", "qwen2_5_vl")
-    write_questions(folder, "train", 2 * PROMPTS, seed=1, with_images=True)
-    write_questions(folder, "val", 5, seed=2, with_images=True)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("frozen"), "qwen2_5_vl", train=2 * PROMPTS)
 
 
 @pytest.fixture(scope="module")

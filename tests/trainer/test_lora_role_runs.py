@@ -2,20 +2,16 @@
 """Whole runs in which the policy is not the only one with adapters: a value model, a process reward model."""
 
 import math
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import learned, quickstart_arguments, train
 from tests.trainer.test_algorithms import REWARD
-from verl.models.tiny import save_tiny_model
 from verl.utils.checkpoint.merger import merge_checkpoint, open_shards
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 RANK, ALPHA = 4, 8
 ACTOR = [
@@ -48,11 +44,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("roles")
-    save_tiny_model(folder / "model", "qwen2")
-    write_questions(folder, "train", 16, seed=1, with_images=False)
-    write_questions(folder, "val", 5, seed=2, with_images=False)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("roles"))
 
 
 def run(folder, name, role, *overrides):

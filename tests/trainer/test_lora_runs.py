@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs that train adapters: the engine has them, and checkpoints hold nothing else."""
 
-import sys
-
 import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.quickstart import make_folder
 from tests.helpers.training import (
-    QUICKSTART,
     learned,
     quickstart_arguments,
     read_metrics,
@@ -18,9 +16,6 @@ from tests.helpers.training import (
 )
 from verl.models.tiny import save_tiny_model
 from verl.utils.checkpoint.merger import merge_checkpoint
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 ADAPTED = [
     "worker.actor.model.lora.rank=8",
@@ -38,11 +33,7 @@ ADAPTED = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    save_tiny_model(folder / "model", "qwen2")
-    write_questions(folder, "train", 16, seed=1, with_images=False)
-    write_questions(folder, "val", 5, seed=2, with_images=False)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("text"))
 
 
 def run(folder, name, *overrides):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.quickstart import make_folder
 from tests.helpers.training import (
-    QUICKSTART,
     ROOT,
     learned,
     quickstart_arguments,
@@ -30,7 +30,6 @@ from tests.trainer.sampling import (
     numbered_prompts,
     numbers_of,
 )
-from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
 from verl.trainer.core_algos import apply_kl_penalty, compute_advantages, get_kl_controller, replace_tensors
 from verl.trainer.group_filter import solve_metrics
@@ -39,9 +38,6 @@ from verl.trainer.scores import score
 from verl.trainer.validation import Validator
 from verl.workers.config import RewardConfig
 from verl.workers.reward.manager import RewardManager
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 REWARD = Path(__file__).with_name("fails_for_some.py")
 STEPS, RESPONSES = 2, 16
@@ -143,11 +139,7 @@ def test_a_validation_without_any_score_ends_the_run(manager):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("failures")
-    save_tiny_model(folder / "model", "qwen2")
-    write_questions(folder, "train", 16, seed=1, with_images=False)
-    write_questions(folder, "val", 8, seed=2, with_images=False)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("failures"), val=8)
 
 
 def arguments(folder, fails, *options):

@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs whose ranks share sequences log what a run logs whose ranks have different ones."""
 
-import sys
-
 import pytest
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import learned, quickstart_arguments, train
 from tests.trainer.test_algorithms import REWARD
-from verl.models.tiny import save_tiny_model
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 STEPS = 2
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    save_tiny_model(folder / "model", "qwen2_5_vl")
-    write_questions(folder, "train", 16, seed=1, with_images=True)
-    write_questions(folder, "val", 5, seed=2, with_images=True)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("shared"), "qwen2_5_vl")
 
 
 def run(folder, name, *options):

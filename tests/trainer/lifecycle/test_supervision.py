@@ -10,23 +10,16 @@ import time
 import psutil
 import pytest
 
-from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, read_metrics, train
-from verl.models.tiny import save_tiny_model
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import ROOT, learned, quickstart_arguments, read_metrics, train
 from verl.utils.checkpoint.tracker import read_record
-
-sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("supervised")
-    save_tiny_model(folder / "model", "qwen2")
-    write_questions(folder, "train", 16, seed=1, with_images=False)
-    write_questions(folder, "val", 4, seed=2, with_images=False)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("supervised"), val=4)
 
 
 def arguments_for(folder, *options):
