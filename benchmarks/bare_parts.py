@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.fsdp_workers import FSDPWorker
+from verl.workers.fsdp_worker import FSDPWorker
 
 
 class BareWorker(FSDPWorker):

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.distributed import run_distributed
-from verl.utils.checkpoint.background import BackgroundWriter
-from verl.utils.checkpoint.fsdp_checkpoint import load_shards, take_snapshot
-from verl.utils.fsdp_utils import make_mesh
+from verl.checkpoint.async_writer import BackgroundWriter
+from verl.checkpoint.sharded import load_shards, take_snapshot
+from verl.distributed.fsdp import make_mesh
 
 WIDTH = 1024  # a layer has 2**20 weights
 

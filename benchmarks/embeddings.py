@@ -18,8 +18,8 @@ from pathlib import Path
 import av
 import numpy as np
 
+from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
-from verl.utils.logger.file import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS, ROWS = 4, 8

@@ -29,15 +29,15 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from verl.algorithms.aggregation import aggregate_loss, count_denominators
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from verl.models.causal_head import DeferredLogits
+from verl.distributed.device import backend_of, resolve_device, synchronize
+from verl.distributed.fsdp import clip_grad_norm, make_mesh, shard_model
+from verl.models.deferred_logits import DeferredLogits
+from verl.models.flops import FlopsCounter, peak_flops
+from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.registry import prepare_model
-from verl.utils.device import backend_of, resolve_device, synchronize
-from verl.utils.flops_counter import FlopsCounter, peak_flops
-from verl.utils.fsdp_utils import clip_grad_norm, make_mesh, shard_model
-from verl.utils.optim import OPTIMIZERS, build_optimizer
-from verl.utils.padding import unpack
-from verl.utils.torch_functional import TokenLogProbs
+from verl.optim.build import OPTIMIZERS, build_optimizer
+from verl.workers.packing.padding import unpack
 
 SPECIAL = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
-from verl.utils.logger.file import read_log
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

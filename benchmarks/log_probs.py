@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from verl.utils.torch_functional import linear_log_probs
+from verl.models.fused_log_probs import linear_log_probs
 
 
 def peak_mib() -> float:

@@ -26,14 +26,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from verl.config.model import ModelConfig
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.hub_names import auto_class
 from verl.models.registry import prepare_model
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.utils.hub_names import auto_class
-from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.workers.forward import PackedForward
 from verl.workers.model_builder import load_model_config
-from verl.workers.model_config import ModelConfig
+from verl.workers.packing.forward import PackedForward
 
 MESHES = {"sp 1": (1, 1), "sp 2, ulysses": (2, 1), "sp 2, ring": (1, 2), "sp 4, ulysses 2 x ring 2": (2, 2)}
 PORT = "29531"

@@ -25,13 +25,14 @@ from step import MODEL
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.memory import PPO, Rows, make_case, measure_phases
+from verl.config.rollout import RolloutConfig
+from verl.config.update_options import PolicyConfig
+from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
-from verl.utils.hub_names import HubNames
-from verl.workers.hosted_model import HostedModel, Place
-from verl.workers.rollout.adapter_sync import engine_adapter
-from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions, build_rollout_engine
-from verl.workers.rollout_config import RolloutConfig
-from verl.workers.update_options import PolicyConfig
+from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
+from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.lora_sync import engine_adapter
+from verl.workers.sharded_model import HostedModel, Place
 
 MIB = 1 << 20
 PROMPTS, TOKENS = 64, 64

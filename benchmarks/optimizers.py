@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.utils.optim import OPTIMIZERS, build_optimizer
-from verl.workers.model_config import OptimConfig
+from verl.config.model import OptimConfig
+from verl.optim.build import OPTIMIZERS, build_optimizer
 
 IN_BF16 = ("adamw_bf16", "adamw_bf16_sr")
 WARM_UP = 2  # updates; the first one compiles

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from verl.data.media.cache import PREFIX, SHARED_MEMORY
+from verl.logger.file import METRICS_FILE
 from verl.models.tiny import save_tiny_model
-from verl.utils.logger.file import METRICS_FILE
-from verl.utils.media_cache import PREFIX, SHARED_MEMORY
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -200,7 +200,7 @@ def role_of(process: psutil.Process, controller: int) -> str:
         return "controller"
     if command[0].startswith("ray::FSDPWorker"):
         return "worker"
-    if "verl.workers.reward.process" in " ".join(command):
+    if "verl.rewards.worker_process" in " ".join(command):
         return "reward"
     if "resource_tracker" in command[-1]:
         return "resource tracker"

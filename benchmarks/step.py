@@ -23,13 +23,13 @@ from typing import Any
 
 from bare_parts import BareWorker
 
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.single_controller.ray.cluster import connect
 from verl.trainer import setup
-from verl.trainer.config import PPOConfig
 from verl.trainer.metrics import StageTimer
-from verl.utils.config import load_config
-from verl.utils.tokenizer import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = 2

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 
-from verl.utils.video import VideoOptions, probe_video, read_video
+from verl.data.media.video import VideoOptions, probe_video, read_video
 
 FPS = 24
 CONTAINERS = ("mp4", "mkv")  # mp4 has an index; Matroska has to be read for the times of its frames

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a checkpoint in Hugging Face format: `verl/utils/checkpoint/merge_command.py`."""
+"""Export a checkpoint in Hugging Face format: `verl/cli/merge.py`."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
-from verl.utils.checkpoint.merge_command import main
+from verl.cli.merge import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the config that a run would have: `verl/trainer/checks/print_config.py`."""
+"""Print the config that a run would have: `verl/cli/print_config.py`."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
-from verl.trainer.checks.print_config import main
+from verl.cli.print_config import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ import torch
 from game import DIGITS, HERE, NAMES, QUESTION, Game, Player, open_page, random_player
 from PIL import Image, ImageDraw
 
-from verl.utils.prompt_format import PromptFormat
+from verl.data.prompt_template import PromptFormat
 
 ENLARGED = 3  # pixels of the film for one of the page
 FRAME_MS = 900

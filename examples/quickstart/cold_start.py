@@ -18,7 +18,7 @@ from pathlib import Path
 from demo import ACCURACY, HERE, KINDS, ROOT, curve, prepare, train
 from shapes import save_rows
 
-from verl.utils.logger.file import read_log
+from verl.logger.file import read_log
 
 NAME = "text"
 NUM_TAUGHT = 16  # questions with their answers

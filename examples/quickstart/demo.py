@@ -29,10 +29,10 @@ from moving import NUM_SAMPLED, write_video_questions
 from PIL import Image
 from shapes import IMAGE_SIZE, write_questions
 
+from verl.data.media.video import VideoOptions, read_video
+from verl.logger.file import read_log
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
-from verl.utils.logger.file import read_log
-from verl.utils.video import VideoOptions, read_video
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

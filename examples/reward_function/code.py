@@ -8,7 +8,7 @@ wrong, crashed, timed_out, not_run  shares of the others; without a program all 
 format                              1 if there is a ```python block, else 0
 
 The ground truth holds the tests, as Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP write them: stdin and
-stdout, calls of a function, or assertions (`verl/utils/sandbox/cases.py`). Skywork-OR1's graded reward is
+stdout, calls of a function, or assertions (`verl/rewards/sandbox/cases.py`). Skywork-OR1's graded reward is
 `partial: true, power: 4`. A test may take `cpu_s` seconds, all of a row `budget_s`; set
 `worker.reward.timeout_s` above that. Without isolation on the machine nothing is run and the call fails.
 """
@@ -16,8 +16,8 @@ stdout, calls of a function, or assertions (`verl/utils/sandbox/cases.py`). Skyw
 import re
 from typing import Any
 
-from verl.utils.sandbox.outcome import Limits
-from verl.utils.sandbox.verdicts import Verdict, VerdictKind, judge
+from verl.rewards.sandbox.outcome import Limits
+from verl.rewards.sandbox.verdicts import Verdict, VerdictKind, judge
 
 REWARD_NAME = "code"
 REWARD_TYPE = "sequential"

@@ -17,7 +17,7 @@ Source: DAPO, section 3.4, equation 13 (https://arxiv.org/abs/2503.14476). Set `
 import re
 from typing import Any
 
-from verl.utils.math_answers import last_boxed, same_answer
+from verl.rewards.graders.math import last_boxed, same_answer
 
 REWARD_NAME = "dapo"
 REWARD_TYPE = "batch"

@@ -18,7 +18,7 @@ import re
 from functools import cache
 from typing import Any
 
-from verl.utils.judge import Judge
+from verl.rewards.graders.llm_judge import Judge
 
 REWARD_NAME = "llm_judge"
 REWARD_TYPE = "sequential"

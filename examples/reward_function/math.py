@@ -10,7 +10,7 @@ format     1 if the response is `<think>...</think>` followed by text with a `\b
 import re
 from typing import Any
 
-from verl.utils.math_answers import last_boxed, same_answer
+from verl.rewards.graders.math import last_boxed, same_answer
 
 REWARD_NAME = "math"
 REWARD_TYPE = "batch"

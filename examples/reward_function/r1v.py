@@ -11,7 +11,7 @@ format     1 if the response is `<think>...</think>` and then `<answer>...</answ
 import re
 from typing import Any
 
-from verl.utils.math_answers import last_boxed, same_answer
+from verl.rewards.graders.math import last_boxed, same_answer
 
 REWARD_NAME = "r1v"
 REWARD_TYPE = "sequential"

@@ -17,12 +17,12 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.resampling import RESAMPLING_METHODS
 from verl.batch_keys import BATCH_KEYS
-from verl.trainer.config import PPOConfig
+from verl.config.ppo import PPOConfig
+from verl.config.schema import walk_options
+from verl.config.sft import SFTConfig
+from verl.config.verl_keys import VERL_KEYS
+from verl.rewards.function import load_reward_function
 from verl.trainer.main import main
-from verl.trainer.sft_config import SFTConfig
-from verl.trainer.verl_keys import VERL_KEYS
-from verl.utils.config import walk_options
-from verl.workers.reward.function import load_reward_function
 
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,9 +10,9 @@ from jinja2.sandbox import SandboxedEnvironment
 from ray.runtime_env import RuntimeEnv
 
 from tests.architecture.source import ROOT
-from verl.trainer import sft
+from verl.cli.convert_data.command import make_parser
 from verl.trainer.main import main
-from verl.utils.convert_command import make_parser
+from verl.trainer.sft import __main__ as sft
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config

@@ -11,11 +11,12 @@ from verl import batch_keys
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.data import files as data_files
+from verl.logger.tracker import LOGGERS
 from verl.models import position_ids, registry
-from verl.utils import data_files
-from verl.utils.logger.tracker import LOGGERS
-from verl.utils.optim import OPTIMIZERS
-from verl.workers.rollout.base import ROLLOUT_ENGINES, RolloutEngine
+from verl.optim.build import OPTIMIZERS
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.engines import ROLLOUT_ENGINES
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE))

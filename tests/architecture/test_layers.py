@@ -9,29 +9,24 @@ import pytest
 from tests.architecture.source import PACKAGE, ROOT, imports_of, source_files
 
 LAYERS = [  # top first
+    {"cli"},
     {"trainer"},
+    {"planning"},
     {"workers"},
-    {"models", "single_controller"},
-    {"algorithms", "protocol", "viewer"},  # the viewer reads files: it knows nothing of what writes them
-    {"batch_keys"},
-    {"utils"},
+    {"data", "rewards", "checkpoint", "optim", "single_controller", "viewer"},
+    {"protocol", "algorithms", "models", "logger"},
+    {"utils", "config", "distributed", "batch_keys"},
 ]
 HOMES = {
     "ray": ("trainer/", "single_controller/ray/"),
     "vllm": ("workers/rollout/",),
-    "torch.distributed": (
-        "workers/",
-        "models/",
-        "utils/fsdp_utils.py",
-        "utils/sequence_parallel/",
-        "utils/checkpoint/",
-    ),
+    "torch.distributed": ("workers/", "models/", "distributed/", "checkpoint/"),
 }
 CONFIG_MODULES = (
-    *("verl.trainer.config", "verl.workers.config", "verl.trainer.plan", "verl.trainer.main"),
-    *("verl.trainer.sft", "verl.trainer.memory.plan"),
+    *("verl.config.ppo", "verl.config.worker", "verl.planning.step_plan", "verl.trainer.main"),
+    *("verl.trainer.sft.__main__", "verl.planning.memory_plan"),
 )
-ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.utils.config")
+ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.config.schema")
 
 
 def layer_of(unit):

@@ -10,14 +10,14 @@ import pytest
 
 from tests.architecture.source import ROOT, tree_of
 from tests.contract.test_config_keys import SECTIONS
+from verl.config.ppo import DataConfig, PPOConfig
+from verl.config.schema import walk_options
+from verl.config.values import yaml_text
+from verl.config.verl_keys import VERL_KEYS
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
-from verl.trainer.config import DataConfig, PPOConfig
-from verl.trainer.verl_keys import VERL_KEYS
-from verl.utils.config import walk_options
-from verl.utils.config_values import yaml_text
-from verl.utils.dataset import RLHFDataset
-from verl.utils.tokenizer import load_tokenizer
-from verl.workers.reward.function import load_reward_function
+from verl.rewards.function import load_reward_function
 
 FOLDER = ROOT / "docs" / "migration"
 PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in ("easyr1", "verl", "long_rl")}

@@ -7,10 +7,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
+from verl.checkpoint.adapted_shards import AdaptedShards
+from verl.models.adapter_files import AdapterConfig, AdapterFiles
+from verl.models.lora_weights import saved_tensors
 from verl.models.tiny import save_tiny_model
-from verl.utils.adapter_files import AdapterConfig, AdapterFiles
-from verl.utils.checkpoint.adapted_shards import AdaptedShards
-from verl.utils.lora import saved_tensors
 
 MODULE = "model.layers.0.self_attn.q_proj"
 DOWN, UP = f"{MODULE}.lora_A.default.weight", f"{MODULE}.lora_B.default.weight"

@@ -15,14 +15,14 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 
 from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
+from verl.checkpoint.legacy_shards import find_shard_files
+from verl.checkpoint.merger import merge_checkpoint
+from verl.checkpoint.sharded import save_huggingface_files
+from verl.config.model import FSDPConfig, ModelConfig
+from verl.distributed.fsdp import make_mesh
+from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.fsdp_checkpoint import save_huggingface_files
-from verl.utils.checkpoint.merger import merge_checkpoint
-from verl.utils.checkpoint.torch_shards import find_shard_files
-from verl.utils.fsdp_utils import make_mesh
-from verl.utils.hub_names import auto_class
 from verl.workers.model_builder import build_model
-from verl.workers.model_config import FSDPConfig, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe")

@@ -22,11 +22,11 @@ from tests.helpers.optimizers import (
     whole,
     whole_values,
 )
-from verl.utils.checkpoint.fsdp_checkpoint import load_shards
-from verl.utils.fsdp_utils import load_optimizer, local_part, make_mesh, offload_optimizer
-from verl.utils.optim import build_optimizer
-from verl.utils.schedules import build_scheduler
-from verl.workers.model_config import OptimConfig
+from verl.checkpoint.sharded import load_shards
+from verl.config.model import OptimConfig
+from verl.distributed.fsdp import load_optimizer, local_part, make_mesh, offload_optimizer
+from verl.optim.build import build_optimizer
+from verl.optim.schedules import build_scheduler
 
 HERE = [strategy for strategy in STRATEGIES if strategy != "adamw_8bit" or has_torchao()]
 FACTORS = {"wide": 10.0, "embed": 0.5}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.checkpoint.manifest import write_manifest
-from verl.utils.checkpoint.tracker import TRACKER, CheckpointTracker, checkpoint_step, find_last_checkpoint
+from verl.checkpoint.manifest import write_manifest
+from verl.checkpoint.tracker import TRACKER, CheckpointTracker, checkpoint_step, find_last_checkpoint
 
 
 def save(tracker: CheckpointTracker, step: int, score: float | None = None, content: str = "weights") -> Path:

@@ -18,13 +18,13 @@ import pytest
 import ray
 
 from tests.helpers.training import QUICKSTART, quickstart_arguments
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
+from verl.rewards.manager import RewardManager
 from verl.single_controller.ray.cluster import connect
-from verl.trainer.config import PPOConfig
 from verl.trainer.main import main
 from verl.trainer.setup import running_trainer
-from verl.utils.config import load_config
-from verl.workers.reward.manager import RewardManager
 
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
@@ -88,7 +88,7 @@ def arguments_for(folder, kind, *overrides):
 
 def reward_processes():
     children = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    return [line for line in children if "verl.workers.reward.process" in " ".join(line)]
+    return [line for line in children if "verl.rewards.worker_process" in " ".join(line)]
 
 
 def check_nothing_is_left(folder):

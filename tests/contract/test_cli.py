@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl.trainer.config import PPOConfig
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.config.text import example_yaml
 from verl.trainer.main import main
-from verl.utils.config import load_config
-from verl.utils.config_text import example_yaml
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers", "vllm", "numpy", "datasets")

@@ -6,10 +6,10 @@ import pytest
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
-from verl.trainer.config import PPOConfig
-from verl.utils.config import list_options, load_config
-from verl.utils.logger.tracker import LOGGERS
-from verl.workers.rollout.base import ROLLOUT_ENGINES
+from verl.config.ppo import PPOConfig
+from verl.config.schema import list_options, load_config
+from verl.logger.tracker import LOGGERS
+from verl.workers.rollout.engines import ROLLOUT_ENGINES
 
 MODEL = {
     "model_path": None,

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from tests.architecture.source import ROOT
-from verl.trainer.config import PPOConfig
-from verl.trainer.sft import main
-from verl.trainer.sft_config import SFTConfig
-from verl.trainer.sft_plan import count_sft_steps
-from verl.utils.config import ConfigError, list_options, load_config
-from verl.utils.config_text import example_yaml
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, list_options, load_config
+from verl.config.sft import SFTConfig
+from verl.config.text import example_yaml
+from verl.planning.sft_plan import count_sft_steps
+from verl.trainer.sft.__main__ import main
 
 HEAVY = ("torch", "ray", "transformers", "vllm", "numpy", "datasets")
 NEEDED = [
@@ -45,7 +45,7 @@ def test_the_keys_are_those_of_reinforcement_learning():
 def test_dry_run_prints_config_and_plan_in_three_seconds_and_imports_nothing_heavy():
     code = f"""
 import sys
-from verl.trainer.sft import main
+from verl.trainer.sft.__main__ import main
 status = main(["config=examples/sft.yaml", "trainer.max_steps=10", "--dry-run"])
 assert not set(sys.modules) & set({HEAVY!r}), set(sys.modules) & set({HEAVY!r})
 sys.exit(status)

@@ -61,12 +61,12 @@ def reference(model, score, batch):
 def update_on_ranks(rank, world_size, root):
     import torch.distributed as dist
 
-    from verl.utils.fsdp_utils import make_mesh
-    from verl.workers.config import CriticConfig
-    from verl.workers.critic.dp_critic import DataParallelPPOCritic
-    from verl.workers.forward import PackedForward
+    from verl.config.model import FSDPConfig, ModelConfig
+    from verl.config.worker import CriticConfig
+    from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig
+    from verl.workers.packing.forward import PackedForward
+    from verl.workers.roles.critic import DataParallelPPOCritic
 
     batch = DataProto.load_from_disk(root / "batch")
     size = len(batch) // world_size

@@ -187,8 +187,8 @@ def update_on_ranks(rank, world_size, root, settings):
     """For each case: the loss, its statistics, and the parameter whose gradient is furthest off."""
     import torch.distributed as dist
 
-    from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
-    from verl.workers.config import ActorConfig
+    from verl.config.worker import ActorConfig
+    from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 
     batch = DataProto.load_from_disk(root / "batch")
     size = len(batch) // world_size
@@ -272,8 +272,8 @@ def choose_at_random(rank, world_size, root):
     """The gradient of a loss that leaves out a few tokens at random."""
     import torch.distributed as dist
 
-    from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
-    from verl.workers.config import ActorConfig
+    from verl.config.worker import ActorConfig
+    from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 
     batch = DataProto.load_from_disk(root / "batch")
     rows = list(range(len(batch)))[::-1] if world_size == 2 else list(range(len(batch)))

@@ -13,16 +13,16 @@ from tests.equivalence.test_packed_forward import as_batch, load
 from tests.equivalence.test_packed_forward_fsdp import sharded
 from tests.helpers.distributed import run_distributed
 from tests.helpers.media import save_image, save_video
+from verl.data.media.cache import MediaCache
+from verl.data.media.loader import MediaLoader, expand_prompt
+from verl.data.media.media_options import MediaOptions
+from verl.data.tokenizer import load_processor
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.tiny import save_tiny_model
-from verl.utils.media_cache import MediaCache
-from verl.utils.media_options import MediaOptions
-from verl.utils.multimodal import MediaLoader, expand_prompt
-from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.utils.tokenizer import load_processor
-from verl.workers import frozen_tower
-from verl.workers.forward import PackedForward
-from verl.workers.frozen_tower import FrozenTower, Stretch, _rounds
+from verl.workers.packing import vision_features as frozen_tower
+from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.vision_features import FrozenTower, Stretch, _rounds
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 ROWS = [  # media, responses

@@ -10,12 +10,12 @@ import torch
 from tests.equivalence.test_packed_forward import IMAGE, WIDE, Features, load, reference
 from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from tests.helpers.distributed import run_distributed
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
+from verl.distributed.fsdp import make_mesh
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.tiny import save_tiny_model
-from verl.utils.fsdp_utils import make_mesh
-from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.workers.forward import BaseForward, PackedForward
 from verl.workers.model_builder import build_model
-from verl.workers.model_config import FSDPConfig, LoraConfig, ModelConfig
+from verl.workers.packing.forward import BaseForward, PackedForward
 
 FP32 = FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32")
 METHODS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
+from verl.models.hub_names import auto_class
 from verl.models.registry import check_model, prepare_model
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.utils.hub_names import auto_class
-from verl.workers.forward import PackedForward
+from verl.workers.packing.forward import PackedForward
 
 TEXT = ["llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "qwen3_moe", "deepseek"]
 VISION = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]

@@ -10,7 +10,7 @@ from tests.equivalence.test_packed_forward import CLIP, IMAGE, Features, load, v
 from tests.helpers.distributed import run_distributed
 from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
-from verl.workers.forward import PackedForward
+from verl.workers.packing.forward import PackedForward
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 # For each rank the rows of its micro-batches: media beside text, images beside videos, nothing at the end.

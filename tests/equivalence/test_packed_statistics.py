@@ -17,7 +17,7 @@ from tests.equivalence.test_packed_forward import (
     vision_batch,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.forward import PackedForward
+from verl.workers.packing.forward import PackedForward
 
 TEMPERATURE = 0.8
 # A plain model, one with a soft cap, one whose head is not tied, and two that read media.

@@ -23,11 +23,11 @@ from tests.equivalence.test_packed_forward import (
     vision_batch,
 )
 from tests.helpers.closeness import assert_values_close
+from verl.models.hub_names import HubNames, auto_class
 from verl.models.registry import check_model, prepare_model
+from verl.models.scalar_head import make_scalar
 from verl.models.tiny import save_tiny_model
-from verl.utils.hub_names import HubNames, auto_class
-from verl.utils.scalar_model import make_scalar
-from verl.workers.forward import PackedForward
+from verl.workers.packing.forward import PackedForward
 
 
 @pytest.fixture(scope="module")

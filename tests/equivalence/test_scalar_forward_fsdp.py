@@ -30,14 +30,14 @@ from tests.equivalence.test_scalar_forward import (
 )
 from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
+from verl.checkpoint.merger import merge_checkpoint
+from verl.checkpoint.sharded import load_shards, save_huggingface_files
+from verl.config.model import FSDPConfig, ModelConfig
+from verl.distributed.fsdp import make_mesh, sharded_parameters
 from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.fsdp_checkpoint import load_shards, save_huggingface_files
-from verl.utils.checkpoint.merger import merge_checkpoint
-from verl.utils.fsdp_utils import make_mesh, sharded_parameters
-from verl.workers.forward import PackedForward
 from verl.workers.model_builder import build_model
-from verl.workers.model_config import FSDPConfig, ModelConfig
+from verl.workers.packing.forward import PackedForward
 
 FAMILIES = ("qwen2", "qwen2_5_vl")
 FP32 = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")

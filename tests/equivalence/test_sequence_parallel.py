@@ -14,10 +14,10 @@ from tests.equivalence.test_packed_forward_fsdp import sharded
 from tests.equivalence.test_scalar_forward import load_scalar
 from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from tests.helpers.distributed import run_distributed
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.registry import check_sequence_parallel
 from verl.models.tiny import save_tiny_model
-from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.workers.forward import PackedForward
+from verl.workers.packing.forward import PackedForward
 
 CONTENTS = {
     "text": ("qwen2", None),

@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoProcessor
 from tests.equivalence.test_update import RecordingOptimizer, relative_errors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.media import save_image
+from verl.config.sft import SFTDataConfig
+from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.sft_dataset import SFTDataset
+from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.models.hub_names import auto_class
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.trainer.sft_config import SFTDataConfig
-from verl.utils.hub_names import auto_class
-from verl.utils.multimodal import MediaLoader, MediaOptions
-from verl.utils.sft_dataset import SFTDataset
-from verl.utils.tokenizer import load_processor, load_tokenizer
 
 FAMILIES = {"text": "qwen2", "image": "qwen2_5_vl"}
 MAX_LENGTH, IGNORED, TOLERANCE = 96, -100, 1e-5
@@ -106,14 +106,14 @@ def reference(kind, folder, batch, tokenizer):
 
 def losses_on_ranks(rank, world_size, root, settings):
     """For each case the logged loss, the mean loss of validation, and the worst gradient."""
-    from verl.utils.fsdp_utils import make_mesh
-    from verl.utils.sequence_parallel.groups import SequenceParallel, data_parallel_group
-    from verl.workers.dp_sft import DataParallelSFT
-    from verl.workers.forward import PackedForward
-    from verl.workers.line_division import LineDivision, Way
+    from verl.config.model import FSDPConfig, ModelConfig
+    from verl.config.sft_options import SFTActorConfig
+    from verl.distributed.fsdp import make_mesh
+    from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig
-    from verl.workers.sft_options import SFTActorConfig
+    from verl.workers.packing.forward import PackedForward
+    from verl.workers.packing.sp_strategy import LineDivision, Way
+    from verl.workers.roles.sft import DataParallelSFT
 
     found = {}
     for kind in FAMILIES:

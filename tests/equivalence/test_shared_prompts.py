@@ -26,7 +26,7 @@ from tests.equivalence.test_scalar_forward import load_scalar
 from tests.helpers.closeness import assert_values_close
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.workers.forward import PackedForward
+from verl.workers.packing.forward import PackedForward
 
 FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 VISION = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoProcessor
 
 from tests.helpers.distributed import run_distributed
+from verl.models.hub_names import auto_class
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
-from verl.utils.hub_names import auto_class
 
 FAMILIES = {"text": "qwen2", "image": "qwen2_5_vl"}
 MODES = ["token", "seq"]
@@ -204,11 +204,11 @@ def rank_rows(rank, world_size):
 
 
 def build_forward(kind, folder, checkpointing, world_size):
-    from verl.utils.fsdp_utils import make_mesh
-    from verl.utils.multimodal import MediaLoader, MediaOptions
-    from verl.workers.forward import PackedForward
+    from verl.config.model import FSDPConfig, ModelConfig
+    from verl.data.media.loader import MediaLoader, MediaOptions
+    from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig
+    from verl.workers.packing.forward import PackedForward
 
     model = build_model(
         ModelConfig(model_path=str(folder), enable_gradient_checkpointing=checkpointing),
@@ -234,8 +234,8 @@ def update_on_ranks(rank, world_size, root):
     """For each case: the metrics and the parameter whose gradient is furthest from the reference's."""
     import torch.distributed as dist
 
-    from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
-    from verl.workers.config import ActorConfig
+    from verl.config.worker import ActorConfig
+    from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 
     results = {}
     for kind in FAMILIES:

@@ -17,12 +17,12 @@ from PIL import Image
 
 from tests.helpers.browser import open_browser
 from tests.helpers.training import ROOT
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.data.loader import make_loaders
+from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
-from verl.trainer.config import PPOConfig
-from verl.trainer.data_loader import make_loaders
-from verl.utils.config import load_config
-from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.reward.function import load_reward_function
+from verl.rewards.function import load_reward_function
 
 FOLDER = ROOT / "examples" / "game_agent"
 PICTURE = (672, 336)  # pixels of the documentation's

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.workers.config import RewardConfig
-from verl.workers.reward.function import load_reward_function
-from verl.workers.reward.manager import RewardManager
+from verl.config.worker import RewardConfig
+from verl.rewards.function import load_reward_function
+from verl.rewards.manager import RewardManager
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reward_function"
 DAPO_KWARGS = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
@@ -107,7 +107,7 @@ def test_dapo_charges_for_the_end_of_the_length_budget(length, overlong):
     assert scores["overall"] == pytest.approx(1.0 + 0.5 * overlong)
 
 
-# `llm_judge` needs a server (tests/workers/reward/test_llm_judge.py), `code` tests (test_code_reward.py).
+# `llm_judge` needs a server (test_llm_judge_example.py), `code` tests (test_code_reward.py).
 RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("llm_judge", "code"))
 
 

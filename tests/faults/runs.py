@@ -26,9 +26,9 @@ import psutil
 import torch
 
 from tests.helpers.training import ROOT, learned
-from verl.utils.checkpoint.storage import ShardReader, read_tensors
-from verl.utils.logger.base import flatten
-from verl.utils.logger.file import METRICS_FILE
+from verl.checkpoint.storage import ShardReader, read_tensors
+from verl.logger.base import flatten
+from verl.logger.file import METRICS_FILE
 
 RESUMED = re.compile(r"resumed: step=(\d+)")
 LIMIT_S = 900.0  # for whatever a test waits for, on a machine that does other things too
@@ -36,7 +36,7 @@ GLANCE_S = 0.002  # between looks at a phase
 SFT = "verl.trainer.sft"  # the other command
 WORKERS = ("ray::FSDPWorker", "ray::SFTWorker")
 READER = "pt_data_worker"
-SCORER = "verl.workers.reward.process"
+SCORER = "verl.rewards.worker_process"
 
 
 class Line(NamedTuple):

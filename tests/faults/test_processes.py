@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.faults.runs import READER, SCORER, Run, assert_same, descendants, steps_again
-from verl.utils.media_cache import PREFIX, SHARED_MEMORY
+from verl.data.media.cache import PREFIX, SHARED_MEMORY
 
 pytestmark = pytest.mark.faults
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Run, assert_same
-from verl.utils.checkpoint.tracker import checkpoint_to_resume, read_record
+from verl.checkpoint.tracker import checkpoint_to_resume, read_record
 
 pytestmark = pytest.mark.faults
 DISK_MIB = 100

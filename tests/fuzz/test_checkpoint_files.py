@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
-from verl.utils.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from verl.utils.checkpoint.storage import load_metadata
-from verl.utils.checkpoint.tracker import (
+from verl.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from verl.checkpoint.storage import load_metadata
+from verl.checkpoint.tracker import (
     TRACKER,
     CheckpointRecord,
     CheckpointTracker,

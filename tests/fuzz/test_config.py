@@ -10,13 +10,13 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from verl.trainer.config import PPOConfig
-from verl.trainer.lifecycle.ending import BAD_INPUT
+from verl.config.config_source import MAX_BYTES, read_config_file, resolve_references
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, list_options, load_config, walk_options
+from verl.config.text import config_yaml
+from verl.config.values import yaml_text
 from verl.trainer.main import main
-from verl.utils.config import ConfigError, list_options, load_config, walk_options
-from verl.utils.config_source import MAX_BYTES, read_config_file, resolve_references
-from verl.utils.config_text import config_yaml
-from verl.utils.config_values import yaml_text
+from verl.trainer.run.exit_status import BAD_INPUT
 
 KEYS = [entry.key for entry in walk_options(PPOConfig)]
 OPTIONS = [entry.key for entry in list_options(PPOConfig)]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from verl.config.ppo import DataConfig
+from verl.data.files import READERS
+from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
-from verl.trainer.config import DataConfig
-from verl.utils.data_files import READERS
-from verl.utils.dataset import RLHFDataset
-from verl.utils.multimodal import MediaLoader, MediaOptions
-from verl.utils.tokenizer import load_processor, load_tokenizer
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=10)
 marked_text = st.lists(

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2.sandbox import SandboxedEnvironment
 
-from verl.utils.bad_rows import BadRowError
-from verl.utils.isolated_calls import IsolatedCalls
-from verl.utils.prompt_format import RENDER_MEMORY, PromptFormat
+from verl.data.bad_rows import BadRowError
+from verl.data.media.isolated_calls import IsolatedCalls
+from verl.data.prompt_template import RENDER_MEMORY, PromptFormat
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=10)
 expressions = st.recursive(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from verl.workers.reward.function import OPTION, load_reward_function
+from verl.rewards.function import OPTION, load_reward_function
 
 ROWS = [{"prompt": "2 + 2?", "response": "four", "ground_truth": "4"}, {"prompt": "3?", "response": "6"}]
 

@@ -17,7 +17,7 @@ def _enter(device: str, port: int) -> None:
     )  # fmt: skip
     import torch
 
-    from verl.utils.device import backend_of, set_device
+    from verl.distributed.device import backend_of, set_device
 
     set_device(device, local_rank=0)
     torch.backends.cudnn.allow_tf32 = False  # convolutions of the vision tower round to 10 bits otherwise

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from verl.models.layouts import PackedLayout, SharedLayout
-from verl.models.row_attention import AttentionRule
-from verl.utils.torch_functional import LogitTransform, linear_log_probs
+from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.row_attention import AttentionRule
+from verl.models.fused_log_probs import LogitTransform, linear_log_probs
 
 pytestmark = [
     pytest.mark.gpu(1),

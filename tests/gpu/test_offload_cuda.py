@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gpu(1)
 
 def three_updates(folder, device, *, offload, cpu_offload=False):
     """Weights after three steps, and the bytes on the device between them."""
-    from verl.utils.fsdp_utils import loaded_on_device, make_mesh
-    from verl.utils.optim import build_optimizer
+    from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
+    from verl.distributed.fsdp import loaded_on_device, make_mesh
+    from verl.optim.build import build_optimizer
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig, OptimConfig
 
     model = build_model(
         ModelConfig(model_path=str(folder)),

@@ -21,9 +21,9 @@ DIFFERENCE = {  # at most
 
 def updated(strategy, device):
     """Weights before and after some updates."""
-    from verl.utils.fsdp_utils import load_optimizer, offload_optimizer
-    from verl.utils.optim import build_optimizer
-    from verl.workers.model_config import OptimConfig
+    from verl.config.model import OptimConfig
+    from verl.distributed.fsdp import load_optimizer, offload_optimizer
+    from verl.optim.build import build_optimizer
 
     model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32).to(device)
     before = [param.detach().float().cpu().numpy().copy() for param in model.parameters()]

@@ -24,12 +24,13 @@ def sync_sleep_wake(folder, device):
     """What the engine says before and after sleeping, and after the policy moved on."""
     import torch.distributed as dist
 
-    from verl.utils.fsdp_utils import full_named_tensors, make_mesh
-    from verl.utils.hub_names import HubNames
+    from verl.config.model import FSDPConfig, ModelConfig
+    from verl.config.rollout import RolloutConfig
+    from verl.distributed.fsdp import full_named_tensors, make_mesh
+    from verl.models.hub_names import HubNames
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig
-    from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions, build_rollout_engine
-    from verl.workers.rollout_config import RolloutConfig
+    from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
+    from verl.workers.rollout.engines import build_rollout_engine
 
     assert dist.get_world_size() == 1
     policy = build_model(
@@ -60,7 +61,7 @@ def sync_sleep_wake(folder, device):
 
     def log_probs_by_policy(answers):
         """Of the engine's responses, by the policy's packed forward."""
-        from verl.utils.torch_functional import TokenLogProbs
+        from verl.models.fused_log_probs import TokenLogProbs
 
         found = {}
         for uid, (tokens, _) in answers.items():

@@ -21,9 +21,9 @@ from tests.equivalence.test_update import (
     reference_update,
 )
 from tests.gpu.alone import run_alone
+from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.utils.hub_names import auto_class
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -35,13 +35,13 @@ def update_once(root, kind, dtype, device):
     """Log-probs of the old policy, gradients of each mini batch, metrics."""
     import torch.distributed as dist
 
-    from verl.utils.fsdp_utils import make_mesh
-    from verl.utils.multimodal import MediaLoader, MediaOptions
-    from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor, KLLoss
-    from verl.workers.config import ActorConfig
-    from verl.workers.forward import PackedForward
+    from verl.config.model import FSDPConfig, ModelConfig
+    from verl.config.worker import ActorConfig
+    from verl.data.media.loader import MediaLoader, MediaOptions
+    from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig
+    from verl.workers.packing.forward import PackedForward
+    from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 
     folder = root / "model"
     model = build_model(

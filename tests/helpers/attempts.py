@@ -4,8 +4,8 @@
 import os
 from pathlib import Path
 
-from verl.trainer.lifecycle.ending import Ending
-from verl.trainer.run_config import RunTree
+from verl.config.trainer import RunTree
+from verl.trainer.run.exit_status import Ending
 
 WAIT_S = 7.0
 LOST = Ending(1, "a worker was lost", 3, may_go_away=True)

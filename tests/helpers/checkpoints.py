@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of single models, written at once."""
 
-from verl.utils.checkpoint.fsdp_checkpoint import take_snapshot, write_snapshot
+from verl.checkpoint.sharded import take_snapshot, write_snapshot
 
 
 def save_shards(path, model, optimizer=None, scheduler=None, extra=None):

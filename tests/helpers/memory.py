@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.helpers.distributed import run_distributed
+from verl.config.model import LoraConfig, ModelConfig
+from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
+from verl.config.sft_options import SFTActorConfig, SFTWorkerConfig
+from verl.config.update_options import PolicyConfig
+from verl.config.worker import ActorConfig, WorkerConfig
 from verl.models.tiny import save_tiny_model
+from verl.planning.machine import find_machine
+from verl.planning.memory_plan import plan_memory
+from verl.planning.model_sizes import read_shape
+from verl.planning.planned_run import PlannedRun
+from verl.planning.ppo import planned_ppo
+from verl.planning.sft import planned_sft
 from verl.protocol import DataProto, objects
-from verl.trainer.config import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
-from verl.trainer.memory.machine import find_machine
-from verl.trainer.memory.plan import plan_memory
-from verl.trainer.memory.planned_run import PlannedRun
-from verl.trainer.memory.ppo import planned_ppo
-from verl.trainer.memory.sft import planned_sft
-from verl.trainer.sft_config import SFTConfig, SFTDataConfig, SFTRunConfig
-from verl.workers.actor.dp_actor import ActorTraining, DataParallelPPOActor
-from verl.workers.config import ActorConfig, WorkerConfig
-from verl.workers.dp_sft import DataParallelSFT
-from verl.workers.hosted_model import HostedModel, Place
-from verl.workers.model_config import LoraConfig, ModelConfig
-from verl.workers.model_sizes import read_shape
-from verl.workers.rollout_config import RolloutConfig
-from verl.workers.sft_options import SFTActorConfig, SFTWorkerConfig
-from verl.workers.update_options import PolicyConfig
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
+from verl.workers.roles.sft import DataParallelSFT
+from verl.workers.sharded_model import HostedModel, Place
 
 PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
 PEAK, NOW = "VmHWM:", "VmRSS:"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl.utils.schedules import WarmupSchedule
+from verl.optim.schedules import WarmupSchedule
 
 STRATEGIES = ("adamw", "adamw_bf16", "adamw_bf16_sr", "adamw_8bit", "muon")
 IN_BF16 = ("adamw_bf16", "adamw_bf16_sr")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from verl.utils.rollout_store import RolloutStore
+from verl.viewer.rollout_store import RolloutStore
 
 WORDS = ["the", " red", " square", " is", " left", " of", " a", " circle", "."]
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl.utils.logger.file import read_log
+from verl.logger.file import read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"

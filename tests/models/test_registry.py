@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.models.causal_head import DeferredLogits
+from verl.models.deferred_logits import DeferredLogits
+from verl.models.hub_names import auto_class
 from verl.models.registry import check_model, model_type_of, prepare_model
 from verl.models.tiny import save_tiny_model
-from verl.utils.hub_names import auto_class
 
 SMALL = dict(
     vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -121,7 +121,7 @@ def test_vision_language_models_are_known_by_their_config(tmp_path):
 
 
 def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer(tmp_path, monkeypatch):
-    from verl.models import layouts
+    from verl.models.attention import layouts
 
     folder = save_tiny_model(tmp_path, "qwen2_vl")
     model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)

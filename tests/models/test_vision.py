@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.vision import share_media
-from verl.utils.sequence_parallel.groups import SequenceParallel
 
 CONFIG = SimpleNamespace(
     vision_config=SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2, patch_size=4, in_channels=3),

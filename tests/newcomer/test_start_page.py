@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.architecture.source import ROOT
-from verl.utils.checkpoint.manifest import MANIFEST
-from verl.utils.logger.file import read_log
+from verl.checkpoint.manifest import MANIFEST
+from verl.logger.file import read_log
 
 PAGE = ROOT / "docs" / "start.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

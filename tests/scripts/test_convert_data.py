@@ -10,19 +10,19 @@ import pytest
 from pyarrow import parquet
 
 from tests.architecture.test_examples import command_of
+from tests.cli.convert_data.test_converters import DAPO_PROMPT, dapo_row, longvideo_row
 from tests.helpers.media import image_bytes, save_video
 from tests.helpers.training import ROOT
-from tests.utils.test_dataset_converters import DAPO_PROMPT, dapo_row, longvideo_row
-from verl.trainer.config import PPOConfig
-from verl.trainer.sft_config import SFTDataConfig
-from verl.utils.config import load_config
-from verl.utils.dataset import RLHFDataset
-from verl.utils.dataset_conversion import CONTRADICTING, REPEATED, write_files
-from verl.utils.dataset_converters import CONVERTERS
-from verl.utils.multimodal import MediaLoader, MediaOptions
-from verl.utils.sft_dataset import SFTDataset
-from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.reward.function import load_reward_function
+from verl.cli.convert_data.conversion import CONTRADICTING, REPEATED, write_files
+from verl.cli.convert_data.converters import CONVERTERS
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.config.sft import SFTDataConfig
+from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.rewards.function import load_reward_function
 
 convert = runpy.run_path(str(ROOT / "scripts" / "convert_data.py"))["main"]
 
@@ -200,7 +200,7 @@ def test_rows_for_validation_are_drawn_by_the_seed_and_stand_in_one_file_only(tm
 
 
 def test_images_by_path_are_kept_as_their_bytes_however_many_row_groups_there_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.utils.dataset_conversion.ROW_GROUP_BYTES", 3000)
+    monkeypatch.setattr("verl.cli.convert_data.conversion.ROW_GROUP_BYTES", 3000)
     contents = [image_bytes(20, 20, seed) for seed in range(5)]  # some 1.2 kB each
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.png").write_bytes(content)

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.helpers.training import ROOT
-from verl.trainer.checks.data_check import main
-from verl.trainer.checks.data_check_items import evenly
+from verl.cli.data_check import main
+from verl.cli.data_check_items import evenly
 
 TILE, LABEL, GAP = 192, 16, 4
 

@@ -12,9 +12,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.helpers.training import ROOT
-from verl.trainer.checks.doctor import check_ray, main
-from verl.utils.device_diagnosis import Gpu, check_gpus, check_imports, is_built_for, read_gpus
-from verl.utils.diagnosis import Level, check_disk, check_shared_memory, unmet
+from verl.cli.device_diagnosis import check_gpus, check_imports, is_built_for
+from verl.cli.diagnosis import Level, check_disk, check_shared_memory, unmet
+from verl.cli.doctor import check_ray, main
+from verl.distributed.gpus import Gpu, read_gpus
 
 
 def unused_port():

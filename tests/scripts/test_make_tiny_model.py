@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from verl.models.tiny_command import main
+from verl.cli.tiny_model import main
 
 WEIGHTS = "model.safetensors"
 

@@ -7,9 +7,9 @@ import sys
 import yaml
 
 from tests.helpers.training import ROOT
-from verl.trainer.checks.print_config import main
-from verl.trainer.config import PPOConfig
-from verl.utils.config import load_config
+from verl.cli.print_config import main
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
 
 
 def printed(capsys, *arguments):

@@ -15,8 +15,8 @@ import pytest
 
 from tests.helpers.distributed import free_port
 from tests.helpers.training import QUICKSTART, ROOT, quickstart_arguments, read_metrics
+from verl.logger.file import METRICS_FILE
 from verl.models.tiny import save_tiny_model
-from verl.utils.logger.file import METRICS_FILE
 
 sys.path.insert(0, str(QUICKSTART))
 

@@ -10,8 +10,8 @@ import textwrap
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.trainer.checks.reward_check import main
-from verl.workers.reward.calls import split_calls
+from verl.cli.calls import split_calls
+from verl.cli.reward_check import main
 
 
 @pytest.fixture

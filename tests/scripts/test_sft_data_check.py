@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.trainer.checks.data_check import main
+from verl.cli.data_check import main
 
 ANSWER = 2  # tokens that are learned of a turn of one word: the word, and the end of the turn
 

@@ -6,11 +6,11 @@ import sys
 import torch
 
 from tests.trainer.fails_for_some import is_unlucky
-from verl.trainer.config import PPOConfig
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
 from verl.trainer.core_algos import replace_tensors
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.setup import running_trainer
-from verl.utils.config import load_config
 
 
 class MaskingTrainer(RayPPOTrainer):

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
+from verl.config.ppo import AlgorithmConfig
 from verl.protocol import DataProto, objects
-from verl.trainer.config import AlgorithmConfig
 from verl.trainer.core_algos import (
     AdaptiveKLController,
     FixedKLController,

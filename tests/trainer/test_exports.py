@@ -6,20 +6,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.distributed import run_distributed
+from verl.config.paths import model_source
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
-from verl.trainer.config import PPOConfig
 from verl.trainer.exports import export_checkpoints, is_unexported
-from verl.utils.config import load_config
-from verl.utils.config_paths import model_source
 
 
 def save_checkpoint(rank, world_size, model_folder, folder):
     """A policy's folder as workers write it, with every weight doubled."""
-    from verl.utils.checkpoint.fsdp_checkpoint import take_snapshot, write_snapshot
-    from verl.utils.fsdp_utils import make_mesh
-    from verl.utils.tokenizer import load_tokenizer
+    from verl.checkpoint.sharded import take_snapshot, write_snapshot
+    from verl.config.model import FSDPConfig, ModelConfig
+    from verl.data.tokenizer import load_tokenizer
+    from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
-    from verl.workers.model_config import FSDPConfig, ModelConfig
 
     model = build_model(
         ModelConfig(model_path=str(model_folder)), FSDPConfig(mp_param_dtype="fp32"),

@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, read_metrics, start_training
 from tests.trainer.test_algorithms import REWARD
+from verl.checkpoint.merger import merge_checkpoint
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.merger import merge_checkpoint
 
 sys.path.insert(0, str(QUICKSTART))
 from demo import KINDS

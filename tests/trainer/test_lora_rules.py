@@ -4,12 +4,12 @@
 import pytest
 
 from tests.helpers.training import QUICKSTART
-from tests.trainer.memory.test_plan import make_config, phases_of
+from tests.planning.test_memory_plan import make_config, phases_of
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
-from verl.trainer.config import PPOConfig
-from verl.trainer.memory.ppo import planned_ppo
+from verl.planning.ppo import planned_ppo
 from verl.trainer.run_parts import check_trained_models
-from verl.utils.config import ConfigError, load_config
 
 PRIME = {"algorithm.adv_estimator": "prime", "worker.prime.model.model_path": "model"}
 

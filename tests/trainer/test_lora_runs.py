@@ -14,8 +14,8 @@ from tests.helpers.training import (
     start_training,
     train,
 )
+from verl.checkpoint.merger import merge_checkpoint
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.merger import merge_checkpoint
 
 ADAPTED = [
     "worker.actor.model.lora.rank=8",

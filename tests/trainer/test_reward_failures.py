@@ -22,7 +22,7 @@ from tests.helpers.training import (
     train,
 )
 from tests.trainer.fails_for_some import is_unlucky
-from tests.trainer.sampling import (
+from tests.trainer.rollouts.sampling import (
     Engine,
     Words,
     make_collector,
@@ -30,14 +30,14 @@ from tests.trainer.sampling import (
     numbered_prompts,
     numbers_of,
 )
+from verl.config.worker import RewardConfig
 from verl.protocol import DataProto, objects
+from verl.rewards.manager import RewardManager
 from verl.trainer.core_algos import apply_kl_penalty, compute_advantages, get_kl_controller, replace_tensors
-from verl.trainer.group_filter import solve_metrics
-from verl.trainer.sampler import Sampler
-from verl.trainer.scores import score
+from verl.trainer.rollouts.group_filter import solve_metrics
+from verl.trainer.rollouts.sampler import Sampler
+from verl.trainer.rollouts.scores import score
 from verl.trainer.validation import Validator
-from verl.workers.config import RewardConfig
-from verl.workers.reward.manager import RewardManager
 
 REWARD = Path(__file__).with_name("fails_for_some.py")
 STEPS, RESPONSES = 2, 16

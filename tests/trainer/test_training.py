@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from tests.faults.runs import Run, saved_tensors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
+from verl.checkpoint.sharded import load_shards
 from verl.models.tiny import save_tiny_model
-from verl.utils.checkpoint.fsdp_checkpoint import load_shards
-from verl.utils.rollout_store import step_files
+from verl.viewer.rollout_store import step_files
 
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions

@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from tests.trainer.sampling import Engine, Words, make_config, numbered_prompts
-from verl.trainer.sampler import Sampler
+from tests.trainer.rollouts.sampling import Engine, Words, make_config, numbered_prompts
+from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.validation import Validator
 
 

@@ -9,8 +9,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from verl.data.media.video import VideoInfo, VideoOptions, choose_frames
 from verl.models.tiny import save_tiny_model
-from verl.utils.video import VideoInfo, VideoOptions, choose_frames
 
 sys.path.insert(0, str(QUICKSTART))
 from demo import KINDS

@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from tests.helpers.browser import open_browser
 from tests.helpers.rollouts import rollout, with_media, write_log, write_steps
 from tests.helpers.viewer import viewer
-from verl.utils.rollout_store import RolloutStore
+from verl.viewer.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.browser
 

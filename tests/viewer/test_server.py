@@ -15,8 +15,8 @@ import pytest
 
 from tests.helpers.rollouts import rollout, with_media, write_log, write_steps
 from tests.helpers.viewer import COMMAND, ROOT, request, token_of, viewer
-from verl.utils.rollout_store import RolloutStore
 from verl.viewer.process import viewer_process
+from verl.viewer.rollout_store import RolloutStore
 from verl.viewer.server import cookie_name
 
 HOSTILE = "<script>window.hacked = 1</script>\x00\ud800"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.helpers.rollouts import rollout, write_log, write_steps
 from tests.helpers.viewer import COMMAND
-from verl.utils.rollout_store import RolloutStore
+from verl.viewer.rollout_store import RolloutStore
 from verl.viewer.runs import open_runs
 from verl.viewer.summary import printable, show, sparkline
 

@@ -11,19 +11,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.helpers.distributed import run_distributed
-from verl.models.monkey_patch import plain_attention
-from verl.models.tiny import save_tiny_model
-from verl.utils.fsdp_utils import (
+from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
+from verl.distributed.fsdp import (
     clip_grad_norm,
     full_named_tensors,
     loaded_on_device,
     make_mesh,
     sharded_parameters,
 )
-from verl.utils.hub_names import auto_class
-from verl.utils.optim import build_optimizer
+from verl.models.hub_names import auto_class
+from verl.models.monkey_patch import plain_attention
+from verl.models.tiny import save_tiny_model
+from verl.optim.build import build_optimizer
 from verl.workers.model_builder import apply_overrides, build_model
-from verl.workers.model_config import FSDPConfig, ModelConfig, OptimConfig
 
 FAMILIES = {
     "tied": ("qwen2", {}),

@@ -4,8 +4,8 @@ import traceback
 import pytest
 import torch
 
-from verl.trainer.config import PPOConfig
-from verl.utils.config import list_options
+from verl.config.ppo import PPOConfig
+from verl.config.schema import list_options
 from verl.workers.out_of_memory import SIZES, explained_out_of_memory
 
 

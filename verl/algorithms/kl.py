@@ -39,7 +39,7 @@ def kl_divergence(
         ref_log_probs: Under the reference, (B, R); only `full` does without.
         response_mask: One on response tokens, (B, R).
         kind: A name in `KL_ESTIMATORS`.
-        full_kl: Sum over the vocabulary (`verl.utils.torch_functional.linear_kl`), (B, R); read by `full`.
+        full_kl: Sum over the vocabulary (`verl.models.fused_log_probs.linear_kl`), (B, R); read by `full`.
 
     Returns:
         (B, R), nats; zero and without gradient outside of the mask.

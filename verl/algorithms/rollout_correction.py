@@ -10,7 +10,7 @@ All three read (B, R) tensors and a response mask, and compute on the response t
 of the mask does not count, even if it is not finite. Sums over tokens are float64. Log-ratios are clamped to
 +-20 before they are exponentiated.
 
-To add a rejection: its measure or level in `verl/utils/correction_options.py` and here.
+To add a rejection: its measure or level in `verl/config/rollout_correction.py` and here.
 
 Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 (https://fengyao.notion.site/off-policy-rl).
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.utils.correction_options import Bounds, Rejection, parse_bounds, parse_rejections
+from verl.config.rollout_correction import Bounds, Rejection, parse_bounds, parse_rejections
 from verl.utils.masking import check_same_shape
 
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.models.attention import ATTENTION, VISION_ATTENTION
-from verl.models.causal_head import DeferredLogits, DeferringHead
-from verl.models.layouts import Layout, PackedLayout
+from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
+from verl.models.attention.layouts import Layout, PackedLayout
+from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.vision import EncodedMedia, MediaShare, encode_media
 
 MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")

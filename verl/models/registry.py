@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.models.attention import ATTENTION, VISION_ATTENTION
-from verl.models.causal_head import DeferredLogits, DeferringHead
-from verl.models.layouts import SharedLayout
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
+from verl.models.attention.layouts import SharedLayout
+from verl.models.attention.row_attention import AttentionRule
+from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -29,10 +31,8 @@ from verl.models.monkey_patch import (
     plain_attention,
     set_attention,
 )
-from verl.models.row_attention import AttentionRule
+from verl.models.scalar_head import is_scalar
 from verl.models.vision import dummy_row
-from verl.utils.scalar_model import is_scalar
-from verl.utils.sequence_parallel.groups import SequenceParallel
 
 CHECKED_TOKENS = 8  # at the end of each row, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
@@ -108,7 +108,7 @@ def prepare_model(model: PreTrainedModel) -> None:
 
         model(
             input_ids=(1, N), position_ids=(1, N) or (4, 1, N),
-            cu_seqlens=(rows + 1,),  # or packed_layout=…, see `verl.models.layouts`
+            cu_seqlens=(rows + 1,),  # or packed_layout=…, see `verl.models.attention.layouts`
             local_tokens=(n,),  # the places that this rank runs of a line that is divided over ranks
             read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
             pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,

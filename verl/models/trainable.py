@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from verl.models.adapters import attach_adapters, compiled
+from verl.models.adapter_files import AdapterConfig
+from verl.models.lora import attach_adapters, compiled
+from verl.models.lora_weights import is_adapter
 from verl.models.registry import model_type_of
-from verl.utils.adapter_files import AdapterConfig
-from verl.utils.lora import is_adapter
+from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
-from verl.utils.scalar_model import SCORE
 
 logger = get_logger(__name__)
 

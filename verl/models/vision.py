@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.utils.seqlen_balancing import cut_evenly
-from verl.utils.sequence_parallel.groups import SequenceParallel
-from verl.utils.sequence_parallel.ulysses import gather_rows
+from verl.distributed.length_balancing import cut_evenly
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.ulysses import gather_rows
 
 
 @dataclass(frozen=True)

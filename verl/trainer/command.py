@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from verl.trainer.config import PPOConfig
-from verl.trainer.lifecycle.ending import (
+from verl.checkpoint.tracker import checkpoint_to_resume
+from verl.config.ppo import PPOConfig
+from verl.config.renamed_keys import MovedKeys
+from verl.config.schema import ConfigError, config_notes, load_config
+from verl.config.text import example_yaml, help_text, options_page
+from verl.config.trainer import RunConfig, RunTree
+from verl.config.verl_keys import VERL_KEYS
+from verl.logger.tracker import check_loggers
+from verl.trainer.run.exit_status import (
     BAD_INPUT,
     FOR_THE_USER,
     INTERRUPTED,
@@ -16,15 +23,8 @@ from verl.trainer.lifecycle.ending import (
     ending_of,
     raised_by_us,
 )
-from verl.trainer.lifecycle.run_folder import held_folder
-from verl.trainer.lifecycle.supervision import Attempt, Supervisor
-from verl.trainer.run_config import RunConfig, RunTree
-from verl.trainer.verl_keys import VERL_KEYS
-from verl.utils.checkpoint.tracker import checkpoint_to_resume
-from verl.utils.config import ConfigError, config_notes, load_config
-from verl.utils.config_text import example_yaml, help_text, options_page
-from verl.utils.logger.tracker import check_loggers
-from verl.utils.moved_keys import MovedKeys
+from verl.trainer.run.run_lock import held_folder
+from verl.trainer.run.supervisor import Attempt, Supervisor
 
 SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
 

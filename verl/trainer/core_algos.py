@@ -28,10 +28,10 @@ from verl.algorithms.rollout_correction import (
     importance_weights,
     rejection_mask,
 )
+from verl.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
+from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
-from verl.trainer.algorithm_config import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.utils.masking import masked_mean
-from verl.workers.config import ActorConfig
 
 __all__ = [
     "ADV_ESTIMATORS",

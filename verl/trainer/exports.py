@@ -6,12 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.fsdp_checkpoint import HUGGINGFACE
-from verl.utils.checkpoint.manifest import MANIFEST
-from verl.utils.checkpoint.merger import merge_checkpoint
-from verl.utils.checkpoint.torch_shards import find_shard_files
+from verl.checkpoint.legacy_shards import find_shard_files
+from verl.checkpoint.manifest import MANIFEST
+from verl.checkpoint.merger import merge_checkpoint
+from verl.checkpoint.sharded import HUGGINGFACE
+from verl.config.model import ModelConfig
 from verl.utils.rank_logger import get_logger
-from verl.workers.model_config import ModelConfig
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # the last file of an export is one of them
 

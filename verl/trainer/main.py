@@ -4,13 +4,13 @@
 import sys
 from collections.abc import Sequence
 
+from verl.config.ppo import PPOConfig
+from verl.config.verl_keys import VERL_KEYS
+from verl.planning.ppo import planned_ppo
+from verl.planning.step_plan import make_plan, plan_text
 from verl.trainer.command import TrainingCommand
-from verl.trainer.config import PPOConfig
-from verl.trainer.dry_run import MEMORY_SWITCH, dry_run
-from verl.trainer.lifecycle.ending import Ending
-from verl.trainer.memory.ppo import planned_ppo
-from verl.trainer.plan import make_plan, plan_text
-from verl.trainer.verl_keys import VERL_KEYS
+from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
+from verl.trainer.run.exit_status import Ending
 from verl.utils.version_check import check_versions
 
 USAGE = """\
@@ -43,7 +43,7 @@ def _check(config: PPOConfig) -> None:
 def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Ending:
     """Train until the last step, a request to stop, or a failure; see `attempt`."""
     # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
-    from verl.trainer.lifecycle.attempt import attempt  # noqa: PLC0415
+    from verl.trainer.run.attempt import attempt  # noqa: PLC0415
     from verl.trainer.setup import running_trainer  # noqa: PLC0415
 
     return attempt(config, running_trainer, patience_s)

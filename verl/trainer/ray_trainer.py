@@ -9,10 +9,10 @@ component with one duty: `RolloutCollector` samples, `Validator` validates, `Run
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from verl.config.ppo import PPOConfig
+from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.balancing import balance_over_ranks
-from verl.trainer.config import PPOConfig
 from verl.trainer.core_algos import (
     apply_kl_penalty,
     compute_advantages,
@@ -24,14 +24,14 @@ from verl.trainer.core_algos import (
     resample_by_score,
     with_tensors,
 )
-from verl.trainer.kept_rollouts import RolloutKeeper, with_reward_values
 from verl.trainer.metrics import Metrics, StageTimer, compute_batch_metrics
-from verl.trainer.rollout_collector import RolloutCollector
-from verl.trainer.run_state import RunState
-from verl.trainer.scores import score
+from verl.trainer.rollouts.balancing import balance_over_ranks
+from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.rollout_log import RolloutKeeper, with_reward_values
+from verl.trainer.rollouts.scores import score
+from verl.trainer.run.run_state import RunState
 from verl.trainer.training_loop import TrainingLoop
 from verl.trainer.validation import Validator
-from verl.utils.logger.tracker import Tracker
 
 
 class RayPPOTrainer(TrainingLoop):

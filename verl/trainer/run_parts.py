@@ -9,20 +9,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from verl.config.model import ModelConfig
+from verl.config.trainer import RunConfig
+from verl.data.loader import PromptLoader
+from verl.data.media.cache import MediaCache
+from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.logger.base import Run
+from verl.logger.tracker import Tracker
+from verl.planning.model_sizes import check_trained
+from verl.planning.planned_run import PlannedRun
 from verl.protocol import DataProto
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.single_controller.worker import Worker
-from verl.trainer.data_loader import PromptLoader
-from verl.trainer.memory.planned_run import PlannedRun
-from verl.trainer.run_config import RunConfig
-from verl.utils.logger.base import Run
-from verl.utils.logger.tracker import Tracker
-from verl.utils.media_cache import MediaCache
 from verl.utils.rank_logger import get_logger
-from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.model_config import ModelConfig
-from verl.workers.model_sizes import check_trained
 
 logger = get_logger(__name__)
 

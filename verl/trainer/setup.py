@@ -11,18 +11,23 @@ from pathlib import Path
 import ray
 
 from verl.algorithms.kl import FULL
-from verl.trainer.algorithm_config import TOKEN_BASELINES
-from verl.trainer.config import PPOConfig
+from verl.config.algorithm import TOKEN_BASELINES
+from verl.config.ppo import PPOConfig
+from verl.data.loader import make_loaders, media_options
+from verl.data.media.cache import MediaCache
+from verl.distributed.device import resolve_device
+from verl.planning.ppo import planned_ppo
+from verl.planning.report import settled_run
+from verl.planning.step_plan import count_training_steps
+from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
-from verl.trainer.data_loader import make_loaders, media_options
 from verl.trainer.exports import export_checkpoints
-from verl.trainer.kept_rollouts import RolloutKeeper
-from verl.trainer.lifecycle.joining import join_cluster
-from verl.trainer.memory.ppo import planned_ppo
-from verl.trainer.memory.report import settled_run
-from verl.trainer.plan import count_training_steps
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.rollout_collector import RolloutCollector
+from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.rollout_log import RolloutKeeper
+from verl.trainer.rollouts.sampler import Sampler
+from verl.trainer.run.cluster_join import join_cluster
+from verl.trainer.run.run_state import RunState
 from verl.trainer.run_parts import (
     check_trained_models,
     endless,
@@ -31,15 +36,10 @@ from verl.trainer.run_parts import (
     open_tracker,
     start_workers,
 )
-from verl.trainer.run_state import RunState
-from verl.trainer.sampler import Sampler
 from verl.trainer.validation import Validator
-from verl.utils.device import resolve_device
-from verl.utils.media_cache import MediaCache
 from verl.viewer.process import viewer_process
-from verl.workers.actor.dp_actor import KLLoss
-from verl.workers.fsdp_workers import FSDPWorker
-from verl.workers.reward.manager import NoRewardFunction, RewardManager
+from verl.workers.fsdp_worker import FSDPWorker
+from verl.workers.roles.actor import KLLoss
 from verl.workers.run_options import RunOptions
 
 

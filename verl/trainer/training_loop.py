@@ -3,14 +3,14 @@
 
 from abc import ABC, abstractmethod
 
+from verl.config.trainer import RunConfig
+from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.lifecycle.stopping import StopRequest
 from verl.trainer.metrics import Metrics, StageTimer, compute_throughput_metrics, compute_timing_metrics
-from verl.trainer.profiling import StepProfiles
-from verl.trainer.run_config import RunConfig
-from verl.trainer.saved_run import SavedRun
-from verl.utils.logger.tracker import Tracker
+from verl.trainer.profiling.profiles import StepProfiles
+from verl.trainer.run.checkpointing import SavedRun
+from verl.trainer.run.stopping import StopRequest
 
 
 class TrainingLoop(ABC):

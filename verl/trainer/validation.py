@@ -5,12 +5,12 @@ import math
 import random
 from collections.abc import Iterable
 
+from verl.config.ppo import PPOConfig
+from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.trainer.config import PPOConfig
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
-from verl.trainer.sampler import Sampler, sampling_options, with_uids
-from verl.trainer.scores import Scoring
-from verl.utils.logger.base import Generation
+from verl.trainer.rollouts.sampler import Sampler, sampling_options, with_uids
+from verl.trainer.rollouts.scores import Scoring
 from verl.workers.rollout.base import SamplingOptions
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from verl.utils.rollout_store import SCHEMA, TABLE_COLUMNS, step_files
+from verl.viewer.rollout_store import SCHEMA, TABLE_COLUMNS, step_files
 
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
 Signature = tuple[int, int]  # time of change in ns, bytes

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.utils.logger.file import METRICS_FILE, read_log
-from verl.utils.rollout_store import FOLDER
+from verl.logger.file import METRICS_FILE, read_log
 from verl.viewer.rollout_index import RolloutIndex, plain
+from verl.viewer.rollout_store import FOLDER
 
 DEPTH = 2  # folders between what a user names and a run: PROJECT/EXPERIMENT
 

@@ -27,8 +27,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verl.utils.rollout_store import FOLDER, MEDIA, MEDIA_FILE
 from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
+from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE
 from verl.viewer.runs import RunFolder
 
 LOOPBACK = "127.0.0.1"

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from verl.utils.logger.file import CONFIG_FILE, METRICS_FILE
+from verl.logger.file import CONFIG_FILE, METRICS_FILE
 from verl.viewer.runs import RunFolder
 
 METRICS = (  # what a line is called, the first of these that a run has, what "best" is if it has a best

@@ -19,14 +19,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from verl.models.adapters import set_adapter
+from verl.config.model import FSDPConfig, ModelConfig
+from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameters, torch_dtype
+from verl.models.adapter_files import AdapterConfig, read_adapter, read_adapter_config
+from verl.models.hub_names import HubNames, auto_class, meta_model
+from verl.models.lora import set_adapter
 from verl.models.registry import prepare_model
-from verl.models.trainable import TrainableOptions, select_trainable
-from verl.utils.adapter_files import AdapterConfig, read_adapter, read_adapter_config
-from verl.utils.fsdp_utils import offload_policy, shard_model, sharded_parameters, torch_dtype
-from verl.utils.hub_names import HubNames, auto_class, meta_model
-from verl.utils.rank_logger import get_logger
-from verl.utils.scalar_model import (
+from verl.models.scalar_head import (
     SCORE_BIAS,
     SCORE_WEIGHT,
     drop_score_bias,
@@ -35,7 +34,8 @@ from verl.utils.scalar_model import (
     make_scalar,
     start_score,
 )
-from verl.workers.model_config import FSDPConfig, ModelConfig
+from verl.models.trainable import TrainableOptions, select_trainable
+from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
@@ -67,7 +67,7 @@ def build_model(
 
     Returns:
         The model, its parameters DTensors. Its `config` and `generation_config` are those of the files; a
-        scalar model's config says that it is one (`verl.utils.scalar_model`).
+        scalar model's config says that it is one (`verl.models.scalar_head`).
 
     Raises:
         FileNotFoundError: The folder has no config or no weights that can be read.

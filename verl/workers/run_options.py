@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 
 from verl.algorithms.rollout_correction import RolloutCorrection
-from verl.utils.media_cache import MediaCache
-from verl.utils.media_options import MediaOptions
-from verl.workers.actor.dp_actor import KLLoss
+from verl.data.media.cache import MediaCache
+from verl.data.media.media_options import MediaOptions
+from verl.workers.roles.actor import KLLoss
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ The model is saved as `actor`, the name of the policy: a run of reinforcement le
 
 import time
 
+from verl.config.sft_options import SFTWorkerConfig
+from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.utils.device import memory_metrics, reset_peak_memory
-from verl.workers.dp_sft import DataParallelSFT
-from verl.workers.model_worker import ModelWorker
+from verl.workers.base_worker import ModelWorker
+from verl.workers.roles.sft import DataParallelSFT
 from verl.workers.run_options import ModelRunOptions
-from verl.workers.sft_options import SFTWorkerConfig
 
 
 class SFTWorker(ModelWorker):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from verl.utils.hub_names import HubNames, auto_class
+from verl.config.rollout import RolloutConfig
+from verl.models.hub_names import HubNames, auto_class
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
-from verl.workers.rollout_config import RolloutConfig
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55], [60, 61]]
 OPTIONS = SamplingOptions(n=2, max_tokens=24)

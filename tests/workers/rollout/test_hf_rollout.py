@@ -18,7 +18,8 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import SamplingOptions, build_rollout_engine, media_token_ids
+from verl.workers.rollout.base import SamplingOptions, media_token_ids
+from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.hf_rollout import sample_tokens
 
 GREEDY = SamplingOptions(n=2, temperature=0.0, max_tokens=24)

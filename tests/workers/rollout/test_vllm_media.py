@@ -15,9 +15,10 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
+from verl.data.media.loader import DecodedMedia
 from verl.models.tiny import save_tiny_model
-from verl.utils.multimodal import DecodedMedia
-from verl.workers.rollout.base import SamplingOptions, build_rollout_engine, media_token_ids
+from verl.workers.rollout.base import SamplingOptions, media_token_ids
+from verl.workers.rollout.engines import build_rollout_engine
 
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rollout engine is: prompts in, finished responses out, weights kept equal to the trained ones.
 
-To add an engine: one module with a class that implements `RolloutEngine`, and one entry in `ROLLOUT_ENGINES`
-below, which imports that module only when `worker.rollout.name` asks for it.
+`engines.py` has the engines by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.utils.adapter_files import AdapterConfig
-from verl.utils.registry import Registry
+from verl.models.adapter_files import AdapterConfig
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -193,37 +191,6 @@ class EngineSetup:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     takes_embeddings: bool = False
     adapter: EngineAdapter | None = None
-
-
-ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")
-
-
-@ROLLOUT_ENGINES.register("vllm")
-def _build_vllm(config: Any, setup: EngineSetup) -> RolloutEngine:
-    # vLLM takes 5 to 12 seconds to import and reads its environment while it does
-    from verl.workers.rollout.vllm_rollout_spmd import VLLMRollout  # noqa: PLC0415
-
-    return VLLMRollout(config, setup)
-
-
-@ROLLOUT_ENGINES.register("hf")
-def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
-    from verl.workers.rollout.hf_rollout import HFRollout  # noqa: PLC0415 - reads torchvision for VL processors
-
-    return HFRollout(config, setup)
-
-
-def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:
-    """Build the engine that `worker.rollout.name` names; every rank calls it.
-
-    Args:
-        config: The section `worker.rollout`.
-        setup: The model, the device and this rank's place.
-
-    Returns:
-        An engine whose weights are not to be relied on before the first `sync_weights`.
-    """
-    return ROLLOUT_ENGINES[config.name](config, setup)
 
 
 def media_token_ids(model_config: Any) -> list[int]:

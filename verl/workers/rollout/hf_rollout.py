@@ -22,10 +22,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from verl.data.media.loader import MediaShape, expand_prompt, sampled_fps, timestamps
+from verl.distributed.fsdp import torch_dtype
+from verl.models.hub_names import auto_class
 from verl.models.position_ids import MropeConstants, position_ids_for
-from verl.utils.fsdp_utils import torch_dtype
-from verl.utils.hub_names import auto_class
-from verl.utils.multimodal import MediaShape, expand_prompt, sampled_fps, timestamps
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.base import (
     EngineSetup,

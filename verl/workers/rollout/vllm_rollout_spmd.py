@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from verl.utils.fsdp_utils import torch_dtype
+from verl.distributed.fsdp import torch_dtype
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
-from verl.workers.rollout import adapter_sync, vllm_patches, weight_sync
+from verl.workers.rollout import lora_sync as adapter_sync
+from verl.workers.rollout import vllm_patches, weight_sync
 from verl.workers.rollout.base import (
     EmbeddedMedia,
     EngineSetup,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained weights into vLLM, one parameter at a time.
 
-Names come as on the hub (`verl.utils.hub_names`), which every loader of vLLM reads; vLLM cuts full tensors
+Names come as on the hub (`verl.models.hub_names`), which every loader of vLLM reads; vLLM cuts full tensors
 for its tensor-parallel rank by itself. To add a model whose tensors on the hub are laid out otherwise than
 transformers saves them: one entry in `TRANSPOSED_EXPERTS`.
 """

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of each data set, as the hub has them, become rows that are read and scored here."""
+
+import pytest
+
+from verl.cli.convert_data.converters import COLUMN_TYPES, CONVERTERS
+from verl.data.bad_rows import BadRowError
+
+DAPO_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form"
+    " Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+
+def dapo_row(content, ground_truth="34", index="9a9b"):
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": ground_truth, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def longvideo_row(**columns):
+    row = {"problem_id": 7, "problem": "Why?\nA. No.\nB. Yes.", "data_type": "video", "problem_type": "goal"}
+    told = {"reasoning": "They run. So B.", "videos": "longvila_videos/a.mp4", "answer": "<answer>B</answer>"}
+    return row | told | columns
+
+
+def test_longvideo_reason_shows_the_video_and_joins_reasoning_and_answer_to_a_response():
+    assert CONVERTERS["longvideo_reason"](longvideo_row()) == {
+        "problem": "<video>Why?\nA. No.\nB. Yes.",
+        "answer": "B",
+        "videos": ["longvila_videos/a.mp4"],
+        "response": "<think>They run. So B.</think><answer>B</answer>",
+        "subject": "goal",
+        "id": "7",
+        "data_source": "LongVideo-Reason/longvideo-reason",
+    }
+
+
+def test_longvideo_reason_without_reasoning_has_no_response_and_with_tags_the_same_one():
+    without = CONVERTERS["longvideo_reason"](longvideo_row(reasoning=None))
+    tagged = CONVERTERS["longvideo_reason"](longvideo_row(reasoning="<think>\nThey run. So B.\n</think>"))
+
+    assert "response" not in without and without["answer"] == "B"
+    assert tagged == CONVERTERS["longvideo_reason"](longvideo_row())
+
+
+def test_gsm8k_takes_the_result_without_commas_and_the_solution_without_calculations():
+    answer = "48/2 = <<48/2=24>>24 thousand.\nTogether <<48000+24000=72000>>72,000.\n#### 72,000"
+
+    row = CONVERTERS["gsm8k"]({"question": "How many?", "answer": answer})
+
+    assert row == {
+        "problem": "How many?",
+        "answer": "72000",
+        "solution": "48/2 = 24 thousand.\nTogether 72,000.",
+        "data_source": "openai/gsm8k",
+    }
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"First $\boxed{1}$, no: $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"The answer is $\fbox{7}$.", "7"),
+        (r"So $\boxed 5$.", "5"),
+    ],
+)
+def test_math_takes_the_last_box_in_each_way_that_the_solutions_write_it(solution, answer):
+    row = {"problem": "p", "solution": solution, "level": "Level 3", "type": "Algebra"}
+
+    converted = CONVERTERS["math"](row)
+
+    assert (converted["answer"], converted["level"], converted["subject"]) == (answer, 3, "Algebra")
+
+
+def test_math_prefers_the_answer_column_and_reads_numbers_as_levels():
+    row = {"problem": "p", "solution": r"\boxed{1}", "answer": "2", "subject": "Algebra", "level": 5}
+
+    converted = CONVERTERS["math"](row | {"unique_id": "test/algebra/1.json"})
+
+    assert (converted["answer"], converted["level"], converted["id"]) == ("2", 5, "test/algebra/1.json")
+
+
+def test_math_without_a_level_has_none():
+    row = {"problem": "p", "solution": r"\boxed{1}", "level": "Level ?", "type": "Geometry"}
+
+    assert "level" not in CONVERTERS["math"](row)
+
+
+def test_dapo_cuts_its_instructions_off_and_nothing_else():
+    problem = "Let $a=1$.\n\nRemember that $b=2$. Find $a+b$."
+
+    row = CONVERTERS["dapo17k"](dapo_row(DAPO_PROMPT.format(problem)))
+
+    assert row == {
+        "problem": problem,
+        "answer": "34",
+        "ability": "MATH",
+        "id": "9a9b",
+        "data_source": "math_dapo",
+    }
+
+
+def test_dapo_keeps_a_prompt_that_has_no_instructions():
+    assert CONVERTERS["dapo17k"](dapo_row("What is 2 + 3?"))["problem"] == "What is 2 + 3?"
+
+
+@pytest.mark.parametrize("tags", ["{}", "<answer> {} </answer>"])
+@pytest.mark.parametrize("name", ["clevr", "geoqa8k"])
+def test_answers_are_the_same_with_and_without_tags(name, tags):
+    image = {"bytes": b"png", "path": None}
+
+    tagged = CONVERTERS[name]({"image": image, "problem": "How many?", "solution": tags.format("145°")})
+    listed = CONVERTERS[name]({"images": [image], "problem": "<image>How many?", "answer": "145°"})
+
+    assert tagged == listed
+    assert (tagged["problem"], tagged["answer"]) == ("<image>How many?", "145°")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "reason"),
+    [
+        ("gsm8k", {"question": "q", "answer": "72"}, "no result behind ####"),
+        ("gsm8k", {"question": "q", "answer": "72\n#### "}, "the answer is empty"),
+        ("gsm8k", {"question": None, "answer": "#### 1"}, "`question` must be text, got NoneType"),
+        ("math", {"problem": "p", "solution": "obvious"}, r"no \boxed{}"),
+        ("math", {"problem": " ", "answer": "1"}, "the problem is empty"),
+        ("dapo17k", dapo_row(DAPO_PROMPT.format("p").partition("Remember")[0]), "half of the instructions"),
+        ("dapo17k", dapo_row("p") | {"prompt": []}, "not one message of the user"),
+        ("dapo17k", dapo_row("p") | {"reward_model": None}, "`ground_truth` must be text"),
+        ("geometry3k", {"images": [b"1"], "problem": "<image><image>?", "answer": "1"}, "2 <image> but"),
+        ("clevr", {"images": None, "problem": "?", "answer": "1"}, "no image"),
+        ("clevr", {"images": [b"1"], "problem": "?", "answer": 1.5}, "`answer` must be text, got float"),
+        ("longvideo_reason", longvideo_row(videos=[]), "must be the path of a video, or a list"),
+        ("longvideo_reason", longvideo_row(reasoning="x</think>y"), "holds tags of the form of a response"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(name, row, reason):
+    with pytest.raises(BadRowError, match=reason.replace("\\", r"\\").replace("{}", r"\{\}")):
+        CONVERTERS[name](row)
+
+
+def test_the_columns_of_every_converter_have_types():
+    image = {"bytes": b"png", "path": None}
+    rows = {
+        "gsm8k": {"question": "q", "answer": "#### 1"},
+        "math": {"problem": "p", "solution": r"\boxed{1}", "level": "Level 1", "type": "t", "unique_id": "i"},
+        "dapo17k": dapo_row("p"),
+        "geometry3k": {
+            "images": [image],
+            "problem": "<image>",
+            "answer": "1",
+            "id": 3,
+            "choices": ["1", "2"],
+        },
+        "clevr": {"images": [image], "problem": "<image>", "answer": "1"},
+        "geoqa8k": {"images": [image], "problem": "<image>", "answer": "1"},
+        "longvideo_reason": longvideo_row(),
+    }
+
+    assert sorted(rows) == CONVERTERS.names()
+    assert set(COLUMN_TYPES) == {column for name, row in rows.items() for column in CONVERTERS[name](row)}

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which combinations of algorithms are refused, in what words; and that the options name what there is."""
+
+import pytest
+
+from verl.algorithms.advantages import ADV_ESTIMATORS
+from verl.algorithms.aggregation import AGGREGATIONS
+from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.algorithms.resampling import RESAMPLING_METHODS
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, load_config, walk_options
+from verl.config.worker import LOSS_AVG_ALIASES
+
+
+@pytest.fixture(scope="module")
+def minimal(tmp_path_factory):
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text("def main(rewards):\n    return [{'overall': 0.0} for _ in rewards]\n")
+    return [
+        "data.train_files=owner/rows",
+        "data.val_files=owner/rows@test",
+        "data.rollout_batch_size=8",
+        "data.max_response_length=64",
+        "worker.actor.model.model_path=owner/model",
+        "worker.actor.global_batch_size=4",
+        "worker.actor.micro_batch_size_per_device_for_update=2",
+        "worker.actor.micro_batch_size_per_device_for_experience=2",
+        "worker.critic.global_batch_size=4",
+        "worker.critic.micro_batch_size_per_device_for_update=2",
+        "worker.prime.global_batch_size=4",
+        "worker.prime.micro_batch_size_per_device_for_update=2",
+        f"worker.reward.reward_function={reward}",
+        "worker.rollout.n=4",
+        "worker.rollout.tensor_parallel_size=1",
+        "trainer.n_gpus_per_node=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("registry", "aliases"),
+    [
+        (ADV_ESTIMATORS, ()),
+        (POLICY_LOSSES, ()),
+        (KL_ESTIMATORS, ()),
+        (RESAMPLING_METHODS, ()),
+        (AGGREGATIONS, LOSS_AVG_ALIASES),
+    ],
+    ids=lambda value: getattr(value, "option", ""),
+)
+def test_an_option_names_exactly_the_registered_functions(registry, aliases):
+    (entry,) = [entry for entry in walk_options(PPOConfig) if entry.key == registry.option]
+
+    assert sorted(set(entry.info.choices) - set(aliases)) == registry.names()
+
+
+def test_an_unknown_name_lists_the_known_ones(minimal):
+    with pytest.raises(ConfigError) as raised:
+        load_config(PPOConfig, [*minimal, "algorithm.adv_estimator=gpro"])
+
+    (problem,) = raised.value.problems
+    assert all(name in problem for name in ADV_ESTIMATORS.names())
+
+
+@pytest.mark.parametrize(("verls", "ours"), LOSS_AVG_ALIASES.items())
+def test_verls_names_of_aggregations_are_understood(minimal, verls, ours):
+    config = load_config(PPOConfig, [*minimal, f"worker.actor.loss_avg_mode={verls}"])
+
+    assert config.worker.actor.loss_avg_mode == ours
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["algorithm.adv_estimator=gae"], ["worker.critic.model.model_path", "must be set"]),
+        (["trainer.critic_warmup=5"], ["trainer.critic_warmup", "(5)", "no critic"]),
+        (
+            ["algorithm.adv_estimator=remax", "worker.rollout.top_k=1"],
+            ["worker.rollout.top_k", "remax", "greedy"],
+        ),
+        (["algorithm.adv_estimator=gdpo", "algorithm.disable_kl=true"], ["gdpo_reward_keys", "for example"]),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"],
+            ["algorithm.use_kl_loss", "must be true", "gdpo"],
+        ),
+        (
+            [
+                *("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]"),
+                *("algorithm.disable_kl=true", "algorithm.gdpo_reward_weights=[1.0]"),
+            ],
+            ["algorithm.gdpo_reward_weights", "1 for 2 keys"],
+        ),
+        (
+            [
+                *("algorithm.adv_estimator=prime", "algorithm.disable_kl=true"),
+                "worker.reward.overlong_buffer_length=8",
+            ],
+            ["worker.reward.overlong_buffer_length", "must be 0", "prime"],
+        ),
+        (["worker.reward.overlong_buffer_length=99"], ["overlong_buffer_length", "(99)", "(64)"]),
+        (["worker.actor.loss_type=dro"], ["worker.actor.dro_beta", "must be set"]),
+        (
+            ["algorithm.online_filtering=true", "trainer.rejection_sample=true"],
+            ["algorithm.online_filtering", "trainer.rejection_sample", "choose one"],
+        ),
+        (["trainer.rejection_sample_multiplier=2"], ["needs `trainer.rejection_sample=true`"]),
+        (["algorithm.filter_low=0.9", "algorithm.filter_high=0.1"], ["filter_low", "must be below"]),
+        (
+            ["worker.actor.adaptive_entropy.enabled=true", "worker.actor.entropy_coef=0.1"],
+            ["worker.actor.entropy_coef", "(0.1)", "max_entropy_coef", "(0.005)"],
+        ),
+        (["worker.actor.clip_cov_lb=6.0"], ["clip_cov_lb", "must be below", "clip_cov_ub"]),
+        ([f"{CORRECTION}.rollout_is_threshold=0.5"], [f"{CORRECTION}.rollout_is_threshold", "'0.5'"]),
+        ([f"{CORRECTION}.rollout_rs=seq_k9"], [f"{CORRECTION}.rollout_rs", "seq_k9", "seq_mean_k1"]),
+        ([f"{CORRECTION}.rollout_rs=seq_mean_k1"], [f"{CORRECTION}.rollout_rs_threshold"]),
+        (
+            [f"{CORRECTION}.loss_type=reinforce"],
+            [f"{CORRECTION}.loss_type", f"{CORRECTION}.bypass_mode=true"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            [f"{CORRECTION}.rollout_is", "must be null", "already"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=optimal_token_baseline"],
+            [f"{CORRECTION}.bypass_mode", "must be false", "optimal_token_baseline"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", "algorithm.kl_penalty=full"],
+            [f"{CORRECTION}.bypass_mode", "algorithm.kl_penalty=full"],
+        ),
+        (
+            [f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            ["must be false without", f"{CORRECTION}.rollout_is"],
+        ),
+    ],
+    ids=lambda value: value[0].split(".")[-1] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_combination_that_makes_no_sense_is_an_error_that_names_both_sides(minimal, arguments, parts):
+    with pytest.raises(ConfigError) as raised:
+        load_config(PPOConfig, [*minimal, *arguments])
+
+    (problem,) = raised.value.problems
+    for part in parts:
+        assert part in problem
+
+
+@pytest.mark.parametrize(
+    "estimator", sorted(set(ADV_ESTIMATORS.names()) - {"gae", "reinforce_plus_plus", "remax", "sppo"})
+)
+def test_estimators_that_compare_responses_need_several(minimal, estimator):
+    needed = ["algorithm.disable_kl=true", "algorithm.gdpo_reward_keys=[accuracy]"]
+    with pytest.raises(ConfigError) as raised:
+        load_config(
+            PPOConfig, [*minimal, *needed, f"algorithm.adv_estimator={estimator}", "worker.rollout.n=1"]
+        )
+
+    (problem,) = raised.value.problems
+    assert f"`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator={estimator}`" in problem
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "sppo"])
+def test_the_other_estimators_are_content_with_one_response(minimal, estimator):
+    critic = "worker.critic.model.model_path=owner/model"
+    load_config(PPOConfig, [*minimal, critic, f"algorithm.adv_estimator={estimator}", "worker.rollout.n=1"])
+
+
+def test_the_models_of_a_run_follow_from_its_algorithm(minimal):
+    ppo = ["algorithm.adv_estimator=gae", "worker.critic.model.model_path=owner/model"]
+
+    assert load_config(PPOConfig, minimal).models == ["actor", "ref"]
+    assert load_config(PPOConfig, [*minimal, *ppo]).models == ["actor", "critic", "ref"]
+
+
+def test_a_reward_model_can_stand_in_for_the_reward_function(minimal):
+    without = [argument for argument in minimal if "reward_function" not in argument]
+
+    with pytest.raises(ConfigError, match=r"worker.reward.reward_function.*worker.reward_model"):
+        load_config(PPOConfig, without)
+    load_config(PPOConfig, [*without, "worker.reward_model.model.model_path=owner/scorer"])
+
+
+def test_a_call_of_the_engine_may_take_more_prompts_than_a_step_that_filters(minimal):
+    more = "data.mini_rollout_batch_size=24"
+
+    with pytest.raises(ConfigError, match=r"`data.rollout_batch_size` \(8\) must be divisible"):
+        load_config(PPOConfig, [*minimal, more])
+    load_config(PPOConfig, [*minimal, more, "algorithm.online_filtering=true"])

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, load_config
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    """The options that have no usable default, for two ranks."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("def main(rows): ...")
+    return [
+        "data.train_files=owner/rows",
+        "data.val_files=owner/rows@test",
+        "data.rollout_batch_size=8",
+        "worker.actor.model.model_path=owner/model",
+        "worker.actor.global_batch_size=4",
+        "worker.actor.micro_batch_size_per_device_for_update=2",
+        "worker.actor.micro_batch_size_per_device_for_experience=2",
+        "worker.rollout.n=2",
+        "worker.rollout.tensor_parallel_size=1",
+        f"worker.reward.reward_function={reward}",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.save_checkpoint_path={tmp_path}/checkpoints",
+    ]
+
+
+def load(minimal, *arguments):
+    return load_config(PPOConfig, [*minimal, *arguments])
+
+
+def problems_of(minimal, *arguments):
+    with pytest.raises(ConfigError) as raised:
+        load(minimal, *arguments)
+    return raised.value.problems
+
+
+def test_the_minimal_config_loads(minimal):
+    config = load(minimal)
+
+    assert (config.world_size, config.dp_size, config.num_engines, config.loader_batch_size) == (2, 2, 2, 8)
+    assert config.max_sequence_length == config.max_model_len == 1024
+    assert config.worker.actor.model.tokenizer_path == "owner/model"
+
+
+def test_what_has_no_usable_default_must_be_set():
+    with pytest.raises(ConfigError) as raised:
+        load_config(PPOConfig)
+
+    text = str(raised.value)
+    for key in (
+        "worker.actor.model.model_path",
+        "data.train_files",
+        "data.val_files",
+        "worker.reward.reward_function",
+        "worker.rollout.n",
+    ):
+        assert f"`{key}` must be" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ["worker.rollout.n=1"],
+            "`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator=grpo`, got 1",
+        ),
+        (
+            ["worker.actor.global_batch_size=3", "worker.rollout.n=4"],
+            "`data.rollout_batch_size` (8) must be divisible by `worker.actor.global_batch_size` (3):"
+            " set `worker.actor.global_batch_size=2`, or set `data.rollout_batch_size=6` or"
+            " `data.rollout_batch_size=9`",
+        ),
+        (
+            ["worker.actor.micro_batch_size_per_device_for_experience=3"],
+            "`data.rollout_batch_size` x `worker.rollout.n` (16) must be divisible by"
+            " `worker.actor.micro_batch_size_per_device_for_experience` (3)",
+        ),
+        (
+            ["worker.actor.micro_batch_size_per_device_for_update=3"],
+            "`worker.actor.global_batch_size` x `worker.rollout.n` / `trainer.nnodes` x"
+            " `trainer.n_gpus_per_node` (4) must be divisible by"
+            " `worker.actor.micro_batch_size_per_device_for_update` (3)",
+        ),
+        (
+            ["worker.actor.global_batch_size=1", "worker.rollout.n=3"],
+            "`worker.actor.global_batch_size` x `worker.rollout.n` (3) must be divisible by the number of",
+        ),
+        (
+            ["worker.rollout.tensor_parallel_size=4"],
+            "`trainer.nnodes` x `trainer.n_gpus_per_node` (2) must be divisible by"
+            " `worker.rollout.tensor_parallel_size` (4): set `worker.rollout.tensor_parallel_size=2`,"
+            " or make `trainer.nnodes` x `trainer.n_gpus_per_node` 4",
+        ),
+        (
+            ["worker.rollout.tensor_parallel_size=2", "trainer.n_gpus_per_node=1"],
+            "set `worker.rollout.tensor_parallel_size=1`, or make `trainer.nnodes` x",
+        ),
+        (
+            ["data.mini_rollout_batch_size=6"],
+            "`data.rollout_batch_size` (8) must be divisible by `data.mini_rollout_batch_size` (6)",
+        ),
+        (
+            ["data.mini_rollout_batch_size=1"],
+            "/ `worker.rollout.tensor_parallel_size` (2): make the number of rollout engines 1, or set"
+            " `data.mini_rollout_batch_size=2`",
+        ),
+        (
+            ["data.max_response_length=8000"],
+            "`worker.rollout.max_num_batched_tokens` (8192) must be at least"
+            " `data.max_prompt_length` + `data.max_response_length` (8512)",
+        ),
+        (["worker.rollout.max_model_len=1000"], "`worker.rollout.max_model_len` (1000) must be at least"),
+        (["worker.actor.fsdp.fsdp_size=4"], "must be divisible by `worker.actor.fsdp.fsdp_size` (4)"),
+        (
+            ["data.min_pixels=9", "data.max_pixels=4"],
+            "`data.min_pixels` (9) must be at most `data.max_pixels`",
+        ),
+        (
+            ["algorithm.kl_type=adaptive", "algorithm.use_kl_loss=true"],
+            "`algorithm.kl_type` must be 'fixed'",
+        ),
+        (["data.val_files="], "`data.val_files` must be set; without validation set"),
+        (
+            ["trainer.val_only=true", "data.val_files="],
+            "`data.val_files` must be set with",
+        ),
+        (
+            ["worker.rollout.val_override_config.n=0"],
+            "`worker.rollout.val_override_config.n` must be",
+        ),
+        (
+            ["worker.actor.optim.betas=[0.9,1.0]"],
+            "`worker.actor.optim.betas` must be in [0, 1), got [0.9, 1.0]",
+        ),
+        (["data.format_prompt=missing.jinja"], "`data.format_prompt`: no file "),
+        (["data.override_chat_template=missing.jinja"], "`data.override_chat_template`: no file "),
+        (["data.train_files=missing.parquet"], "`data.train_files`: no file or folder "),
+        (["data.val_files=[owner/rows,./missing]"], "`data.val_files`: no file or folder "),
+        (["data.image_dir=missing"], "`data.image_dir`: no folder "),
+        (["worker.reward.reward_function=missing.py:f"], "`worker.reward.reward_function`: no file "),
+        (["worker.actor.model.model_path=./missing"], "`worker.actor.model.model_path`: no folder "),
+        (["trainer.load_checkpoint_path=missing"], "`trainer.load_checkpoint_path`: no folder "),
+        (["trainer.load_checkpoint_path=."], "`trainer.load_checkpoint_path` must end with a folder named"),
+        (
+            ["trainer.save_checkpoint_path=/proc/x"],
+            "`trainer.save_checkpoint_path` must be a folder that can be",
+        ),
+        (["worker.rollout.temperature=0"], "`worker.rollout.temperature` must be at least 0.01, got 0.0"),
+    ],
+)
+def test_a_broken_rule_is_named(minimal, arguments, problem):
+    (found,) = problems_of(minimal, *arguments)
+
+    assert problem in found
+
+
+def test_broken_rules_and_wrong_values_are_reported_together(minimal):
+    problems = problems_of(
+        minimal,
+        "worker.actor.global_batch_size=3",
+        "trainer.logger=[consoles]",
+        "data.sed=1",
+        "worker.rollout.n=4",
+    )
+
+    assert [problem.split("`")[1] for problem in problems] == [
+        "data.sed",
+        "trainer.logger",
+        "data.rollout_batch_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "supported"),
+    [
+        ("worker.actor.vila_model=true", "false"),
+        ("worker.hybrid_engine=false", "true"),
+        ("worker.is_omni=true", "false"),
+        ("trainer.diffusion=true", "false"),
+    ],
+)
+def test_a_feature_that_is_not_built_is_refused_by_name_with_what_is_supported(minimal, argument, supported):
+    (problem,) = problems_of(minimal, argument)
+
+    rule = f"must be one of {supported}" if supported.startswith("[") else f"must be {supported}"
+    assert problem.startswith(f"`{argument.split('=')[0]}` {rule}, got ")
+    assert "this version has no " in problem
+
+
+def test_disabled_kl_wins_over_the_kl_loss_and_loads_no_reference(minimal):
+    config = load(minimal, "algorithm.disable_kl=true", "algorithm.use_kl_loss=true")
+
+    assert not config.use_reference
+
+
+def test_the_checkpoint_folder_is_named_after_project_and_experiment(minimal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    config = load(
+        minimal, "trainer.save_checkpoint_path=null", "trainer.project_name=p", "trainer.experiment_name=e"
+    )
+
+    assert config.trainer.save_checkpoint_path == f"{tmp_path}/checkpoints/p/e"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_types_have_one_spelling(minimal):
+    config = load(minimal, "worker.actor.fsdp.mp_param_dtype=float32", "worker.rollout.dtype=bfloat16")
+
+    assert config.worker.actor.fsdp.mp_param_dtype == "fp32"
+    assert config.worker.rollout.dtype == "bf16"
+
+
+def test_a_folder_of_frames_is_the_same_for_processes_in_any_directory(minimal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert load(minimal, "data.cache_dir=frames").data.cache_dir == str(tmp_path / "frames")
+    assert not (tmp_path / "frames").exists()
+
+
+def test_features_are_kept_of_a_tower_that_does_not_change(minimal, tmp_path):
+    folder = f"worker.actor.cached_embeds_dir={tmp_path / 'features'}"
+
+    (problem,) = problems_of(minimal, folder)
+
+    assert "needs `worker.actor.model.freeze_vision_tower=true`" in problem
+    frozen = load(minimal, folder, "worker.actor.model.freeze_vision_tower=true")
+    assert frozen.worker.actor.cached_embeds_dir == str(tmp_path / "features")

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call in a process of its own fails alone."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.hostile_images import DEEDS, ENDINGS, do
+from verl.data.media.isolated_calls import IsolatedCalls
+
+PARENT = """
+import os, sys, time
+from verl.data.media.isolated_calls import IsolatedCalls
+calls = IsolatedCalls(lambda seconds: time.sleep(seconds) or os.getpid(), None)
+print(calls(0), flush=True)
+calls(1000)
+"""
+
+
+def act(deed):
+    """Do a deed, or tell which process this is."""
+    if deed in DEEDS:
+        do(deed)
+    return os.getpid()
+
+
+def is_there(pid):
+    """Whether a process exists; one that ended and was not waited for does."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_until_gone(pid):
+    end = time.monotonic() + 10
+    while is_there(pid):
+        assert time.monotonic() < end, "the process lives on"
+        time.sleep(0.01)
+
+
+def test_calls_run_one_after_the_other_in_one_process_that_is_not_this_one():
+    calls = IsolatedCalls(lambda values: (values.sum(), os.getpid()), 10)
+
+    results = [calls(np.arange(n)) for n in (3, 4, 5)]
+
+    assert [total for total, _ in results] == [3, 6, 10]
+    assert len({pid for _, pid in results}) == 1 and results[0][1] != os.getpid()
+
+
+@pytest.mark.parametrize("deed", ENDINGS)
+def test_a_call_that_ends_its_process_fails_alone_and_says_how(deed):
+    calls = IsolatedCalls(act, 10)
+    first = calls("nothing")
+
+    with pytest.raises(ChildProcessError, match=f"was ended by {ENDINGS[deed]}"):
+        calls(deed)
+
+    assert calls("nothing") not in (first, os.getpid()) and not is_there(first)
+
+
+@pytest.mark.parametrize("leave", [sys.exit, os._exit])
+def test_a_call_that_exits_says_with_which_status(leave):
+    with pytest.raises(ChildProcessError, match="exited with status 1"):
+        IsolatedCalls(leave, 10)(1)
+
+
+def deaf(seconds):
+    """Sleep through every signal that can be ignored."""
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(seconds)
+
+
+def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works():
+    calls = IsolatedCalls(deaf, 0.3)
+    calls(0)
+    start = time.monotonic()
+
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.3 s"):
+        calls(1000)
+
+    assert 0.3 <= time.monotonic() - start < 3 and calls(0) is None
+
+
+def test_errors_are_raised_here_and_leave_the_process_alive():
+    def fail(kind):
+        if kind == "value":
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte")
+        if kind == "memory":
+            np.empty(1 << 56, dtype=np.uint8)
+        if kind == "key":
+            return {}[kind]
+        if kind == "result":
+            return lambda: None  # cannot be pickled
+        return os.getpid()
+
+    calls = IsolatedCalls(fail, 10)
+    pid = calls("nothing")
+
+    for kind, error, message in (
+        ("value", ValueError, "bad byte"),
+        ("memory", ValueError, "memory ran out: Unable to allocate"),
+        ("key", RuntimeError, r"in fail\n(.|\n)*KeyError: 'key'"),
+        ("result", RuntimeError, "pickle"),
+    ):
+        with pytest.raises(error, match=message):
+            calls(kind)
+    assert calls("nothing") == pid
+
+
+def test_the_answer_to_an_interrupted_call_is_not_taken_for_the_next_ones():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def slow(number):
+        time.sleep(0.3 * number)
+        return number
+
+    calls = IsolatedCalls(slow, 10)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            calls(1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.5)
+
+    assert calls(0) == 0
+
+
+def test_a_process_that_is_killed_between_calls_is_replaced_and_no_call_fails():
+    calls = IsolatedCalls(act, 10)
+    first = calls("nothing")
+
+    os.kill(first, signal.SIGKILL)
+    time.sleep(0.1)
+
+    assert calls("nothing") != first and not is_there(first)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_a_run_is_no_fault_of_a_call(number):
+    def hear(_):
+        os.kill(os.getpid(), number)  # as Ctrl-C and a scheduler send it to all processes
+        return "heard"
+
+    assert IsolatedCalls(hear, 10)("") == "heard"
+
+
+def test_the_process_ends_with_its_parent_also_in_the_midst_of_a_call():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    helper = int(parent.stdout.readline())
+    time.sleep(0.1)
+    assert is_there(helper)
+
+    parent.kill()
+    parent.wait()
+
+    wait_until_gone(helper)
+
+
+def test_the_process_ends_when_it_is_closed_or_nobody_holds_it():
+    calls = IsolatedCalls(act, 10)
+    first = calls("nothing")
+    calls.close()
+    second = calls("nothing")
+    assert not is_there(first) and is_there(second)
+
+    del calls
+    gc.collect()
+
+    assert not is_there(second)
+
+
+def test_a_forked_process_has_a_helper_of_its_own_and_leaves_its_parents_alone():
+    calls = IsolatedCalls(lambda number: (number, os.getpid()), 10)
+    ours = calls(0)[1]
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def other():
+        results = [calls(number) for number in range(1000, 1200)]
+        calls.close()
+        queue.put((os.getpid(), results))
+
+    process = context.Process(target=other)
+    process.start()
+    results = [calls(number) for number in range(200)]
+    pid, theirs = queue.get()
+    process.join()
+
+    assert results == [(number, ours) for number in range(200)]
+    assert [number for number, _ in theirs] == list(range(1000, 1200))
+    assert {helper for _, helper in theirs}.isdisjoint({ours, pid, os.getpid()})
+    assert calls(7) == (7, ours)
+
+
+def test_a_new_process_is_entered_before_its_first_call():
+    state = []
+    calls = IsolatedCalls(lambda _: list(state), 10, enter=lambda: state.append(os.getpid()))
+
+    assert len(calls(0)) == len(calls(0)) == 1 and not state
+
+
+def test_many_failed_calls_leave_no_files_open_and_no_processes():
+    calls = IsolatedCalls(act, 10)
+
+    def count():
+        return len(os.listdir("/proc/self/fd"))
+
+    def children():
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    others = children()
+    calls("nothing")
+    before = count()
+    for _ in range(20):
+        with contextlib.suppress(ChildProcessError):
+            calls("abort")
+    calls("nothing")
+
+    assert count() == before
+    assert len(children() - others) == 1, "the helper that answered last"
+
+
+def test_a_call_is_cheap():
+    calls = IsolatedCalls(lambda value: value, 10)
+    calls(0)
+    seconds = []
+    for _ in range(300):
+        start = time.perf_counter()
+        calls(0)
+        seconds.append(time.perf_counter() - start)
+
+    assert min(seconds) < 1e-3

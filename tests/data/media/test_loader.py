@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes from headers, pixels, features and tokens of media, against the models' real processors."""
+
+import os
+import pickle
+from dataclasses import replace
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.media import image_bytes, noise, save_image, save_video
+from verl.data.media.cache import MediaCache
+from verl.data.media.loader import MediaLoader, MediaOptions, expand_prompt
+from verl.data.media.sizes import process_image, resized_size
+from verl.data.media.video import VideoOptions, choose_frames, probe_video, read_video
+from verl.data.tokenizer import load_processor
+from verl.models.tiny import save_tiny_model
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+OPTIONS = MediaOptions(min_pixels=40 * 40, max_pixels=150 * 150, video_fps=2.0)
+BY_NUMBER = replace(OPTIONS, max_pixels=10**6, num_video_frames=6, tokens_per_frame=16)
+IMAGE_SIZES = [(20, 20), (64, 48), (300, 37), (151, 152), (500, 333), (28, 900)]
+VIDEOS = [(64, 48, 16), (200, 100, 9), (330, 32, 40), (48, 48, 1), (32, 64, 3)]
+
+
+@pytest.fixture(scope="module")
+def processors(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {family: load_processor(save_tiny_model(folder / family, family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    images = [save_image(folder / f"{w}x{h}.png", w, h) for w, h in IMAGE_SIZES]
+    videos = [save_video(folder / f"{w}x{h}x{n}.mp4", w, h, n) for w, h, n in VIDEOS]
+    return {"images": images, "videos": videos}
+
+
+def prompt_of(processor, media, words="compare"):
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    return words + image * len(media["images"]) + " with " + video * len(media["videos"]) + "?"
+
+
+def processor_inputs(processor, loader, media):
+    """What the whole processor makes of the decoded media: the reference for everything below."""
+    decoded = loader.decode(media)
+    given = {}
+    if decoded.images:
+        given["images"] = decoded.images
+    if decoded.videos:
+        given["videos"] = [frames for frames, _ in decoded.videos]
+        given["video_metadata"] = [
+            {**meta, "frames_indices": list(meta["frames_indices"])} for _, meta in decoded.videos
+        ]
+        for meta in given["video_metadata"]:
+            del meta["do_sample_frames"]
+        given["do_sample_frames"] = False
+    text = prompt_of(processor, media)
+    return text, processor(text=[text], return_tensors="pt", **given)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_counted_from_headers_are_those_the_processor_makes_from_pixels(
+    family, options, processors, media
+):
+    processor = processors[family]
+    loader = MediaLoader(processor, options)
+
+    for one in [{"images": [i], "videos": []} for i in media["images"]] + [
+        {"images": [], "videos": [v]} for v in media["videos"]
+    ]:
+        text, expected = processor_inputs(processor, loader, one)
+        raw = processor.tokenizer.encode(text, add_special_tokens=False)
+        shape = loader.measure(one)
+
+        assert expand_prompt(raw, processor, shape) == expected["input_ids"][0].tolist()
+        for name in ("image_grid_thw", "video_grid_thw"):
+            if name in expected:
+                assert getattr(shape, name).tolist() == expected[name].tolist()
+
+
+@pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, options, processors, media):
+    processor = processors[family]
+    loader = MediaLoader(processor, options)
+    text, expected = processor_inputs(processor, loader, media)
+
+    shape = loader.shape_of(loader.decode(media))
+    features = loader.features(media)
+
+    raw = processor.tokenizer.encode(text, add_special_tokens=False)
+    assert expand_prompt(raw, processor, shape) == expected["input_ids"][0].tolist()
+    names = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+    assert set(features) == (names | {"second_per_grid_ts"} if family == "qwen2_5_vl" else names)
+    for name, value in features.items():
+        torch.testing.assert_close(value, torch.as_tensor(expected[name]).to(value.dtype), rtol=0, atol=0)
+
+
+def test_seconds_of_a_temporal_patch_follow_from_the_frames_taken(processors, tmp_path):
+    # 40 frames at 8 per second are 5 seconds; 2 a second take 10, so a patch of 2 frames lasts 1 second.
+    loader = MediaLoader(processors["qwen2_5_vl"], OPTIONS)
+    media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 40)]}
+
+    assert loader.measure(media).second_per_grid_ts.tolist() == [1.0]
+    assert loader.features(media)["second_per_grid_ts"].tolist() == [1.0]
+    assert loader.measure(media).video_grid_thw[0, 0] == 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_times_follow_from_the_frames_taken_by_number_too(family, processors, tmp_path):
+    # 40 frames at 8 per second, 4 of them: 0, 13, 26, 39. They are 0.8 a second, so that a patch of 2 lasts
+    # 2.5 s; the middles of the patches are (0 + 13) / 2 / 8 = 0.8125 s and (26 + 39) / 2 / 8 = 4.0625 s.
+    loader = MediaLoader(processors[family], replace(OPTIONS, num_video_frames=4))
+    media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 40)]}
+
+    for shape in (loader.measure(media), loader.shape_of(loader.decode(media))):
+        assert shape.second_per_grid_ts.tolist() == [2.5]
+        assert shape.timestamps == [[0.8125, 4.0625]]
+        assert shape.video_grid_thw[0, 0] == 2
+
+
+@pytest.mark.parametrize("tokens", [16, 24, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_frame_takes_more_tokens_than_its_budget(family, tokens, processors, tmp_path):
+    merged = processors[family].video_processor.merge_size ** 2
+    for least in (1, 10**6):
+        options = MediaOptions(least, 10**6, num_video_frames=4, tokens_per_frame=tokens)
+        loader = MediaLoader(processors[family], options)
+        for width, height in [(16, 16), (64, 48), (330, 32), (20, 400), (640, 360)]:
+            path = save_video(tmp_path / "a.mp4", width, height, 4)
+
+            ((_, rows, columns),) = loader.measure({"videos": [path]}).video_grid_thw.tolist()
+            features = loader.features({"videos": [path]})
+
+            assert rows * columns // merged <= tokens, (width, height, least)
+            assert features["video_grid_thw"].tolist() == [[2, rows, columns]]
+
+
+def test_a_budget_that_the_processor_would_not_keep_is_refused(processors):
+    with pytest.raises(ValueError, match="`tokens_per_frame` must be at least 16 for this model, got 15"):
+        MediaLoader(processors["qwen3_vl"], replace(OPTIONS, tokens_per_frame=15))
+
+
+def test_frames_are_taken_evenly_and_show_what_the_video_shows_then(processors, tmp_path):
+    # 16 frames at 8 per second, 2 a second: 4 frames, at 0, 5, 10, 15; frame i is grey 7 i.
+    loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
+
+    ((frames, meta),) = loader.decode({"videos": [save_video(tmp_path / "a.mkv", 64, 48, 16)]}).videos
+
+    assert meta["frames_indices"] == [0, 5, 10, 15]
+    assert (meta["total_num_frames"], meta["fps"], meta["duration"]) == (16, 8.0, 2.0)
+    assert frames.dtype == "uint8" and frames.shape[0] == 4 and frames.shape[3] == 3
+    assert [round(float(frame.mean())) for frame in frames] == pytest.approx([0, 35, 70, 105], abs=2)
+
+
+def test_a_video_in_memory_is_the_video_on_disk(processors, tmp_path):
+    loader = MediaLoader(processors["qwen3_vl"], OPTIONS)
+    path = save_video(tmp_path / "a.mp4", 64, 48, 16)
+    content = (tmp_path / "a.mp4").read_bytes()
+
+    videos = loader.decode({"videos": [path, {"bytes": content}]}).videos
+    from_disk, from_memory = videos
+
+    assert (from_disk[0] == from_memory[0]).all() and from_disk[1] == from_memory[1]
+
+
+def test_a_container_without_a_frame_count_has_its_packets_counted(tmp_path):
+    info = probe_video(save_video(tmp_path / "a.mkv", 64, 48, 11))  # Matroska does not say it
+
+    assert info == (11, 8.0, 64, 48)
+    assert choose_frames(info, VideoOptions(1600, 22500, 28)) == [0, 3, 7, 10]
+
+
+@pytest.mark.parametrize(("width", "height", "num_frames"), VIDEOS[:3])
+def test_frames_and_their_size_are_those_of_qwen_vl_utils(width, height, num_frames, tmp_path, monkeypatch):
+    from qwen_vl_utils import fetch_video
+
+    def read_every_frame(path, **options):
+        with av.open(path) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2), None, {"video_fps": 8.0}
+
+    # qwen-vl-utils reads videos by torchcodec, decord, or this function, which torchvision 0.28 has dropped.
+    monkeypatch.setattr("torchvision.io.read_video", read_every_frame, raising=False)
+    path = save_video(tmp_path / "a.mp4", width, height, num_frames)
+    given = {"video": path, "fps": 2.0, "min_pixels": 1600, "max_pixels": 22500}
+
+    expected, meta = fetch_video(given, image_patch_size=14, return_video_metadata=True)
+    video = read_video(path, VideoOptions(1600, 22500, 28))
+
+    assert video.meta["frames_indices"] == meta["frames_indices"].tolist()
+    assert torch.equal(torch.from_numpy(video.frames).permute(0, 3, 1, 2).float(), expected)
+
+
+def test_image_area_is_brought_between_the_limits_keeping_its_aspect():
+    # 200 x 100 has 20,000 pixels; 5,000 is a quarter: half of each side. 10 x 40 to 1,600: twice each side.
+    assert resized_size(200, 100, 100, 5000) == (100, 50)
+    assert resized_size(10, 40, 1600, 5000) == (20, 80)
+    assert resized_size(50, 50, 100, 5000) == (50, 50)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "RGB"])
+def test_every_image_becomes_rgb(mode):
+    image = process_image(Image.fromarray(noise(50, 40)).convert(mode), 100, 500)
+
+    assert image.mode == "RGB" and image.width * image.height <= 500
+
+
+def test_media_are_decoded_once_for_all_processes_that_share_a_cache(processors, tmp_path, monkeypatch):
+    path = save_image(tmp_path / "a.png", 64, 48)
+    video = save_video(tmp_path / "a.mp4", 64, 48, 8)
+    media = {"images": [path, image_bytes(30, 30)], "videos": [video]}
+    with pytest.MonkeyPatch.context() as patch:
+        cache = MediaCache("decoded-once", owner=True, root=tmp_path)
+        first = MediaLoader(processors["qwen2_5_vl"], OPTIONS, cache)
+        expected, features = first.decode(media), first.features(media)
+        second = MediaLoader(processors["qwen2_5_vl"], OPTIONS, pickle.loads(pickle.dumps(cache)))
+        patch.setattr("verl.data.media.loader.process_image", None)  # decoding again would fail
+        patch.setattr("verl.data.media.loader.read_video", None)
+        patch.setattr(type(first.processor.image_processor), "__call__", None)
+
+        decoded = second.decode(media)
+        for name, value in second.features(media).items():
+            assert torch.equal(value, features[name])
+
+        assert [list(i.getdata()) for i in decoded.images] == [list(i.getdata()) for i in expected.images]
+        assert (decoded.videos[0][0] == expected.videos[0][0]).all()
+        assert decoded.videos[0][1] == expected.videos[0][1]
+    cache.close()
+
+
+def test_a_file_that_changed_is_decoded_again(processors, tmp_path):
+    loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
+    path = save_image(tmp_path / "a.png", 64, 48, seed=1)
+    before = loader.decode({"images": [path]}).images[0]
+    save_image(tmp_path / "a.png", 48, 64, seed=2)
+
+    after = loader.decode({"images": [path]}).images[0]
+
+    assert before.size == (64, 48) and after.size == (48, 64)
+
+
+def test_decoded_videos_outlive_the_run_in_their_folder(processors, tmp_path):
+    options = replace(OPTIONS, cache_dir=str(tmp_path / "frames"))
+    media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 16)]}
+    first = MediaLoader(processors["qwen2_5_vl"], options)
+    (frames, meta), shape = first.decode(media).videos[0], first.measure(media)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.data.media.loader.read_video", None)  # decoding again would fail
+        patch.setattr("verl.data.media.loader.probe_video", None)
+
+        again = MediaLoader(processors["qwen2_5_vl"], options)
+
+        assert (again.decode(media).videos[0][0] == frames).all() and again.decode(media).videos[0][1] == meta
+        assert again.measure(media).video_grid_thw.tolist() == shape.video_grid_thw.tolist()
+        others = [
+            replace(options, video_fps=4.0),
+            replace(options, num_video_frames=4),
+            replace(options, tokens_per_frame=16),
+            replace(options, max_pixels=10**4),
+        ]
+        for other in others:
+            with pytest.raises(TypeError, match="NoneType"):
+                MediaLoader(processors["qwen2_5_vl"], other).decode(media)
+
+
+def test_a_video_that_changed_on_disk_is_decoded_again_in_a_later_run(processors, tmp_path):
+    options = replace(OPTIONS, cache_dir=str(tmp_path / "frames"))
+    path = save_video(tmp_path / "a.mp4", 64, 48, 16)
+    before = MediaLoader(processors["qwen2_vl"], options).decode({"videos": [path]}).videos[0][0]
+    content = (tmp_path / "a.mp4").read_bytes()
+    save_video(tmp_path / "a.mp4", 64, 48, 16, seed=1)
+
+    loader = MediaLoader(processors["qwen2_vl"], options)
+    after = loader.decode({"videos": [path]}).videos[0][0]
+    of_bytes = loader.decode({"videos": [content]}).videos[0][0]
+
+    assert (after != before).any() and (of_bytes == before).all()
+
+
+def test_a_video_that_changes_while_it_is_read_is_an_error_and_is_not_kept(processors, tmp_path):
+    loader = MediaLoader(processors["qwen2_vl"], replace(OPTIONS, cache_dir=str(tmp_path / "frames")))
+    path = save_video(tmp_path / "a.mp4", 64, 48, 16)
+
+    def read_and_change(*args):
+        os.utime(path, ns=(1, 1))
+        return read_video(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.data.media.loader.read_video", read_and_change)
+        with pytest.raises(ValueError, match=r"a\.mp4 cannot be read: ValueError: it changed while"):
+            loader.decode({"videos": [path]})
+
+    assert not list((tmp_path / "frames").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("method", ["decode", "measure"])
+def test_what_is_no_medium_is_named_in_the_error(method, processors, tmp_path):
+    loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
+    broken = tmp_path / "broken.bin"
+    broken.write_bytes(b"no picture at all" * 100)
+
+    for kind, ref, name in (
+        ("images", str(broken), "broken.bin"),
+        ("videos", str(broken), "broken.bin"),
+        ("images", str(tmp_path / "absent.png"), "absent.png"),
+        ("videos", str(tmp_path / "absent.mp4"), "absent.mp4"),
+        ("images", b"xx", "of 2 bytes"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            getattr(loader, method)({kind: [ref]})
+
+
+def test_a_cut_image_and_a_cut_video_do_not_decode(processors, tmp_path):
+    loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
+    image = tmp_path / "a.png"
+    image.write_bytes(image_bytes(200, 200)[:2000])
+    video = tmp_path / "a.mkv"
+    content = (tmp_path / save_video(tmp_path / "whole.mkv", 64, 48, 40)).read_bytes()
+    video.write_bytes(content[: len(content) // 3])
+
+    with pytest.raises(ValueError, match=r"a\.png cannot be read"):
+        loader.decode({"images": [str(image)]})
+    shorter = loader.decode({"videos": [str(video)]}).videos[0][1]["total_num_frames"]
+    assert shorter < 40  # a container that does not announce its length is as long as what is left

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a conversation are learned."""
+
+import pytest
+
+from verl.data.bad_rows import BadRowError
+from verl.data.chat_tokens import ConversationTokenizer, Span, learned_spans, tokens_inside
+from verl.models.tiny import train_tokenizer
+
+TWO_TURNS = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "Q1"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "Q2"},
+    {"role": "assistant", "content": "two"},
+]
+# As Qwen3 does: what the assistant thought is taken out of earlier turns.
+THINKING = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' and loop.last -%}
+<think></think>{% endif %}{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+# As DeepSeek-R1's distilled models do: sampling begins inside a thought that finished turns do not have.
+OPENED = THINKING.replace("<think></think>", "").replace(
+    "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+)
+UNCLOSED = THINKING.replace("<think></think>", "").replace("<|im_end|>", ".")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+def texts(tokenizer, messages, turns="all", template=None):
+    """Each run of tokens that are learned, as text."""
+    tokenize = ConversationTokenizer(tokenizer, template, turns)
+    _, ids, is_trained = tokenize(messages)
+    runs, before = [], False
+    for token, is_so in zip(ids, is_trained, strict=True):
+        if is_so:
+            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
+        before = is_so
+    return [tokenizer.decode(run) for run in runs]
+
+
+def test_the_assistants_words_and_the_end_of_its_turn_are_learned_and_nothing_else(tokenizer):
+    assert texts(tokenizer, TWO_TURNS) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_with_last_turns_the_earlier_ones_are_context(tokenizer):
+    assert texts(tokenizer, TWO_TURNS, "last") == ["two<|im_end|>"]
+
+
+def test_what_follows_the_last_answer_is_not_learned(tokenizer):
+    messages = [*TWO_TURNS[:3], {"role": "user", "content": "Thanks."}]
+
+    assert texts(tokenizer, messages) == ["one<|im_end|>"]
+
+
+def test_an_empty_answer_is_learned_as_the_end_of_the_turn(tokenizer):
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": ""}]
+
+    assert texts(tokenizer, messages) == ["<|im_end|>"]
+
+
+def test_the_tokens_before_an_answer_are_those_that_a_rollout_begins_with(tokenizer):
+    prompt = tokenizer.apply_chat_template(TWO_TURNS[:4], add_generation_prompt=True, tokenize=False)
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+
+    _, ids, is_trained = ConversationTokenizer(tokenizer, None, "last")(TWO_TURNS)
+
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert is_trained.index(True) == len(prompt_ids)
+
+
+def test_spans_are_counted_in_characters_of_the_text():
+    # "u:Q;a:" has 6 characters, then "A1!" and ";" follow; the second question begins at 10.
+    def render(messages, asks):
+        text = "".join(f"{m['role']}:{m['content']}{'!' if m['role'] == 'a' else ''};" for m in messages)
+        return text + ("a:" if asks else "")
+
+    def as_role(messages, asks):
+        return render([m | {"role": m["role"][0]} for m in messages], asks)
+
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A1"}]
+
+    spans = learned_spans([*messages, *messages], as_role, ("!;",), "all")
+
+    assert as_role([*messages, *messages], False) == "u:Q;a:A1!;u:Q;a:A1!;"
+    assert spans == [Span(6, 10), Span(16, 20)]
+
+
+def test_a_token_that_begins_before_a_span_or_ends_behind_it_is_not_inside():
+    offsets = [(0, 2), (2, 4), (3, 6), (4, 4), (4, 6), (6, 8), (8, 10), (9, 11), (12, 13)]
+
+    inside = tokens_inside(offsets, [Span(4, 8), Span(8, 10), Span(12, 13)])
+
+    assert inside == [False, False, False, False, True, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "reason"),
+    [
+        (THINKING, "all", "writes message 2, of the assistant, otherwise once other messages follow"),
+        (OPENED, "all", "does not begin message 2, of the assistant, as it asks for an answer"),
+        (UNCLOSED, "last", "ends message 4, of the assistant, with"),
+    ],
+)
+def test_a_template_that_hides_what_was_sampled_is_an_error(tokenizer, template, turns, reason):
+    with pytest.raises(BadRowError, match=f"{reason}.*data.override_chat_template"):
+        ConversationTokenizer(tokenizer, template, turns)(TWO_TURNS)
+
+
+def test_a_template_that_rewrites_earlier_turns_can_be_learned_turn_by_turn(tokenizer):
+    assert texts(tokenizer, TWO_TURNS, "last", THINKING) == ["<think></think>two<|im_end|>"]
+
+
+def test_a_template_that_fails_is_a_bad_row(tokenizer):
+    with pytest.raises(BadRowError, match="the chat template cannot render 5 messages"):
+        ConversationTokenizer(tokenizer, "{{ raise_exception('no system') }}", "all")(TWO_TURNS)

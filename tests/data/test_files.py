@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of data file gives the same rows."""
+
+import csv
+import json
+import pickle
+
+import datasets
+import pandas
+import pytest
+from PIL import Image
+
+from tests.helpers.media import noise
+from verl.data.files import load_rows
+
+ROWS = [{"problem": f"{n} + 1?", "answer": str(n + 1), "level": "easy"} for n in range(10)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".pkl":
+        path.write_bytes(pickle.dumps(rows))
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    elif path.suffix == ".arrow":
+        datasets.Dataset.from_list(rows).save_to_disk(str(path.parent / "saved"))
+        next((path.parent / "saved").glob("*.arrow")).rename(path)
+    return str(path)
+
+
+def all_rows(*names):
+    rows = load_rows(list(names))
+    return [rows[index] for index in range(len(rows))]
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow", ".json", ".jsonl", ".csv", ".pkl"])
+def test_every_kind_of_file_gives_the_same_rows(kind, folder):
+    assert all_rows(write(folder / f"rows{kind}")) == ROWS
+
+
+def test_files_of_different_kinds_are_joined_in_order_and_rows_know_their_file(folder):
+    first, second = write(folder / "a.jsonl", ROWS[:3]), write(folder / "b.parquet", ROWS[3:])
+
+    rows = load_rows([first, second])
+
+    assert [rows[index] for index in range(10)] == ROWS
+    assert rows.where(2) == f"{first}, row 2" and rows.where(3) == f"{second}, row 0"
+
+
+@pytest.mark.parametrize("content", [{"data": ROWS}, {key: [row[key] for row in ROWS] for key in ROWS[0]}])
+def test_json_may_hold_a_data_list_or_columns(content, folder):
+    (folder / "a.json").write_text(json.dumps(content))
+
+    assert all_rows(str(folder / "a.json")) == ROWS
+
+
+def test_a_pickled_data_frame_is_rows(folder):
+    pandas.DataFrame(ROWS).to_pickle(folder / "a.pkl")
+
+    assert all_rows(str(folder / "a.pkl")) == ROWS
+
+
+def test_a_split_may_carry_a_slice(folder):
+    for path in (write(folder / "a.jsonl"), write(folder / "b.parquet")):
+        assert all_rows(f"{path}@train[2:4]") == ROWS[2:4]
+        assert all_rows(f"{path}@train[:50%]") == ROWS[:5]
+
+
+def test_a_directory_is_read_by_the_split_in_its_file_names(folder):
+    data = folder / "set"
+    data.mkdir()
+    write(data / "train-00000-of-00002.parquet", ROWS[:4])
+    write(data / "train-00001-of-00002.parquet", ROWS[4:8])
+    write(data / "test-00000-of-00001.parquet", ROWS[8:])
+
+    assert all_rows(str(data)) == ROWS[:8]
+    assert all_rows(f"{data}@test") == ROWS[8:]
+    with pytest.raises(ValueError, match=r"\['test', 'train'\], got `@validation`"):
+        load_rows(f"{data}@validation")
+
+
+def test_a_directory_whose_files_name_no_split_is_the_train_split(folder):
+    (folder / "set").mkdir()
+    write(folder / "set" / "part.jsonl")
+
+    assert all_rows(f"{folder / 'set'}@train") == ROWS
+
+
+def test_a_data_set_saved_to_disk_is_read_with_its_splits(folder):
+    table = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(str(folder / "splits"))
+    table.save_to_disk(str(folder / "table"))
+
+    assert all_rows(f"{folder / 'splits'}@test") == ROWS[:1]
+    assert all_rows(str(folder / "table")) == ROWS
+
+
+def test_rows_of_json_lines_keep_their_own_types(folder):
+    rows = [
+        {"problem": "text", "images": None},
+        {"problem": [{"role": "user", "content": "x"}], "images": []},
+        {"problem": "<image>", "images": ["a.png"]},
+    ]
+
+    assert all_rows(write(folder / "a.jsonl", rows)) == rows
+
+
+def test_image_columns_of_parquet_are_handed_out_as_bytes_not_pixels(folder):
+    image = Image.fromarray(noise(8, 6))
+    for column in (datasets.Image(), datasets.List(datasets.Image())):
+        value = image if isinstance(column, datasets.Image) else [image]
+        features = datasets.Features({"images": column})
+        table = datasets.Dataset.from_dict({"images": [value]}, features=features)
+        table.to_parquet(str(folder / f"{type(column).__name__}.parquet"))
+
+        (row,) = all_rows(str(folder / f"{type(column).__name__}.parquet"))
+
+        first = row["images"] if isinstance(row["images"], dict) else row["images"][0]
+        assert first["bytes"].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.jsonl", "no file or directory"),
+        ("./absent", "no file or directory"),
+        ("", "names no file"),
+        ("notes.txt", "must end in one of"),
+        ("empty.jsonl", "holds no rows"),
+        ("bad.jsonl", "bad.jsonl cannot be read: line 2 is not JSON"),
+        ("bad.parquet", "bad.parquet cannot be read"),
+        ("bad.pkl", "bad.pkl cannot be read"),
+        ("a.jsonl@test", "has the split `train` only, got `@test`"),
+        ("void", "holds no file that ends in"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name, message, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    write(folder / "a.jsonl")
+    (folder / "notes.txt").write_text("hello")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
+    (folder / "bad.parquet").write_text("not a table")
+    (folder / "bad.pkl").write_text("not a pickle")
+    (folder / "void").mkdir()
+
+    with pytest.raises((ValueError, FileNotFoundError), match="data.train_files.*" + message):
+        load_rows(name)

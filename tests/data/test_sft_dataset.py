@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as rows of a batch."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.media import save_image, save_video
+from verl.config.data import DataConfig
+from verl.config.sft import SFTDataConfig
+from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.models.tiny import save_tiny_model
+from verl.protocol import DataProto
+
+CONFIG = SFTDataConfig(max_length=64, filter_overlong_prompts_workers=1)
+CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "three"}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_tiny_model(root / family, family) for family in ("qwen2", "qwen2_5_vl", "qwen3_vl")}
+
+
+def open_rows(tmp_path, folder, rows, kind=SFTDataset, config=CONFIG):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    processor = load_processor(folder)
+    media = None if processor is None else MediaLoader(processor, MediaOptions(1, 10**6, num_video_frames=4))
+    return kind(str(file), load_tokenizer(folder), processor, config, media=media)
+
+
+def learned(dataset, item):
+    return dataset.tokenizer.decode(item["input_ids"][item["is_trained"].bool()])
+
+
+def test_a_prompt_and_its_response_are_the_conversation_of_both(tmp_path, folders):
+    row = {"prompt": "How many?", "response": "three"}
+    (tmp_path / "format.jinja").write_text("{{ content }}")
+    config = replace(CONFIG, format_prompt=str(tmp_path / "format.jinja"))
+    single = open_rows(tmp_path, folders["qwen2"], [row], config=config)[0]
+    chat = open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}])[0]
+
+    assert all(single[name].equal(chat[name]) for name in SFTDataset.tensors)
+
+
+def test_conversations_in_sharegpt_form_are_the_same_conversations(tmp_path, folders):
+    said = [{"from": "system", "value": "Count."}, {"from": "human", "value": "How many?"}]
+    said.append({"from": "gpt", "value": "three"})
+    config = replace(CONFIG, messages_key="conversations")
+    sharegpt = open_rows(tmp_path, folders["qwen2"], [{"conversations": said}], config=config)[0]
+    system = {"role": "system", "content": "Count."}
+    chat = open_rows(tmp_path, folders["qwen2"], [{"messages": [system, *CHAT]}])[0]
+
+    assert all(sharegpt[name].equal(chat[name]) for name in SFTDataset.tensors)
+
+
+def test_a_prompt_is_formatted_as_for_rollouts(tmp_path, folders):
+    (tmp_path / "format.jinja").write_text("{{ content }} Think.")
+    config = replace(CONFIG, format_prompt=str(tmp_path / "format.jinja"))
+    dataset = open_rows(tmp_path, folders["qwen2"], [{"prompt": "2 + 3", "response": "5"}], config=config)
+
+    item = dataset[0]
+
+    assert "2 + 3 Think.<|im_end|>" in dataset.tokenizer.decode(item["input_ids"])
+    assert learned(dataset, item) == "5<|im_end|>"
+
+
+def test_a_batch_pads_on_the_right_and_shifts_by_one(tmp_path, folders):
+    longer = [CHAT[0], {"role": "assistant", "content": "one two three four"}]
+    dataset = open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}, {"messages": longer}])
+    items = [dataset[0], dataset[1]]
+
+    batch = DataProto.from_single_dict(dataset.collate(items)).batch
+
+    assert batch["input_ids"].shape == (2, 64) and batch["responses"].shape == (2, 63)
+    for row, item in enumerate(items):
+        length = len(item["input_ids"])
+        assert batch["input_ids"][row, :length].equal(item["input_ids"])
+        assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (64 - length)
+        assert batch["position_ids"][row, :length].tolist() == list(range(length))
+        assert batch["responses"][row].equal(batch["input_ids"][row, 1:])
+        assert batch["responses"][row][batch["response_mask"][row].bool()].equal(
+            item["input_ids"][item["is_trained"].bool()]
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_tokens_of_a_prompt_with_media_are_those_of_a_rollout(family, tmp_path, folders):
+    media = {
+        "images": [save_image(tmp_path / "one.png", 56, 84), save_image(tmp_path / "two.png", 84, 56)],
+        "videos": [save_video(tmp_path / "film.mp4", 56, 56, 8)],
+    }
+    question = "<image>What colour?<video>And <image>this?"
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "blue"}]
+    config = DataConfig(max_prompt_length=512, filter_overlong_prompts_workers=1)
+    rollout = open_rows(
+        tmp_path, folders[family], [{"prompt": question, "answer": "", **media}], RLHFDataset, config
+    )[0]
+
+    dataset = open_rows(
+        tmp_path, folders[family], [{"messages": chat, **media}], config=replace(CONFIG, max_length=512)
+    )
+    item = dataset[0]
+
+    prompt = rollout["prompts"][rollout["prompt_mask"].bool()]
+    assert item["input_ids"][: len(prompt)].equal(prompt)
+    assert item["is_trained"].nonzero().squeeze(-1)[0] == len(prompt)
+    assert learned(dataset, item) == "blue<|im_end|>"
+    assert item["multi_modal_data"] == rollout["multi_modal_data"]
+
+
+def test_turns_after_further_media_stay_marked(tmp_path, folders):
+    chat = [
+        {"role": "user", "content": "<image>What colour?"}, {"role": "assistant", "content": "blue"},
+        {"role": "user", "content": "And <image>this?"}, {"role": "assistant", "content": "red"},
+    ]  # fmt: skip
+    images = [save_image(tmp_path / f"{number}.png", 56, 56 + 28 * number) for number in range(2)]
+    dataset = open_rows(tmp_path, folders["qwen3_vl"], [{"messages": chat, "images": images}])
+
+    assert learned(dataset, dataset[0]) == "blue<|im_end|>red<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": CHAT[:1]}, "no message has the role `assistant`: there is nothing to learn from"),
+        ({"messages": []}, "must be a string or a list of chat messages"),
+        ({"messages": [{"role": "user"}]}, "message 0 must have a `content`"),
+        ({"messages": [{"from": ["gpt"], "value": "three"}]}, "message 0 must be a dictionary whose `role`"),
+        (
+            {"messages": None, "prompt": "a"},
+            r"and its response, a text, in `response` \(`data.response_key`\)",
+        ),
+        ({"messages": CHAT, "images": ["a.png"]}, "has images or videos, which the model cannot read"),
+    ],
+)
+def test_a_row_that_cannot_be_learned_from_is_an_error_that_names_it(row, reason, tmp_path, folders):
+    with pytest.raises(ValueError, match=rf"rows.jsonl, row 1: .*{reason}"):
+        open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}, row])
+
+
+def test_an_answer_that_shows_an_image_is_an_error(tmp_path, folders):
+    chat = [CHAT[0], {"role": "assistant", "content": "<image>"}]
+    row = {"messages": chat, "images": [save_image(tmp_path / "one.png", 56, 56)]}
+
+    with pytest.raises(ValueError, match="the assistant shows an image or a video"):
+        open_rows(tmp_path, folders["qwen2_5_vl"], [row])
+
+
+def test_bad_rows_are_left_out_if_asked_for(tmp_path, folders):
+    rows = [{"messages": CHAT[:1]}, {"messages": CHAT}]
+
+    dataset = open_rows(tmp_path, folders["qwen2"], rows, config=replace(CONFIG, on_bad_row="skip"))
+
+    assert dataset.indices == [1]
+
+
+def test_a_conversation_that_is_too_long_is_left_out_or_an_error_never_cut(tmp_path, folders):
+    long = [CHAT[0], {"role": "assistant", "content": "three " * 80}]
+    rows = [{"messages": CHAT}, {"messages": long}]
+
+    filtered = open_rows(tmp_path, folders["qwen2"], rows)
+    strict = open_rows(
+        tmp_path, folders["qwen2"], rows, config=replace(CONFIG, filter_overlong_prompts=False)
+    )
+
+    assert (filtered.indices, filtered.num_overlong) == ([0], 1)
+    assert "the conversation has" in strict[1].reason and "`data.max_length` is 64" in strict[1].reason
+
+
+def test_columns_that_are_missing_are_named(tmp_path, folders):
+    with pytest.raises(ValueError, match="neither a column `messages` nor `prompt` and `response`"):
+        open_rows(tmp_path, folders["qwen2"], [{"text": "a"}])
+
+
+def test_a_template_for_prompts_has_no_effect_on_conversations_which_is_an_error(tmp_path, folders):
+    config = replace(CONFIG, format_prompt="examples/format_prompt/math.jinja")
+
+    with pytest.raises(ValueError, match=r"`data.format_prompt`.*has no effect"):
+        open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}], config=config)
+
+
+def test_position_ids_of_several_rows_are_padded_alike(tmp_path, folders):
+    dataset = open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}])
+    dataset.position_ids = lambda ids: torch.arange(len(ids)).repeat(4, 1)
+
+    batch = dataset.collate([dataset[0]])
+
+    assert batch["position_ids"].shape == (1, 4, 64)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from verl.distributed.device import backend_of, memory_metrics, resident_bytes, resolve_device, set_seed
+
+
+def test_auto_is_cuda_only_where_torch_sees_a_gpu():
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("cpu") == "cpu"
+
+
+def test_another_device_is_refused():
+    with pytest.raises(ValueError, match=r"`trainer.device` must be one of"):
+        resolve_device("tpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu_is_refused_with_the_remedy():
+    with pytest.raises(RuntimeError, match=r"found torch .* set trainer.device=cpu"):
+        resolve_device("cuda")
+
+
+def test_gloo_serves_cpu_tensors_on_every_device():
+    assert backend_of("cpu") == "cpu:gloo"
+    assert backend_of("cuda") == "cpu:gloo,cuda:nccl"
+
+
+def test_a_seed_repeats_all_three_generators():
+    def draw():
+        set_seed(7)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    assert draw() == draw()
+
+
+def test_resident_memory_follows_an_allocation():
+    before = resident_bytes()
+    block = np.ones(64 << 20, dtype=np.uint8)
+
+    assert resident_bytes() - before > 48 << 20
+    assert memory_metrics("cpu")["perf/cpu_memory_used_gb"] > block.nbytes / 2**30

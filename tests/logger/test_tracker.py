@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every logger with its real package, offline."""
+
+import json
+import sys
+
+import pytest
+
+from verl.logger.base import LOGGERS, Generation, Run
+from verl.logger.tracker import Tracker
+
+CONFIG = {"trainer": {"max_steps": 2, "logger": ["file"]}, "data": {"train_files": "x.jsonl", "seed": None}}
+GENERATIONS = [Generation("1 + 1?", "<think>easy</think> 2", "2", 1.0), Generation("2 + 2?", "5", "4", 0.0)]
+
+
+def log_a_run(names: list[str], directory) -> None:
+    with Tracker(names, Run("project", "experiment", directory, CONFIG, total_steps=2)) as tracker:
+        for step in (1, 2):
+            tracker.begin_step(step)
+            tracker.stage("gen")
+            tracker.progress(1, 2, "responses")
+            tracker.log({"actor/pg_loss": 0.5 * step, "critic/score/mean": 1.0}, step)
+            tracker.log_generations(GENERATIONS, step)
+
+
+def test_the_loggers_are_those_of_the_reference():
+    assert LOGGERS.names() == ["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
+
+
+def test_an_unknown_logger_is_rejected_before_any_opens(tmp_path):
+    with pytest.raises(ValueError, match=r"`trainer.logger` must be one of .*'wandb'.*, got 'wandbb'"):
+        Tracker(["file", "wandbb"], Run("p", "e", tmp_path))
+
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])
+def test_a_logger_without_its_package_names_the_extra_to_install(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # makes `import` fail as if it were not installed
+
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"`trainer.logger` '{name}' needs .*: pip install 'verl\[{name}\]'"
+    ):
+        Tracker([name], Run("p", "e", tmp_path))
+
+
+def test_a_name_given_twice_logs_once(tmp_path):
+    log_a_run(["file", "file"], tmp_path)
+
+    assert len((tmp_path / "experiment_log.jsonl").read_text().splitlines()) == 2
+
+
+def test_console_and_file_log_the_same_run(tmp_path, capsys):
+    log_a_run(["console", "file"], tmp_path)
+
+    assert "pg_loss 0.5" in capsys.readouterr().out
+    assert json.loads((tmp_path / "experiment_log.jsonl").read_text().splitlines()[1])["actor"] == {
+        "pg_loss": 1.0
+    }
+
+
+def test_tensorboard_holds_the_scalars_and_the_responses(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_a_run(["tensorboard"], tmp_path)
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/pg_loss")] == [(1, 0.5), (2, 1.0)]
+    text = events.Tensors("val/generations/text_summary")[1].tensor_proto.string_val[0].decode()
+    assert "[response] <think>easy</think> 2" in text
+
+
+def test_wandb_gets_metrics_and_one_growing_table(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    log_a_run(["wandb"], tmp_path)
+
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
+    assert sorted(len(table["data"]) for table in tables) == [2, 4]
+    assert tables[0]["columns"] == ["step", "prompt", "response", "ground_truth", "score"]
+    assert [1, *GENERATIONS[0]] in max(tables, key=lambda table: len(table["data"]))["data"]
+
+
+def test_mlflow_gets_params_metrics_and_an_artifact(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")  # the small package, mlflow-skinny, keeps no local database
+    monkeypatch.chdir(tmp_path)
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    try:
+        log_a_run(["mlflow"], tmp_path)
+
+        (run,) = mlflow.search_runs(experiment_names=["project"], output_format="list")
+        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "actor/pg_loss")
+        stored = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/val/generations/step_2.json")
+    finally:
+        mlflow.set_tracking_uri(before)
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0)]
+    assert run.data.params["trainer.max_steps"] == "2"
+    assert run.info.status == "FINISHED"
+    assert stored == [one._asdict() for one in GENERATIONS]
+
+
+def test_swanlab_gets_metrics_and_texts(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+
+    log_a_run(["swanlab"], tmp_path)
+
+    written = [path for path in (tmp_path / "swanlab").rglob("*") if path.is_file()]
+    assert any(b"actor/pg_loss" in path.read_bytes() for path in written)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from verl.models.attention.interface import packed_attention
+from verl.models.attention.layouts import PackedLayout, SharedLayout
+
+
+def tensors():
+    return [torch.randn(1, heads, 8, 4) for heads in (4, 2, 2)]
+
+
+def layout():
+    return PackedLayout.of(torch.tensor([0, 5, 8]))
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_mask": torch.ones(1)}, "mask of its own"),
+        ({"dropout": 0.1}, "attention dropout .0.1. is not supported.*attention_dropout` to 0"),
+        ({"s_aux": torch.ones(4)}, "asks attention for s_aux"),
+        ({"position_bias": torch.ones(4)}, "asks attention for position_bias"),
+        ({"is_causal": False, "sliding_window": 4}, "sliding window over both sides"),
+        ({"packed_layout": None}, "got no row boundaries"),
+    ],
+)
+def test_what_packed_attention_does_not_do_is_refused_by_name(options, message):
+    options = {"attention_mask": None, "packed_layout": layout()} | options
+
+    with pytest.raises(NotImplementedError, match=message):
+        packed_attention(Module(), *tensors(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("chunked_attention", "does not do chunked_attention"), ("sliding_attention", "does not say")],
+)
+def test_a_layer_whose_kind_is_not_handed_over_is_refused(kind, message):
+    module = Module()
+    module.layer_idx, module.config = 0, type("Config", (), {"layer_types": [kind]})
+
+    with pytest.raises(NotImplementedError, match=message):
+        packed_attention(module, *tensors(), None, packed_layout=layout())
+
+
+def test_a_layer_whose_window_hides_part_of_a_shared_prompt_is_refused():
+    shared = SharedLayout.of([(5, [1, 2])])  # the longest sequence has 7 tokens
+
+    packed_attention(Module(), *tensors(), None, packed_layout=shared, sliding_window=7)
+    with pytest.raises(NotImplementedError, match=r"window of 6 tokens.*has 7.*share_prompt` to false"):
+        packed_attention(Module(), *tensors(), None, packed_layout=shared, sliding_window=6)

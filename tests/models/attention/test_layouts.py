@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+import itertools
+
+import pytest
+import torch
+
+from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.row_attention import AttentionRule
+
+RULE = AttentionRule(0.3)
+# A group without responses, empty responses, one response, single tokens, neighbours of equal length.
+GROUPS = [(5, [2, 3, 0, 4]), (1, [1]), (7, []), (3, [2, 2, 2]), (2, [0, 6]), (4, [0, 0])]
+
+
+def tensors(size, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, size, 8) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def size_of(groups):
+    return sum(prompt + sum(responses) for prompt, responses in groups)
+
+
+def seen_in(groups):
+    """(N, N) bool, token by token: which key each query sees."""
+    tokens = []  # (group, response or None for the prompt)
+    for group, (prompt, responses) in enumerate(groups):
+        tokens += [(group, None)] * prompt
+        for response, length in enumerate(responses):
+            tokens += [(group, response)] * length
+    seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for query, key in itertools.product(range(len(tokens)), repeat=2):
+        (group, response), (key_group, key_response) = tokens[query], tokens[key]
+        seen[query, key] = group == key_group and key_response in (None, response) and key <= query
+    return seen
+
+
+def masked(query, key, value, seen):
+    """One dense attention over the whole line: (1, N, H, D)."""
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * RULE.scale
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+    return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+def with_gradients(out, inputs):
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+def test_the_layout_joins_neighbours_of_equal_length_and_skips_empty_rows():
+    found = PackedLayout.of(torch.tensor([0, 3, 3, 6, 10, 13]))
+
+    assert found.runs == ((2, 3), (1, 4), (1, 3))
+    assert found.max_length == 4
+
+
+def test_the_layout_of_the_same_tensor_is_worked_out_once():
+    bounds = torch.tensor([0, 3, 5])
+
+    assert PackedLayout.of(bounds) is PackedLayout.of(bounds)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1], GROUPS[1:2], GROUPS[2:3]])
+def test_each_response_attends_to_its_prompt_and_to_itself(groups):
+    inputs = tensors(size_of(groups))
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+
+    ours = with_gradients(SharedLayout.of(groups).attend(*inputs, RULE), inputs)
+
+    theirs = with_gradients(masked(*exact, seen_in(groups)), exact)
+    torch.testing.assert_close(ours[0].double(), theirs[0], atol=1e-6, rtol=0)
+    for left, right in zip(ours[1:], theirs[1:], strict=True):
+        assert (left - right).abs().max() <= 1e-6 * right.abs().max()
+
+
+def test_in_bfloat16_results_are_as_good_as_its_rounding():
+    inputs = tensors(size_of(GROUPS), torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+
+    ours = with_gradients(SharedLayout.of(GROUPS).attend(*inputs, RULE), inputs)
+
+    assert {tensor.dtype for tensor in ours} == {torch.bfloat16}
+    for left, right in zip(ours, with_gradients(masked(*exact, seen_in(GROUPS)), exact), strict=True):
+        assert (left - right).abs().max() <= 2**-7 * right.abs().max()  # two roundings to 8 bits
+
+
+def test_a_shared_prompt_gives_what_repeated_prompts_give():
+    prompt, responses = 6, [3, 1, 3, 5]
+    inputs = tensors(prompt + sum(responses))
+    stops = list(itertools.accumulate(responses, initial=prompt))
+    rows = [[*range(prompt), *range(*bounds)] for bounds in itertools.pairwise(stops)]
+    index = torch.tensor([*itertools.chain(*rows)])
+    bounds = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
+
+    shared = SharedLayout.of([(prompt, responses)]).attend(*inputs, RULE)
+    repeated = PackedLayout.of(bounds).attend(*(tensor[:, :, index] for tensor in inputs), RULE)
+
+    torch.testing.assert_close(shared[:, index], repeated, atol=1e-6, rtol=0)
+    weights = torch.randn(repeated.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((shared[:, index] * weights).sum(), inputs)
+    for left, right in zip(ours, torch.autograd.grad((repeated * weights).sum(), inputs), strict=True):
+        assert (left - right).abs().max() <= 1e-6 * right.abs().max()
+
+
+def test_groups_of_one_response_are_plain_rows():
+    groups = [(4, [3]), (2, [0, 5]), (3, [])]
+    inputs = tensors(17)
+    shared = SharedLayout.of(groups)
+
+    out = shared.attend(*inputs, RULE)
+
+    assert len(shared.calls) == 1
+    assert torch.equal(out, PackedLayout.of(torch.tensor([0, 7, 14, 17])).attend(*inputs, RULE))
+
+
+def test_the_shared_layout_says_where_prompts_and_responses_begin():
+    shared = SharedLayout.of([(5, [2, 0]), (4, [1])])
+
+    assert shared.cu_segments.tolist() == [0, 5, 7, 7, 11, 12]
+    assert shared.longest_row == 7
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (AttentionRule(1.0, is_causal=False), "later tokens"),
+        (AttentionRule(1.0, softcap=2.0), "soft cap"),
+        (AttentionRule(1.0, window=6), "window of 6 tokens .* has 7"),
+    ],
+)
+def test_rules_that_a_shared_prompt_cannot_follow_are_refused(rule, message):
+    with pytest.raises(NotImplementedError, match=message):
+        SharedLayout.of([(5, [2, 1])]).attend(*tensors(8), rule)
+
+
+def test_a_window_that_holds_the_longest_sequence_is_no_window():
+    shared, inputs = SharedLayout.of([(5, [2, 1])]), tensors(8)
+
+    assert torch.equal(shared.attend(*inputs, AttentionRule(0.3, window=7)), shared.attend(*inputs, RULE))
+
+
+def test_an_empty_prompt_has_nothing_to_share():
+    with pytest.raises(ValueError, match="at least one token"):
+        SharedLayout.of([(0, [2])])
+
+
+def test_no_scores_of_the_whole_prompt_are_held():
+    # Scores of 2048 response tokens over a prompt of 2048 would be 4 Mi numbers for each head.
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    line = torch.randn(1, 1, 4096, 8, requires_grad=True)
+    with Watch():
+        SharedLayout.of([(2048, [256] * 8)]).attend(line, line, line, RULE).sum().backward()
+
+    assert largest <= 4096 * 8

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from verl.models.attention import row_attention
+from verl.models.attention.layouts import PackedLayout
+from verl.models.attention.row_attention import AttentionRule
+
+LENGTHS = [5, 5, 1, 40, 40, 17]
+
+
+def tensors(heads=4, kv_heads=2, dim=8):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, count, sum(LENGTHS), dim) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def layout():
+    return PackedLayout.of(torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()]))
+
+
+def masked(query, key, value, rule):
+    """One dense attention over the whole line, by the definitions: (1, N, H, D)."""
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(sum(LENGTHS))
+    behind = place[:, None] - place
+    seen = row[:, None] == row
+    if rule.is_causal:
+        seen = seen & (behind >= 0)
+    if rule.window is not None:
+        seen = seen & (behind < rule.window)
+    repeats = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(repeats, 1).transpose(2, 3) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+    return (weights @ value.repeat_interleave(repeats, 1)).transpose(1, 2)
+
+
+RULES = [
+    AttentionRule(0.3),
+    AttentionRule(0.3, is_causal=False),
+    AttentionRule(0.3, window=7),
+    AttentionRule(0.3, window=1),
+    AttentionRule(0.3, softcap=0.5),
+    AttentionRule(0.3, is_causal=False, softcap=0.5),
+    AttentionRule(0.3, window=7, softcap=0.5),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_attend_to_themselves_only_under_every_rule(rule, monkeypatch):
+    monkeypatch.setattr(row_attention, "MASKED_CHUNK", 16)  # rows of 40 take several chunks
+    monkeypatch.setattr(row_attention, "MAX_SCORES", 4 * 16 * 40)  # and the two of them two batches
+    inputs = tensors()
+    out, expected = layout().attend(*inputs, rule), masked(*inputs, rule)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    ours = torch.autograd.grad((out * weights).sum(), inputs)
+    for left, right in zip(ours, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+def test_no_mask_over_the_whole_line_is_made():
+    # 64 rows of 128 tokens: a mask over the line would take 64 MiB, more than all tensors here together.
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    line = torch.randn(1, 1, 64 * 128, 8)
+    bounds = PackedLayout.of(torch.arange(65) * 128)
+    with Watch():
+        for rule in (AttentionRule(1.0), AttentionRule(1.0, window=16)):
+            bounds.attend(line, line, line, rule)
+
+    assert largest <= 64 * 128 * 128

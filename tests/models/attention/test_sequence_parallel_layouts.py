@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over several processes equals attention over one, which `test_layouts` holds against a mask."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.distributed import run_distributed
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.token_sharding import LineGroup, shard_plan
+from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.row_attention import AttentionRule
+from verl.models.attention.sequence_parallel_layouts import RingLayout, UlyssesLayout, sequence_layout
+
+PLAIN = AttentionRule(0.3)
+PACKED = [LineGroup(37), LineGroup(1), LineGroup(0), LineGroup(5), LineGroup(5), LineGroup(20)]
+SHARED = [LineGroup(23, (7, 1, 12)), LineGroup(9, (4,)), LineGroup(1, (0, 1)), LineGroup(17, (6, 0, 3))]
+LINES = {
+    "packed": PACKED,
+    "shared": SHARED,
+    "shared and not": [*SHARED, LineGroup(6), LineGroup(11, (5, 5))],
+    "a token": [LineGroup(1)],
+}
+
+
+def line_tensors(groups, heads, kv_heads, dim=8):
+    total = sum(group.prompt + sum(group.responses) for group in groups)
+    generator = torch.Generator().manual_seed(total)
+    shapes = [(1, count, total, dim) for count in (heads, kv_heads, kv_heads)] + [(1, total, heads, dim)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def whole(groups, tensors, rule):
+    """One process: the attention of the line and its gradients."""
+    *inputs, weights = tensors
+    inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    if any(group.responses for group in groups):
+        layout = SharedLayout.of(groups)
+    else:
+        layout = PackedLayout.of(torch.tensor([0, *torch.tensor([g.prompt for g in groups]).cumsum(0)]))
+    out = layout.attend(*inputs, rule)
+    (out * weights).sum().backward()
+    return out.detach(), [tensor.grad for tensor in inputs]
+
+
+def sharded_errors(sp, groups, kv_heads, rule=PLAIN, noise=0.0, is_checkpointed=False):
+    """The largest error of this rank's outputs, and of its gradients relative to the largest gradient."""
+    tensors = line_tensors(groups, 4, kv_heads)
+    out, grads = whole(groups, tensors, rule)
+    plan = shard_plan(groups, sp)
+    *inputs, weights = tensors
+    local = [tensor[:, :, plan.local] for tensor in inputs]
+    for tensor in local:
+        tensor[:, :, plan.is_padding] = noise
+        tensor.requires_grad_()
+    attend = sequence_layout(plan, sp).attend
+    result = (
+        checkpoint(attend, *local, rule, use_reentrant=False) if is_checkpointed else attend(*local, rule)
+    )
+    (result * weights[:, plan.local])[:, ~plan.is_padding].sum().backward()
+    real = plan.local[~plan.is_padding]
+    assert not result[:, plan.is_padding].any()
+    errors = [0.0, 0.0]
+    if len(real):
+        errors[0] = (result[:, ~plan.is_padding] - out[:, real]).abs().max().item()
+        for tensor, grad in zip(local, grads, strict=True):
+            assert not tensor.grad[:, :, plan.is_padding].any()
+            error = (tensor.grad[:, :, ~plan.is_padding] - grad[:, :, real]).abs().max() / grad.abs().max()
+            errors[1] = max(errors[1], error.item())
+    return errors
+
+
+def errors_on_this_rank(rank, world_size, meshes, kv_heads):
+    errors = {}
+    for ulysses, ring in meshes:
+        sp = SequenceParallel.build(range(world_size), ulysses, ring)
+        for name, groups in LINES.items():
+            for count in kv_heads:
+                errors[ulysses, ring, name, count] = sharded_errors(sp, groups, count)
+        errors[ulysses, ring, "nan in padding"] = sharded_errors(sp, SHARED, 2, noise=float("nan"))
+        errors[ulysses, ring, "checkpoint"] = sharded_errors(sp, SHARED, 2, is_checkpointed=True)
+        if ring == 1:
+            rule = AttentionRule(0.3, window=5, softcap=0.7)
+            errors[ulysses, ring, "window"] = sharded_errors(sp, PACKED, 2, rule)
+    return errors
+
+
+def assert_small(results):
+    for key in results[0]:
+        errors = [max(column) for column in zip(*(result[key] for result in results), strict=True)]
+        assert errors[0] <= 1e-6 and errors[1] <= 1e-5, (key, errors)
+
+
+def test_attention_over_two_processes_equals_attention_over_one():
+    results = run_distributed(errors_on_this_rank, 2, [(2, 1), (1, 2), (1, 1)], (4, 2, 1))
+
+    assert_small(results)
+
+
+def test_attention_over_four_processes_equals_attention_over_one():
+    results = run_distributed(errors_on_this_rank, 4, [(2, 2), (4, 1), (1, 4)], (2, 1))
+
+    assert_small(results)
+
+
+def seen_over_ring(groups, ring_size):
+    """How often each token of the line sees each other, added up over the calls of all ring ranks."""
+    ranks = [SequenceParallel(1, ring_size, index=index) for index in range(ring_size)]
+    plans = [shard_plan(groups, sp) for sp in ranks]
+    times = torch.zeros(len(plans[0].places), len(plans[0].places), dtype=torch.int64)
+    for plan, sp in zip(plans, ranks, strict=True):
+        for other, calls in zip(plans, RingLayout.of(plan, sp).calls, strict=True):
+            for call in calls:
+                rows_q, rows_k = call.cu_q.tolist(), call.cu_k.tolist()
+                for row in range(len(rows_q) - 1):
+                    q = plan.local[call.q_start + rows_q[row] : call.q_start + rows_q[row + 1]]
+                    k = other.local[call.k_start + rows_k[row] : call.k_start + rows_k[row + 1]]
+                    seen = torch.ones(len(q), len(k), dtype=torch.int64)
+                    times[q[:, None], k] += seen.tril() if call.is_causal else seen
+    return times
+
+
+@pytest.mark.parametrize("ring_size", [2, 3, 5])
+@pytest.mark.parametrize("line", LINES)
+def test_calls_around_a_ring_show_each_token_what_it_may_see_exactly_once(line, ring_size):
+    expected = []  # by the definition: token by token, (group, response or None)
+    for index, group in enumerate(LINES[line]):
+        expected += [(index, None)] * group.prompt
+        for response, length in enumerate(group.responses):
+            expected += [(index, response)] * length
+
+    times = seen_over_ring(LINES[line], ring_size)
+
+    for i, (group, response) in enumerate(expected):
+        for j, (other, owner) in enumerate(expected):
+            sees = group == other and j <= i and owner in (None, response)
+            assert times[i, j] == sees, (i, j)
+
+
+def test_ring_ranks_have_the_same_work():
+    groups = [LineGroup(400, (100, 50, 70)), LineGroup(90), LineGroup(33, (20,))]
+    ranks = [SequenceParallel(1, 4, index=index) for index in range(4)]
+
+    pairs = []  # of queries and keys
+    for sp in ranks:
+        layout = RingLayout.of(shard_plan(groups, sp), sp)
+        calls = [call for source in layout.calls for call in source]
+        rows = [(call.cu_q.diff() * call.cu_k.diff()).sum().item() / (1 + call.is_causal) for call in calls]
+        pairs.append(sum(rows))
+
+    assert max(pairs) < 1.02 * min(pairs)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (AttentionRule(0.3, is_causal=False), "later tokens"),
+        (AttentionRule(0.3, softcap=1.0), "soft cap"),
+        (AttentionRule(0.3, window=34), "sliding window of 34 .* longest has 35"),
+    ],
+)
+def test_a_ring_refuses_rules_that_need_scores_or_windows(rule, reason):
+    sp = SequenceParallel(1, 2)
+    layout = sequence_layout(shard_plan(SHARED, sp), sp)
+    line = torch.zeros(1, 2, 60, 8)
+
+    with pytest.raises(NotImplementedError, match=f"{reason}.*use `ulysses_size` instead of `ring_size`"):
+        layout.attend(line, line, line, rule)
+    assert layout.refuses(AttentionRule(0.3, window=35)) is None
+
+
+def test_heads_that_do_not_divide_are_refused_by_name():
+    sp = SequenceParallel(4, 1)
+    layout = sequence_layout(shard_plan(PACKED, sp), sp)
+    line = torch.zeros(1, 6, 17, 8)
+
+    assert isinstance(layout, UlyssesLayout)
+    with pytest.raises(ValueError, match="`ulysses_size` \\(4\\) must divide the model's 6 attention heads"):
+        layout.attend(line, line, line, PLAIN)
+
+
+def test_a_line_that_is_not_spread_has_its_plain_layout():
+    none = SequenceParallel.none()
+
+    assert isinstance(sequence_layout(shard_plan(PACKED, none), none), PackedLayout)
+    assert isinstance(sequence_layout(shard_plan(SHARED, none), none), SharedLayout)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from verl.models.hub_names import HubNames, auto_class
+from verl.models.scalar_head import is_scalar, make_scalar
+from verl.models.tiny import FAMILIES, save_tiny_model
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
+def test_converted_tensors_are_what_save_pretrained_writes(family, tmp_path):
+    folder = save_tiny_model(tmp_path, family)
+    config = AutoConfig.from_pretrained(folder)
+    model = auto_class(config).from_pretrained(folder)
+    on_disk = load_file(folder / "model.safetensors")
+
+    converted = dict(HubNames(config).convert((name, p.detach()) for name, p in model.named_parameters()))
+
+    assert converted.keys() == on_disk.keys()
+    assert all(torch.equal(converted[name], on_disk[name]) for name in on_disk)
+
+
+def test_experts_of_a_mixture_get_a_name_each(tmp_path):
+    names = HubNames(AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen3_moe")))
+
+    produced = names.of("model.layers.0.mlp.experts.gate_up_proj")
+
+    assert len(produced) == 8  # gate and up of four experts
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in produced
+
+
+def test_tensors_come_one_by_one_in_the_order_given(tmp_path):
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
+    taken = []
+
+    def weights():
+        for name in ("model.visual.merger.ln_q.weight", "model.language_model.norm.weight"):
+            taken.append(name)
+            yield name, torch.ones(128)
+
+    stream = HubNames(config).convert(weights())
+
+    assert next(stream)[0] == "visual.merger.ln_q.weight"
+    assert len(taken) == 1
+    assert next(stream)[0] == "model.norm.weight"
+
+
+def test_a_name_of_another_model_is_refused(tmp_path):
+    names = HubNames(AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2")))
+
+    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM has no tensor 'visual.x'"):
+        list(names.convert([("visual.x", torch.ones(1))]))
+
+
+def test_joint_experts_are_turned_as_the_hub_and_vllm_have_them(tmp_path):
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen3_vl_moe", moe_intermediate_size=96))
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    in_memory = torch.randn(4, 192, 128)  # experts, gate and up, hidden
+
+    [(hub_name, on_hub)] = HubNames(config).convert([(name, in_memory)])
+
+    assert hub_name == name
+    assert torch.equal(on_hub, in_memory.transpose(1, 2))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_scalar_model_has_the_same_names_with_a_score_for_the_head(family, has_bias, tmp_path):
+    folder = save_tiny_model(tmp_path, family)
+    config = AutoConfig.from_pretrained(folder)
+    make_scalar(config, has_bias=has_bias)
+    model = auto_class(config).from_config(config)
+
+    converted = dict(HubNames(config).convert((name, p.detach()) for name, p in model.named_parameters()))
+
+    expected = load_file(folder / "model.safetensors").keys() - {"lm_head.weight"}
+    assert converted.keys() == expected | {"score.weight"} | ({"score.bias"} if has_bias else set())
+    assert converted["score.weight"].shape == (1, 128)
+
+
+def test_a_config_says_whether_its_model_scores(tmp_path):
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
+    assert not is_scalar(config)
+
+    make_scalar(config, has_bias=True)
+    assert is_scalar(config) and config.num_labels == 1
+    assert config.architectures == ["Qwen2_5_VLForTokenClassification"]
+
+    make_scalar(config, has_bias=False)
+    assert config.architectures == ["Qwen2_5_VLForSequenceClassification"]

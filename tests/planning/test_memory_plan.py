@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run takes phase by phase, with a model of 2**30 weights."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planning.planning import GPU, NODE, read_shape, sizes
+from verl.config.model import ModelConfig
+from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.schema import ConfigError, load_config, value_at
+from verl.config.worker import ActorConfig, WorkerConfig
+from verl.planning.machine import GIB, find_machine
+from verl.planning.memory_plan import Planner
+from verl.planning.planned_run import PlannedPass
+from verl.planning.ppo import planned_ppo
+from verl.planning.remedies import misfit_text, remedy, settled, with_options
+
+UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
+EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
+
+
+def make_config(changes=None):
+    config = PPOConfig(
+        data=DataConfig(rollout_batch_size=32, max_prompt_length=1024, max_response_length=1024),
+        algorithm=AlgorithmConfig(),
+        worker=WorkerConfig(
+            actor=ActorConfig(
+                global_batch_size=16,
+                micro_batch_size_per_device_for_update=1,
+                micro_batch_size_per_device_for_experience=1,
+                share_prompt=False,
+                model=ModelConfig(model_path="model"),
+            ),
+            rollout=RolloutConfig(n=4, tensor_parallel_size=1, gpu_memory_utilization=0.5),
+        ),
+        trainer=TrainerConfig(n_gpus_per_node=4),
+    )
+    return with_options(config, changes or {})
+
+
+def planner(machine):
+    return Planner(planned_ppo, read_shape, machine)
+
+
+def phases_of(config, machine=GPU):
+    return {phase.name: phase for phase in planner(machine)(config).phases}
+
+
+def test_an_update_holds_weights_gradients_and_two_moments_of_its_shard():
+    held = sizes(phases_of(make_config())["update_actor"].device)
+
+    assert held["weights"] == held["gradients"] == GIB  # 4 GiB on 4 ranks
+    assert held["optimizer"] == 2 * GIB
+    assert held["other models"] == GIB // 2  # the reference, in bf16
+
+
+def test_a_step_has_a_phase_for_each_pass_of_each_model():
+    everything = make_config({"algorithm.adv_estimator": "gae", "worker.critic.model.model_path": "model"})
+
+    assert list(phases_of(make_config())) == ["load", "gen", "old", "update_actor", "ref", "save_checkpoint"]
+    assert {"values", "update_critic"} < set(phases_of(everything))
+
+
+def test_what_is_offloaded_waits_in_host_memory():
+    here = phases_of(make_config())["ref"]
+    away = phases_of(
+        make_config(
+            {
+                "worker.actor.offload.offload_params": True,
+                "worker.actor.offload.offload_optimizer": True,
+            }
+        )
+    )["ref"]
+
+    assert here.device_bytes - away.device_bytes == 3 * GIB  # of the actor: 1 of weights, 2 of moments
+    # The engine sleeps there with 2 GiB in both.
+    assert sizes(here.host)["offloaded"] == 2 * GIB
+    assert sizes(away.host)["offloaded"] == 5 * GIB
+
+
+def test_the_engine_takes_its_share_of_a_gpu_while_it_samples():
+    assert sizes(phases_of(make_config())["gen"].device)["engine"] == 40 * GIB
+
+
+def test_on_cpu_all_processes_of_a_node_share_its_memory():
+    plan = planner(NODE)(make_config())
+    phase = next(phase for phase in plan.phases if phase.name == "update_actor")
+    of_process = phase.device_bytes + sum(sizes(phase.host).values())
+
+    assert plan.node_bytes(phase) == 4 * of_process + sum(sizes(phase.node).values())
+    assert plan.is_within(phase)
+    assert not replace(plan, machine=replace(NODE, host_bytes=plan.node_bytes(phase))).is_within(phase)
+
+
+def test_a_checkpoint_that_is_written_behind_the_training_is_a_copy_in_host_memory():
+    copy = phases_of(make_config({"trainer.save_freq": 5}))["update_actor"]
+
+    assert sizes(copy.host)["checkpoint being written"] == 3 * GIB
+    assert "checkpoint being written" not in sizes(phases_of(make_config())["update_actor"].host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dynamic", "shares", "size", "line"),
+    [
+        ({}, False, False, 2, (4096, 2048)),
+        ({}, False, True, 8, (2 * 1024 + 8 * 1024, 8 * 1024)),  # two groups of four
+        ({}, True, False, 2, (4096, 2048)),
+        ({}, True, True, 5, (5 * 2048, 5 * 2048 * 4 // 5)),  # of 5 tokens of a group, 4 are responses
+        ({}, True, False, 64, (16 * 2048, 16 * 1024)),  # no more than there are: 16 rows
+        ({"worker.actor.ulysses_size": 2}, False, False, 2, (2048, 1024)),
+    ],
+)
+def test_a_line_has_the_tokens_of_its_full_rows(changes, dynamic, shares, size, line):
+    config = make_config(changes)
+    shape = read_shape(None, config.worker.actor.fsdp, option="", is_trained=True)
+
+    one = PlannedPass("update_actor", size, UPDATE, rows=16, dynamic=dynamic, shares=shares)
+    found = one.longest_line(planned_ppo(config).lengths, shape)
+
+    assert (found.tokens, found.responses) == line
+
+
+def test_a_misfit_names_the_option_and_a_value_that_fits():
+    config, plan = make_config({UPDATE: 16}), planner(replace(GPU, device_bytes=14 * GIB))
+    (phase,) = (phase for phase in plan(config).misfits() if phase.name == "update_actor")
+
+    changes = remedy(config, phase, plan)
+    text = misfit_text(config, phase, plan(config), plan)
+
+    assert list(changes) == [UPDATE]
+    assert f"set {UPDATE}={changes[UPDATE]}" in text
+    assert "update_actor takes" in text
+    assert "GiB of a GPU, 12.6 are usable" in text
+    fixed = with_options(config, changes)
+    assert "update_actor" not in [phase.name for phase in plan(fixed).misfits()]
+    larger = with_options(config, {UPDATE: 2 * changes[UPDATE]})
+    assert "update_actor" in [phase.name for phase in plan(larger).misfits()]
+
+
+def test_an_engine_that_leaves_no_room_gets_a_smaller_share():
+    config, plan = make_config({"worker.rollout.gpu_memory_utilization": 0.9}), planner(GPU)
+    (phase,) = plan(config).misfits()
+
+    (share,) = remedy(config, phase, plan).values()
+
+    assert phase.name == "gen"
+    assert 0.7 < share < 0.9
+
+
+def test_auto_is_the_largest_divisor_whose_phases_fit():
+    config, plan = (
+        make_config({UPDATE: "auto", EXPERIENCE: "auto"}),
+        planner(replace(GPU, device_bytes=14 * GIB)),
+    )
+
+    found = settled(config, plan)
+
+    for key, phases, shares in (
+        (UPDATE, ["update_actor"], [1, 2, 4, 8, 16]),  # 16 prompts x 4 on 4 ranks
+        (EXPERIENCE, ["old", "ref"], [1, 2, 4, 8, 16, 32]),
+    ):
+        fits = {
+            size: not {phase.name for phase in plan(with_options(found, {key: size})).misfits()} & set(phases)
+            for size in shares
+        }
+        assert value_at(found, key) == max(size for size in shares if fits[size])
+    assert 1 < value_at(found, UPDATE) < 16
+    assert value_at(config, UPDATE) == "auto"  # the config itself stays
+
+
+def test_auto_takes_the_whole_share_where_there_is_room():
+    found = settled(
+        make_config({UPDATE: "auto", EXPERIENCE: "auto"}), planner(replace(GPU, device_bytes=900 * GIB))
+    )
+
+    assert (value_at(found, UPDATE), value_at(found, EXPERIENCE)) == (16, 32)
+
+
+def test_a_model_of_which_not_one_sequence_fits_is_refused_with_what_helps():
+    plan = planner(replace(GPU, device_bytes=6 * GIB))
+
+    with pytest.raises(
+        ValueError, match=rf"`{UPDATE}` \(auto\): not even one sequence fits: update_actor"
+    ) as raised:
+        settled(make_config({UPDATE: "auto"}), plan)
+
+    assert "set worker.actor." in str(raised.value) or "use more devices" in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["0", "most", "1.5"])
+def test_a_micro_batch_size_is_a_number_or_auto(value):
+    with pytest.raises(ConfigError, match=rf"`{UPDATE}` must be (an integer or auto|at least 1)"):
+        load_config(PPOConfig, [f"{UPDATE}={value}"])
+
+
+def test_the_memory_of_another_machine_can_be_given():
+    assert find_machine("cpu", 64).host_bytes == 64 * GIB
+    assert find_machine("cuda", 80).usable_device == int(0.9 * 80 * GIB)

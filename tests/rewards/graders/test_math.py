@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from verl.rewards.graders.math import _comparer, last_boxed, same_answer
+from verl.rewards.graders.math_process import TimeLimitReached, time_limit
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{5}.", "5"),
+        (r"\boxed{1} or rather \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{a\boxed{3}", "3"),
+        (r"\boxed{}", ""),
+        ("no box {5}", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_box_is_the_answer(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        ("5", "5"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac12", "1/2"),
+        ("1,234", "1234"),
+        ("7.0", "7"),
+        ("$5$.", "5"),
+        (r"2\sqrt2", r"\sqrt{8}"),
+        ("1+x^2", "x^2+1"),
+        ("(1, 2)", "(1,2)"),
+        (r"\{2,1\}", r"\{1,2\}"),
+        ("10^3", "1000"),
+        (r"12\text{ apples}", "12"),
+        ("x=5", "5"),
+        (r"\text{(B)}", "B"),
+        ("A", "A"),
+        ("yes", "Yes"),
+        ("left  of it", "left of it"),
+    ],
+)
+def test_equal_answers_are_the_same(answer, ground_truth):
+    assert same_answer(answer, ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        ("4", "5"),
+        ("-3", "3"),
+        ("0.333", "1/3"),
+        (r"\pi", "3.14"),
+        ("B", "A"),
+        ("no", "on"),
+        ("der", "red"),
+        ("blue", "red"),
+        ("", "5"),
+        ("5", ""),
+        ("(1,2]", "(1,2)"),
+        ("5 or 6", "5"),
+        (r"\frac{\frac{\frac{", "5"),
+        ("(" * 100, "5"),
+        ("5" * 5000, "5"),
+        ("\x00\ufffd🎲", "5"),
+    ],
+)
+def test_other_answers_are_not_the_same(answer, ground_truth):
+    assert not same_answer(answer, ground_truth)
+
+
+@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "999999999!", r"\binom{1000000000}{500000000}"])
+def test_an_answer_that_explodes_is_wrong_after_the_time_limit(answer):
+    start = time.process_time()
+
+    assert not same_answer(answer, "5", time_limit_s=0.5)
+
+    assert time.process_time() - start < 5.0
+
+
+def comparing_process():
+    same_answer("0.5", "1/2")  # starts it
+    return _comparer(os.getpid())._process
+
+
+def test_an_answer_that_fills_the_memory_is_wrong():
+    assert not same_answer(r"(1+\sqrt{2})^{1000000}", "5", time_limit_s=1.0)
+    assert same_answer("0.5", "1/2")
+
+
+def test_answers_are_compared_in_any_thread():
+    with ThreadPoolExecutor(4) as pool:
+        same = list(pool.map(lambda n: same_answer(f"{n}/2", str(n / 2)), range(20)))
+
+    assert same == [True] * 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGXCPU, signal.SIGSEGV])
+def test_a_comparison_that_takes_its_process_with_it_is_wrong_and_the_next_one_is_not(number):
+    process = comparing_process()
+    killer = threading.Timer(0.2, process.send_signal, [number])
+    killer.start()
+
+    assert not same_answer("9^{9^{9^{9}}}", "5", time_limit_s=30.0)
+    assert same_answer("0.5", "1/2")
+    assert comparing_process().pid != process.pid
+
+
+def test_the_kernel_ends_a_comparison_that_hears_no_alarm():
+    process = comparing_process()
+    same_answer("1", "2", time_limit_s=1.0)
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max cpu time")]
+
+    # Started, it has computed for a second or two; then 1 s of its own and 2 s of grace.
+    assert 3 <= int(line.split()[3]) <= 12
+
+
+def test_the_limit_reaches_code_that_catches_every_exception():
+    with pytest.raises(TimeLimitReached), time_limit(0.05):
+        while True:
+            try:
+                sum(range(1000))
+            except Exception:
+                continue
+
+
+def test_the_limit_rings_again_when_the_first_time_was_swallowed():
+    rings = 0
+    with pytest.raises(TimeLimitReached), time_limit(0.05):
+        while True:
+            try:
+                sum(range(1000))
+            except BaseException:
+                rings += 1
+                if rings == 2:
+                    raise
+
+
+def test_within_the_limit_nothing_happens():
+    with time_limit(0.05):
+        pass
+
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program can do in the sandbox, and what is told of it."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.rewards.sandbox.outside import launchers, wait_for_launchers
+from tests.rewards.sandbox.outside import works as is_there
+from verl.rewards.sandbox import runner
+from verl.rewards.sandbox.isolation import Isolation
+from verl.rewards.sandbox.outcome import Call, Limits, Status
+from verl.rewards.sandbox.runner import run
+from verl.rewards.sandbox.values import from_text
+
+works = cache(is_there)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(params=[Isolation.NAMESPACES, Isolation.LANDLOCK])
+def isolation(request):
+    if not works(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "exit_code"),
+    [
+        ("print('all right')", Status.OK, 0),
+        ("import sys; sys.exit(3)", Status.WRONG_EXIT, 3),
+        ("1 / 0", Status.CRASHED, 121),
+        ("this is no program", Status.CRASHED, 121),
+        ("import os; os.abort()", Status.CRASHED, None),
+        ("x = [bytearray(1 << 20) for _ in range(1 << 20)]", Status.OUT_OF_MEMORY, 122),
+        ("while True: pass", Status.TIMED_OUT, None),
+        ("import time; time.sleep(100)", Status.TIMED_OUT, None),
+        ("while True: print('x' * 1000)", Status.OUTPUT_LIMIT, None),
+    ],
+)
+def test_the_status_says_how_the_program_ended(source, status, exit_code, isolation):
+    limits = Limits(cpu_s=1, wall_s=1.5, memory_mb=256, output_bytes=1 << 20)
+
+    outcome = run(source, limits=limits, isolation=isolation)
+
+    assert (outcome.status, outcome.exit_code) == (status, exit_code)
+
+
+def test_a_program_reads_its_input_and_its_output_is_returned(isolation):
+    source = "import sys\nfor line in sys.stdin: print(int(line) * 2)\nsys.stderr.write('done')"
+
+    outcome = run(source, stdin="1\n20\n", isolation=isolation)
+
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (Status.OK, "2\n40\n", "done")
+
+
+@pytest.mark.parametrize("read", ["open(0).read()", "open('/dev/stdin').read()", "sys.stdin.read()"])
+def test_every_way_to_read_a_large_input_works(read, isolation):
+    text = "äöü 1 2 3\n" * 300_000
+
+    outcome = run(f"import sys\nprint(len({read}))", stdin=text, isolation=isolation)
+
+    assert outcome.stdout == f"{len(text)}\n"
+
+
+def test_what_solutions_do_with_threads_and_recursion_works(isolation):
+    source = """
+import sys, threading
+def depth(n): return 0 if n == 0 else 1 + depth(n - 1)
+def main(): print(depth(50_000))
+sys.setrecursionlimit(1 << 20)
+threading.stack_size(512 << 20)
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+"""
+    assert run(source, isolation=isolation).stdout == "50000\n"
+
+
+def test_the_standard_library_and_installed_packages_can_be_imported(isolation):
+    source = """
+import asyncio, bisect, collections, decimal, fractions, heapq, json, random, re, ssl, statistics
+import numpy
+async def work(): return await asyncio.to_thread(lambda: numpy.arange(5).sum())
+print(asyncio.run(work()), random.random() < 1, open('/dev/null', 'w').write('x'))
+"""
+    outcome = run(source, isolation=isolation)
+
+    assert outcome.stdout == "10 True 1\n", outcome.stderr
+
+
+def test_the_working_folder_is_empty_writable_and_new_for_every_run():
+    if not works(Isolation.NAMESPACES):
+        pytest.skip("this machine has no namespaces")
+    source = "import os\nprint(os.listdir('.'))\nopen('x', 'w').write('mine')\nprint(open('x').read())"
+
+    outputs = [run(source, isolation=Isolation.NAMESPACES).stdout for _ in range(2)]
+
+    assert outputs == ["[]\nmine\n"] * 2
+
+
+def test_a_program_may_start_as_many_processes_as_allowed():
+    if not works(Isolation.NAMESPACES):
+        pytest.skip("this machine has no namespaces")
+    source = "import os\nif os.fork() == 0: os.write(1, b'child\\n'), os._exit(0)\nos.wait()\nprint('parent')"
+
+    outcome = run(source, limits=Limits(processes=4), isolation=Isolation.NAMESPACES)
+
+    assert outcome.stdout == "child\nparent\n"
+
+
+def test_a_call_returns_its_value_with_its_types(isolation):
+    source = "def f(n, text): return ({n: (text, 1.5)}, {1, 2}, None, [True], b'x')"
+
+    outcome = run(source, call=Call("f", '[7, "a"]'), isolation=isolation)
+
+    assert from_text(outcome.value) == ({7: ("a", 1.5)}, {1, 2}, None, [True], b"x")
+
+
+def test_a_call_finds_a_method_of_solution(isolation):
+    source = "class Solution:\n    def double(self, x): return 2 * x"
+
+    assert from_text(run(source, call=Call("double", "[4]"), isolation=isolation).value) == 8
+
+
+def test_a_traceback_shows_the_program_only(isolation):
+    outcome = run("def f():\n    raise ValueError('deep')\nf()", isolation=isolation)
+
+    assert 'File "solution.py", line 2, in f' in outcome.stderr
+    assert "program.py" not in outcome.stderr
+    assert outcome.stderr.endswith("ValueError: deep\n")
+
+
+def test_time_and_memory_are_measured(isolation):
+    source = "import time\nx = bytearray(64 << 20)\nwhile time.process_time() < 0.4: pass"
+
+    outcome = run(source, isolation=isolation)
+
+    assert 0.4 <= outcome.cpu_s < 1.5
+    assert outcome.wall_s >= 0.3
+    assert 64 < outcome.peak_mb < 150
+
+
+def test_runs_in_many_threads_do_not_disturb_each_other(isolation):
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = pool.map(
+            lambda n: run("print(int(input()) ** 2)", stdin=str(n), isolation=isolation), range(16)
+        )
+        assert [outcome.stdout for outcome in outcomes] == [f"{n * n}\n" for n in range(16)]
+
+
+def test_nothing_is_left_open_or_running(isolation):
+    run("print(1)", isolation=isolation)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for source in ("print(1)", "1 / 0", "while True: print('x' * 9999)"):
+        run(source, limits=Limits(output_bytes=1 << 16), isolation=isolation)
+
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert not wait_for_launchers()
+
+
+def test_the_program_dies_with_the_process_that_runs_it(isolation):
+    code = (
+        "from verl.rewards.sandbox.runner import run; from verl.rewards.sandbox.isolation import Isolation;"
+        f"run('import time; time.sleep(10)', isolation=Isolation({str(isolation)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        while not launchers(process.pid):
+            time.sleep(0.02)
+        process.kill()
+
+    assert not wait_for_launchers()
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_without_isolation_nothing_runs_unless_the_user_says_so(unsafe):
+    # personality(PER_LINUX32): the machine calls itself one that the filter has no numbers for.
+    code = (
+        "import ctypes; ctypes.CDLL(None).personality(8);"
+        "from verl.rewards.sandbox.runner import run; outcome = run('print(6 * 7)');"
+        "print(outcome.status, outcome.stdout, outcome.detail)"
+    )
+    environment = {**os.environ, "VERL_SANDBOX_UNSAFE": "1"} if unsafe else None
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+    if unsafe:
+        assert done.stdout.startswith("ok 42"), done
+    else:
+        assert done.stdout.startswith("refused"), done
+        assert "needs Linux on x86_64 or aarch64" in done.stdout
+        assert "VERL_SANDBOX_UNSAFE=1" in done.stdout
+
+
+def test_several_processes_are_refused_where_nothing_counts_them():
+    outcome = run("print(1)", limits=Limits(processes=2), isolation=Isolation.LANDLOCK)
+
+    assert outcome.status is Status.REFUSED
+    assert "`Limits.processes` (2) must be 1" in outcome.detail
+
+
+def test_limits_must_be_positive():
+    with pytest.raises(ValueError, match=r"`Limits\.cpu_s` must be positive, got 0"):
+        Limits(cpu_s=0)
+
+
+def test_what_works_here_is_found_out_once():
+    assert runner.detect() is runner.detect()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which responses of a batch are kept, and what is written of them."""
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.helpers.media import save_image, save_video
+from tests.trainer.rollouts.sampling import Words, make_config
+from verl.data.media.loader import MediaLoader
+from verl.data.media.media_options import MediaOptions
+from verl.protocol import DataProto, objects
+from verl.trainer.rollouts.rollout_log import FRAMES, RolloutKeeper, with_reward_values
+from verl.viewer.rollout_store import step_files
+
+# Two prompts with two responses each, in the order that balancing left: b1, a0, b0, a1.
+ROW_IDS, UIDS = [3, 0, 2, 1], ["b", "a", "b", "a"]
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]])  # (4, 3)
+
+
+def make_batch(media=(None, None, None, None), trained=MASK, overall=(1.0, 2.0, 3.0, 4.0)):
+    prompt_mask = torch.tensor([[0, 1], [1, 1], [0, 1], [1, 1]])
+    batch = DataProto.from_dict(
+        {
+            "row_ids": torch.tensor(ROW_IDS),
+            "responses": torch.tensor([[7, 8, 0], [1, 2, 3], [9, 0, 0], [4, 5, 0]]),
+            "prompt_mask": prompt_mask,
+            "attention_mask": torch.cat([prompt_mask, MASK], dim=1),
+            "response_mask": trained,
+            "rollout_log_probs": -torch.arange(12.0).reshape(4, 3),
+            "old_log_probs": -torch.arange(12.0).reshape(4, 3) - 0.5,
+            "token_level_scores": torch.tensor([[0, 1, 0], [0, 0, 2.0], [3, 0, 0], [0, 4, 0]]),
+            "advantages": torch.tensor([[1.0, 3, 0], [1, 2, 6], [5, 0, 0], [-1, -2, 0]]),
+        },
+        {
+            "uid": UIDS,
+            "prompt_text": [f"prompt {uid}" for uid in UIDS],
+            "prompt_messages": objects([[{"role": "user", "content": uid}] for uid in UIDS]),
+            "ground_truth": [42, 41, 42, 41],
+            "finish_reason": ["stop", "length", "stop", "stop"],
+            "multi_modal_data": objects(media),
+        },
+    )
+    return with_reward_values(batch, {"overall": list(overall), "format": [0.0, 1.0, 0.0, 1.0]})
+
+
+def kept_rows(tmp_path, batch, num_groups, media=None):
+    config = make_config(
+        trainer={"rollouts_to_keep": num_groups, "save_checkpoint_path": str(tmp_path / "run")}
+    )
+    RolloutKeeper(config, Words(), media).keep(batch, step=5)
+    return {step: pq.read_table(path).to_pylist() for step, path in step_files(tmp_path / "run").items()}
+
+
+def test_the_first_groups_are_kept_whole_in_the_order_in_which_they_were_sampled(tmp_path):
+    (rows,) = kept_rows(tmp_path, make_batch(), 1).values()
+
+    assert [(row["group"], row["sample"], row["response"]) for row in rows] == [
+        ("a", 0, "1 2 3"),
+        ("a", 1, "4 5"),
+    ]
+
+
+def test_a_row_says_what_the_batch_says(tmp_path):
+    (rows,) = kept_rows(tmp_path, make_batch(), 5).values()
+
+    row = rows[0]  # a0, the batch's second
+    assert len(rows) == 4
+    assert row["prompt"] == "prompt a" and row["ground_truth"] == "41"
+    assert json.loads(row["messages"]) == [{"role": "user", "content": "a"}]
+    assert (row["step"], row["prompt_length"], row["response_length"]) == (5, 2, 3)
+    assert (row["finish_reason"], row["score"], row["advantage"]) == ("length", 2.0, 3.0)  # (1 + 2 + 6) / 3
+    assert dict(row["reward_values"]) == {"overall": 2.0, "format": 1.0}
+    assert row["token_ids"] == [1, 2, 3] and row["tokens"] == ["1", "2", "3"]
+    assert row["rollout_log_probs"] == [-3.0, -4.0, -5.0]
+    assert row["old_log_probs"] == [-3.5, -4.5, -5.5]
+    assert row["advantages"] == [1.0, 2.0, 6.0]
+    assert rows[2]["token_ids"] == [9] and rows[2]["advantages"] == [5.0]  # without the padding
+
+
+def test_a_response_that_was_rejected_keeps_its_score_and_has_no_advantage(tmp_path):
+    trained = MASK.clone()
+    trained[1] = 0
+
+    (rows,) = kept_rows(tmp_path, make_batch(trained=trained), 1).values()
+
+    assert (rows[0]["response"], rows[0]["score"], rows[0]["advantage"]) == ("1 2 3", 2.0, None)
+
+
+def test_a_response_that_the_reward_function_failed_for_has_no_score(tmp_path):
+    (rows,) = kept_rows(tmp_path, make_batch(overall=[1.0, math.nan, 3.0, 4.0]), 1).values()
+
+    assert [row["score"] for row in rows] == [None, 4.0]
+
+
+def test_none_are_kept_where_none_are_wanted(tmp_path):
+    assert kept_rows(tmp_path, make_batch(), 0) == {}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def media_loader(tmp_path_factory):
+    from verl.data.tokenizer import load_processor
+    from verl.models.tiny import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, "qwen2_5_vl")
+    return MediaLoader(load_processor(str(folder)), MediaOptions(784, 50176))
+
+
+def test_images_and_frames_that_the_model_saw_are_kept_once_for_a_group(tmp_path, media_loader):
+    image = save_image(tmp_path / "one.png", 56, 56)
+    film = save_video(tmp_path / "film.mp4", 56, 56, num_frames=80)
+    ours = {"images": [image], "videos": [film]}
+
+    (rows,) = kept_rows(tmp_path, make_batch([None, ours, None, ours]), 1, media_loader).values()
+
+    assert rows[0]["media"] == rows[1]["media"] and rows[0]["num_media"] == 2
+    picture, frames = rows[0]["media"]
+    assert (picture["kind"], picture["source"], len(picture["files"])) == ("image", image, 1)
+    assert (frames["kind"], frames["source"], len(frames["files"])) == ("video", film, FRAMES)
+    names = {path.name for path in (tmp_path / "run/rollouts/media").iterdir()}
+    assert names == {*picture["files"], *frames["files"]}
+    assert picture["problem"] is None and frames["problem"] is None
+
+
+def test_an_image_that_is_gone_is_named_and_ends_nothing(tmp_path, media_loader):
+    gone = {"images": [str(tmp_path / "gone.png")], "videos": []}
+
+    (rows,) = kept_rows(tmp_path, make_batch([None, gone, None, gone]), 1, media_loader).values()
+
+    (medium,) = rows[0]["media"]
+    assert medium["files"] == [] and "gone.png" in medium["problem"]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses become sequences, in the order of their prompts."""
+
+import torch
+
+from tests.trainer.rollouts.sampling import PROMPT_LENGTH, Engine, Words, make_config, numbered_prompts
+from verl.protocol import DataProto, objects
+from verl.trainer.rollouts.sampler import Sampler, greedy_options, join_responses, sampling_options, with_uids
+from verl.workers.rollout.base import FinishedResponse
+
+
+def test_sequences_come_in_the_order_of_their_prompts_whatever_finishes_first(reward_manager):
+    engine = Engine(lambda number: [0.1 * number, 1.0])
+    progress = []
+    sampler = Sampler(make_config(), engine, reward_manager, Words(), lambda *state: progress.append(state))
+
+    prompts = with_uids(next(numbered_prompts(3)), "step1")
+    sequences, scoring = sampler.sample(prompts, sampling_options(make_config()))
+
+    sequences.check()
+    assert sequences.non_tensor_batch["uid"].tolist() == [f"step1-{k}" for k in (0, 0, 1, 1, 2, 2)]
+    # The engine writes (number + sample) % 5 times the token number + 1, and then ten times the score.
+    assert sequences.batch["responses"][:, :4].tolist() == [
+        [0, 0, 0, 0], [1, 10, 0, 0], [2, 1, 0, 0], [2, 2, 10, 0], [3, 3, 2, 0], [3, 3, 3, 10],
+    ]  # fmt: skip
+    assert sequences.batch["response_mask"].sum(-1).tolist() == [1, 2, 2, 3, 3, 4]
+    assert scoring.result()["overall"] == [0.0, 1.0, 0.1, 1.0, 0.2, 1.0]
+    assert progress == [(done, 6, "responses") for done in range(1, 7)]
+
+
+def test_positions_go_on_from_the_prompt_and_padding_is_masked():
+    prompts = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 8, 9]]),
+            "prompt_mask": torch.tensor([[0, 1, 1]]),
+            "prompt_position_ids": torch.tensor([[0, 0, 1]]),
+        },
+        {"uid": objects(["a"]), "raw_prompt_ids": objects([[8, 9]])},
+    )
+    response = FinishedResponse("a", 0, [5, 6], [-0.5, -0.25], "length")
+
+    joined = join_responses(prompts, [response], n=1, response_length=3, pad_token_id=7)
+
+    assert joined.batch["input_ids"].tolist() == [[0, 8, 9, 5, 6, 7]]
+    assert joined.batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0]]
+    assert joined.batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4]]
+    assert joined.batch["rollout_log_probs"].tolist() == [[-0.5, -0.25, 0.0]]
+    assert joined.non_tensor_batch["finish_reason"].tolist() == ["length"]
+    assert joined.batch["prompts"].shape == (1, PROMPT_LENGTH)
+    assert not joined.non_tensor_batch.keys() & {"raw_prompt_ids"}
+
+
+def test_the_greedy_response_differs_from_the_sampled_ones_only_in_how_it_is_drawn():
+    sampled, greedy = sampling_options(make_config(n=5)), greedy_options(make_config(n=5))
+
+    assert greedy.is_greedy and greedy.n == 1 and not sampled.is_greedy and sampled.n == 5
+    assert (greedy.max_tokens, greedy.ignore_eos) == (sampled.max_tokens, sampled.ignore_eos)

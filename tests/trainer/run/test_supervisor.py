@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor starts again whatever it is given to attempt: here functions that train nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.attempts import (
+    DONE,
+    LOST,
+    WAIT_S,
+    WRONG,
+    be_killed_once,
+    be_wrong,
+    lose_a_worker_once,
+    lose_every_worker,
+    patience_of,
+)
+from tests.helpers.fine_tuning import arguments_for
+from verl.config.ppo import PPOConfig
+from verl.config.sft import SFTConfig
+from verl.trainer.run.exit_status import REPORT
+from verl.trainer.run.supervisor import Supervisor
+from verl.trainer.sft import __main__ as sft
+
+
+def config_of(kind, folder):
+    """Of a run with two restarts."""
+    options = {"max_restarts": 2, "restart_wait_s": WAIT_S, "save_checkpoint_path": str(folder)}
+    return replace(kind(), trainer=replace(kind().trainer, **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempt", "ending", "patience"),
+    [
+        (PPOConfig, lose_a_worker_once, DONE, ["None", f"{WAIT_S}"]),
+        (SFTConfig, be_killed_once, DONE, ["None", f"{WAIT_S}"]),
+        (SFTConfig, lose_every_worker, LOST, ["None", f"{WAIT_S}", f"{WAIT_S}"]),
+        (SFTConfig, be_wrong, WRONG, ["None"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_may_go_away_is_attempted_again_as_often_as_is_allowed(
+    kind, attempt, ending, patience, tmp_path
+):
+    config = config_of(kind, tmp_path)
+    supervisor = Supervisor(config, attempt)
+
+    assert supervisor.run() == ending
+    assert patience_of(config) == patience
+    assert supervisor.restarts == len(patience) - 1
+    assert (tmp_path / REPORT).exists() == (attempt is be_killed_once)
+
+
+def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self.attempt) or DONE)
+    for name in ("sft_train.jsonl", "sft_val.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    for name in ("model", "images"):
+        (tmp_path / name).mkdir()
+    arguments = arguments_for(tmp_path, f"trainer.save_checkpoint_path={tmp_path / 'run'}")
+
+    assert sft.main([*arguments, "trainer.max_restarts=1"]) == 0
+    assert seen == [sft.attempt_to_fine_tune]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of rollouts comes back as it was, whole files only."""
+
+import logging
+import os
+import uuid
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.helpers.media import noise
+from tests.helpers.rollouts import rollout
+from verl.viewer.rollout_store import LONGEST_SIDE, MEDIA_FILE, SCHEMA, RolloutStore, step_files
+
+
+def test_a_row_comes_back_with_every_column(tmp_path):
+    row = rollout(3, group=0, sample=1, media=[{"kind": "image", "source": "a.png", "files": ["f.jpg"]}])
+
+    assert RolloutStore(tmp_path).write(3, [row])
+
+    (kept,) = pq.read_table(step_files(tmp_path)[3]).to_pylist()
+    assert set(kept) == set(SCHEMA.names)
+    lists = {"rollout_log_probs", "old_log_probs", "advantages"}
+    for name in lists:
+        assert kept[name] == row[name].tolist()
+    assert dict(kept["reward_values"]) == {"overall": 0.0, "format": 1.0}
+    assert kept["media"] == [{"kind": "image", "source": "a.png", "files": ["f.jpg"], "problem": None}]
+    same = set(row) - lists - {"reward_values", "media"}
+    assert {name: kept[name] for name in same} == {name: row[name] for name in same}
+    assert kept["response_start"] == kept["response"]
+
+
+def test_a_step_that_is_repeated_replaces_what_it_wrote_before(tmp_path):
+    store = RolloutStore(tmp_path)
+    store.write(10, [rollout(10, 0, sample) for sample in range(4)])
+    store.write(2, [rollout(2, 0, 0)])
+
+    store.write(10, [rollout(10, 1, 0)])
+
+    assert list(step_files(tmp_path)) == [2, 10]
+    assert pq.read_table(step_files(tmp_path)[10])["group"].to_pylist() == ["step10-0-1"]
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_10.parquet", "step_2.parquet"]
+
+
+def test_texts_that_are_no_unicode_and_texts_without_end_are_kept(tmp_path):
+    hostile = "\ud800\x00<script>" + "x" * 1_000_000
+    RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, prompt=hostile, response=hostile)])
+
+    (kept,) = pq.read_table(step_files(tmp_path)[1]).to_pylist()
+
+    assert kept["response"] == "?" + hostile[1:]
+    assert kept["response_start"] == kept["response"][:160]
+
+
+def test_a_column_that_nobody_declared_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no columns \['colour'\]"):
+        RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, colour="red")])
+
+
+def test_equal_images_share_a_small_file(tmp_path):
+    store = RolloutStore(tmp_path)
+    image = Image.fromarray(noise(1000, 500)).convert("RGBA")
+
+    names = {store.add_image(image), store.add_image(image.copy())}
+    other = store.add_image(Image.fromarray(noise(10, 10)))
+
+    (name,) = names
+    assert name != other and MEDIA_FILE.fullmatch(name)
+    with Image.open(store.folder / "media" / name) as kept:
+        assert kept.size == (LONGEST_SIDE, LONGEST_SIDE // 2)
+    assert image.size == (1000, 500)
+
+
+def test_a_disk_without_room_costs_the_step_and_is_said(tmp_path, monkeypatch, caplog):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    store = RolloutStore(tmp_path)
+    store.folder.mkdir()
+    monkeypatch.setattr(uuid, "uuid4", lambda: SimpleNamespace(hex="e" * 32))
+    (store.folder / ("e" * 32 + ".tmp")).symlink_to("/dev/full")
+
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    assert not store.write(1, [rollout(1, 0, 0)])
+
+    assert "no room to keep rollouts" in caplog.text
+    assert list(store.folder.iterdir()) == []
+
+
+def test_numbers_are_stored_as_they_are_even_those_that_are_none(tmp_path):
+    values = np.array([-np.inf, np.nan, -0.5], dtype=np.float32)
+    RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, old_log_probs=values, score=None)])
+
+    (kept,) = pq.read_table(step_files(tmp_path)[1]).to_pylist()
+
+    np.testing.assert_array_equal(kept["old_log_probs"], values)
+    assert kept["score"] is None

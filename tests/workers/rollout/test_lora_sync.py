@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in vLLM, as adapters and folded into its weights, against transformers with peft's layers."""
+
+import pytest
+import torch
+
+from tests.workers.rollout.reference import (
+    collect,
+    largest_difference,
+    load_model,
+    rollout_config,
+    setup_of,
+    text_requests,
+)
+from verl.models.adapter_files import AdapterConfig
+from verl.models.hub_names import HubNames
+from verl.models.lora import adapted_layers, attach_adapters
+from verl.models.lora_weights import fold, is_adapter
+from verl.models.tiny import save_tiny_model
+from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.lora_sync import engine_adapter
+
+LANGUAGE = r"model\.language_model\..*|model\.layers\..*"
+CONFIG = AdapterConfig(rank=4, alpha=6, target_modules=LANGUAGE)
+
+
+def adapted(path, config=CONFIG):
+    model = load_model(path)
+    attach_adapters(model, config, "worker.actor.model.lora")
+    return model
+
+
+@torch.no_grad()
+def move(model, seed):
+    """Give the adapters other numbers, large enough to change every log-prob."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def folded(model, config=CONFIG):
+    return fold(model.state_dict().items(), config.scale, has_magnitude=config.use_dora)
+
+
+@pytest.fixture(
+    scope="module", params=["qwen2", "qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+)
+def served(request, tmp_path_factory, single_process):
+    """A model with adapters and the engine that serves them over a base of its own."""
+    path = save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+    model = adapted(path)
+    adapter = engine_adapter(model, CONFIG, rollout_config(), "cuda")
+    assert adapter is not None and adapter.modules == tuple(adapted_layers(model))
+    engine = build_rollout_engine(rollout_config(), setup_of(path, adapter=adapter))
+    yield engine, model, path
+    engine.close()
+
+
+def test_an_engine_that_serves_the_adapter_has_the_log_probs_of_each_one_it_is_given(served):
+    engine, model, path = served
+    base = load_model(path)
+
+    for seed in (1, 2):
+        engine.sync_adapter(move(model, seed))
+        responses = collect(engine, text_requests())
+
+        assert largest_difference(model, text_requests(), responses) < 1e-4
+        assert largest_difference(base, text_requests(), responses) > 0.1
+
+
+def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_process):
+    path = save_tiny_model(tmp_path / "model", "qwen2")
+    engine = build_rollout_engine(rollout_config(), setup_of(path))
+    try:
+        for method in ({}, {"use_rslora": True}, {"use_dora": True}):
+            config = AdapterConfig(rank=4, alpha=6, target_modules="all-linear", **method)
+            model = adapted(path, config)
+            move(model, seed=1)
+            engine.sync_weights(HubNames(model.config).convert(folded(model, config)))
+
+            assert largest_difference(model, text_requests(), collect(engine, text_requests())) < 1e-4
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (AdapterConfig(4, 6, "all-linear"), {}, "12 adapted modules lie in the vision tower"),
+        (AdapterConfig(4, 6, LANGUAGE, use_dora=True), {}, "does not serve DoRA"),
+        (AdapterConfig(600, 6, LANGUAGE), {}, "ranks up to 512"),
+        (CONFIG, {"name": "hf"}, "`worker.rollout.name=hf` takes whole weights"),
+        (CONFIG, {"lora_sync": "merged"}, "`worker.rollout.lora_sync=merged`"),
+    ],
+)
+def test_what_an_engine_cannot_serve_is_folded_and_said(tmp_path, caplog, config, options, reason):
+    model = adapted(save_tiny_model(tmp_path / "model", "qwen2_5_vl"), config)
+
+    with caplog.at_level("INFO", logger="verl"):
+        assert engine_adapter(model, config, rollout_config(**options), "cuda") is None
+
+    assert reason in caplog.text
+    if "lora_sync" not in options:
+        with pytest.raises(ValueError, match="`auto` or `merged`"):
+            engine_adapter(model, config, rollout_config(**options, lora_sync="adapter"), "cuda")
+
+
+def test_on_cpu_adapters_are_folded_unless_they_are_asked_for(tmp_path):
+    model = adapted(save_tiny_model(tmp_path / "model", "qwen2"))
+
+    assert engine_adapter(model, CONFIG, rollout_config(), "cpu") is None
+    assert engine_adapter(model, CONFIG, rollout_config(lora_sync="adapter"), "cpu") is not None
+
+
+def test_on_cpu_adapters_beside_joint_experts_cannot_be_asked_for(tmp_path):
+    model = adapted(save_tiny_model(tmp_path / "model", "qwen3_moe"))
+    asked = rollout_config(lora_sync="adapter")
+
+    assert engine_adapter(model, CONFIG, asked, "cuda") is not None
+    with pytest.raises(ValueError, match="on CPU vLLM serves no adapters beside joint experts: use `auto`"):
+        engine_adapter(model, CONFIG, asked, "cpu")

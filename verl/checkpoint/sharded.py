@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load one role's training state: weights, optimizer, schedule, random generators.
+
+```
+actor/manifest.json       which files there are, their sizes and digests, the schedule; written last
+actor/.metadata           of the shards (torch.distributed.checkpoint)
+actor/__R_N.distcp        weights and optimizer, sharded; any world size loads them
+actor/rank_R.pt           random generators and extra state of rank R
+actor/huggingface/        config, tokenizer, processor; `scripts/model_merger.py` adds weights
+actor/lora_adapter/       where adapters are trained, these in peft's format; the shards then hold no base
+```
+"""
+
+import os
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from verl.checkpoint.manifest import (
+    FileEntry,
+    check_digests,
+    file_entries,
+    read_manifest,
+    write_manifest,
+)
+from verl.checkpoint.storage import ShardReader, read_tensors
+from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_beside
+from verl.models.lora_weights import saved_tensors
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
+
+HUGGINGFACE, LORA_ADAPTER = "huggingface", "lora_adapter"
+
+
+class Savable(Protocol):
+    """A tokenizer, a processor or a config of transformers."""
+
+    def save_pretrained(self, save_directory: str | Path) -> Any:
+        """Write its files into a folder."""
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held beside what was loaded in place."""
+
+    extra: dict[str, Any] | None  # of this rank; None when the world size differs from the checkpoint's
+    has_optimizer: bool  # False for a checkpoint of weights only: the optimizer starts anew
+
+
+class Snapshot(NamedTuple):
+    """One rank's part of the training state of a model, ready to be written."""
+
+    tensors: dict[str, Tensor]  # weights and optimizer state, sharded as in the model
+    rank_state: dict[str, Any]  # random generators and extra state
+    manifest: dict[str, Any]
+    files: tuple[Savable | None, ...]  # for `huggingface/`, of rank 0
+    adapter: Savable | None = None  # for `lora_adapter/`, of rank 0
+
+
+class NotWrittenError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank."""
+
+
+def take_snapshot(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    extra: dict[str, Any] | None = None,
+    files: tuple[Savable | None, ...] = (),
+    adapter: Savable | None = None,
+    *,
+    copies: bool = False,
+) -> Snapshot:
+    """Collect the training state of this rank.
+
+    Args:
+        model: Sharded or not, offloaded or not.
+        optimizer: None (`trainer.save_model_only`) leaves its state out.
+        scheduler: Its position is kept.
+        extra: State of this rank beside: tensors, numbers, strings, and lists and dictionaries of them.
+        files: Config, generation config, tokenizer, processor; whatever of them the model has.
+        adapter: Whole adapters, if the model is adapted.
+        copies: Copy tensors to host memory, so that training may go on while they are written.
+    """
+    tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
+    if copies:
+        tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+    manifest = {
+        "world_size": dist.get_world_size(),
+        "has_optimizer": optimizer is not None,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "scheduler": deepcopy(scheduler.state_dict()) if scheduler is not None else None,
+    }
+    return Snapshot(tensors, {"random": random_state(), "extra": extra or {}}, manifest, files, adapter)
+
+
+def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+    """Write a snapshot of every rank into one folder; every rank calls it and waits for the others.
+
+    Args:
+        path: The role's folder, for example `global_step_8.tmp/actor`, on a file system that all ranks share.
+        snapshot: Of this rank.
+        group: With a CPU backend, used by nobody else meanwhile; None is the default group.
+
+    Raises:
+        NotWrittenError: A rank could not write its files.
+    """
+    path, rank = Path(path), dist.get_rank()
+    problem, entries = None, {}
+    try:
+        entries = _write_files(path, snapshot, rank, group)
+    except (OSError, RuntimeError, CheckpointException) as error:  # a full disk may be any of them
+        problem = _cause(error)
+    parts = _agreed(problem, entries, path, group)
+    if rank == 0:
+        try:
+            write_manifest(path, snapshot.manifest, {name: part[name] for part in parts for name in part})
+        except OSError as error:
+            problem = _cause(error)
+    _agreed(problem, None, path, group)
+
+
+def load_shards(
+    path: Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
+) -> Restored:
+    """Load what `write_snapshot` wrote, at any world size; every rank calls it.
+
+    Random generators and `extra` belong to a rank, so they come back only if the world size is the same. The
+    schedule keeps the shape that the config of this run gives it and moves to the saved position.
+
+    Args:
+        path: The role's folder.
+        model: Its weights are replaced in place.
+        optimizer: Its state is replaced; from a checkpoint without one it is left empty, with a warning.
+        scheduler: Moved to the saved position.
+
+    Raises:
+        FileNotFoundError: The folder is missing or incomplete.
+        ValueError: A file is damaged, or the weights are those of another model, or the state is that of
+            another optimizer; on every rank.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    _check_files(path, manifest)
+    reader = ShardReader(path)
+    tensors = _model_tensors(model)
+    _check_same_model(tensors, reader.tensors(), path)
+
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    if optimizer is not None and manifest["has_optimizer"]:
+        _check_same_optimizer(optimizer, manifest, path)
+        state = _empty_optimizer_state(model, optimizer, reader.tensors())
+    elif optimizer is not None:
+        logger.warning("checkpoint has weights only, the optimizer's moments start from zero: path=%s", path)
+    read_tensors(reader, tensors | _named_state(model, state))
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+    if scheduler is not None and manifest["scheduler"] is not None:
+        scheduler.load_state_dict(manifest["scheduler"])
+    return Restored(_load_rank_state(path, manifest["world_size"]), manifest["has_optimizer"])
+
+
+def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
+    """Write config, generation config, tokenizer, processor into `path/huggingface`; rank 0 calls it.
+
+    Args:
+        path: The role's folder.
+        *parts: Whatever of them the model has; None is left out.
+    """
+    folder = Path(path) / HUGGINGFACE
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        if part is not None:
+            part.save_pretrained(folder)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of this process's global generators, in types that load safely."""
+    legacy = np.random.get_state()
+    assert isinstance(legacy, tuple), "numpy gives a dictionary only when asked"
+    name, keys, position, has_gauss, gauss = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put the global generators back to where `random_state` found them."""
+    random.setstate(state["python"])
+    name, keys, *others = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _write_files(
+    path: Path, snapshot: Snapshot, rank: int, group: dist.ProcessGroup | None
+) -> dict[str, FileEntry]:
+    """Write this rank's files, and the shared ones on rank 0; returns what they are."""
+    path.mkdir(parents=True, exist_ok=True)
+    state_dict_saver.save(snapshot.tensors, storage_writer=FileSystemWriter(path), process_group=group)
+    with (path / f"rank_{rank}.pt").open("wb") as file:
+        torch.save(snapshot.rank_state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    own = [f"rank_{rank}.pt", *(file.name for file in path.glob(f"__{rank}_*.distcp"))]
+    if rank == 0:
+        own.append(".metadata")
+        if snapshot.files:
+            save_huggingface_files(path, *snapshot.files)
+        if snapshot.adapter is not None:
+            snapshot.adapter.save_pretrained(path / LORA_ADAPTER)
+            own += [str(file.relative_to(path)) for file in (path / LORA_ADAPTER).iterdir()]
+    return file_entries(path, own)
+
+
+def _agreed(problem: str | None, value: Any, path: Path, group: dist.ProcessGroup | None) -> list[Any]:
+    """The value of every rank; raises on every rank if there is a problem on any."""
+    both: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(both, (problem, value), group=group)
+    found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(both) if text is not None]
+    if found:
+        raise NotWrittenError(f"{path} cannot be written: {'; '.join(found)}")
+    return [value for _, value in both]
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the rank where it did."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_files(path: Path, manifest: dict[str, Any]) -> None:
+    """Check the digests of all files, each by one rank; a damaged one is an error on every rank."""
+    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    problem = None
+    try:
+        check_digests(path, manifest, names)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    damaged = next(filter(None, problems), None)
+    if damaged is not None:
+        raise ValueError(damaged)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    tensors = saved_tensors(model, sharded_parameters(model) | persistent_buffers(model))
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    return {} if optimizer is None else _named_state(model, optimizer.state)
+
+
+def _named_state(model: nn.Module, state: dict[Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
+    tensors = {}
+    for name, param in sharded_parameters(model).items():
+        if param in state:
+            tensors |= {f"optimizer.{key}.{name}": value for key, value in state[param].items()}
+    return tensors
+
+
+def _empty_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: dict[str, TensorStorageMetadata]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Room for the state of every parameter that has one in the checkpoint.
+
+    It is the parameter's like, something with as many rows (scales of 8-bit numbers), or a counter.
+    """
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    names = {name: param for name, param in sharded_parameters(model).items() if param in groups}
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for full_key, entry in saved.items():
+        if not full_key.startswith("optimizer."):
+            continue
+        key, name = full_key.removeprefix("optimizer.").split(".", 1)
+        if name not in names:
+            continue
+        param = names[name]
+        dtype = entry.properties.dtype
+        if entry.size == param.shape:
+            empty = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        elif entry.size:
+            empty = zeros_beside(param, entry.size, dtype)
+        else:  # a step counter; fused kernels want it beside the parameter
+            empty = torch.zeros((), dtype=dtype, device=param.device if groups[param].get("fused") else "cpu")
+        state.setdefault(param, {})[key] = empty
+    return state
+
+
+def _check_same_model(
+    tensors: dict[str, Tensor], saved: dict[str, TensorStorageMetadata], path: Path
+) -> None:
+    known = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model.")}
+    wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if known != wanted:
+        different = sorted(key for key in known | wanted if known.get(key) != wanted.get(key))
+        first = different[0]
+        raise ValueError(
+            f"{path} holds another model than `worker.{path.name}.model` describes:"
+            f" {len(different)} weights differ, for example {first.removeprefix('model.')}:"
+            f" {known.get(first)} in the checkpoint, {wanted.get(first)} in the model"
+        )
+
+
+def _check_same_optimizer(optimizer: Optimizer, manifest: dict[str, Any], path: Path) -> None:
+    """Refuse the state of an optimizer that keeps other numbers; a manifest may be older than its name."""
+    saved, wanted = manifest.get("optimizer"), type(optimizer).__name__
+    if saved not in (None, wanted):
+        raise ValueError(
+            f"{path} holds the state of {saved}, which `worker.{path.name}.optim.strategy` ({wanted}) cannot"
+            " continue: set the strategy back, or start anew from the exported weights"
+        )
+
+
+def _load_rank_state(path: Path, world_size: int) -> dict[str, Any] | None:
+    if world_size != dist.get_world_size():
+        logger.warning(
+            "random generators start anew, the number of processes changed: saved=%d now=%d path=%s",
+            world_size, dist.get_world_size(), path,
+        )  # fmt: skip
+        return None
+    state = torch.load(path / f"rank_{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
+    set_random_state(state["random"])
+    return state["extra"]

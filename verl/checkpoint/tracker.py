@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a run has: made complete or not at all, found again, and cleared away.
+
+The controller drives it: `begin` gives a folder that does not count yet, the workers fill it, `publish`
+renames it.
+
+Example::
+
+    tracker = CheckpointTracker("checkpoints/math/first", save_limit=3)
+    folder = tracker.begin(step=8)              # …/global_step_8.tmp
+    ...                                         # everybody writes into it
+    tracker.publish(step=8, score=0.61)         # …/global_step_8; older steps go
+    find_last_checkpoint("checkpoints/math/first")
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from verl.checkpoint.manifest import (
+    STEP_FOLDER,
+    check_digests,
+    is_whole,
+    read_manifest,
+    remedy,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "checkpoint_tracker.json"
+PARTIAL = ".tmp"  # ends the name of a folder that is being written
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """The content of `checkpoint_tracker.json`: last and best checkpoint; None before there is one."""
+
+    last_global_step: int | None = None
+    last_actor_path: str | None = None
+    best_global_step: int | None = None
+    best_actor_path: str | None = None
+    best_val_reward_score: float | None = None
+
+
+class CheckpointTracker:
+    """The checkpoints below one folder.
+
+    Args:
+        root: `trainer.save_checkpoint_path`.
+        save_limit: How many of the newest to keep, the best beside them; -1 keeps all.
+    """
+
+    def __init__(self, root: Path | str, save_limit: int = -1) -> None:
+        self.root = Path(root)
+        self.save_limit = save_limit
+        self.record = read_record(self.root) or CheckpointRecord()
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write step `step` into; half-written folders of an interrupted run are removed.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        self.clear()
+        folder = _partial(self.root / f"global_step_{step}")
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise OSError(
+                f"`trainer.save_checkpoint_path` ({self.root}) cannot be written ({error.strerror}):"
+                " choose a folder that this user may write"
+            ) from error
+        return folder
+
+    def clear(self) -> None:
+        """Remove half-written folders: those of an interrupted run, or one that could not be finished."""
+        for leftover in self.root.glob(f"global_step_*{PARTIAL}"):
+            logger.warning("a checkpoint that was never completed is removed: path=%s", leftover)
+            shutil.rmtree(leftover)
+
+    def publish(self, step: int, score: float | None = None) -> Path:
+        """Make a written folder count, then remove the steps that are not kept.
+
+        Args:
+            step: Of `begin`, completely written by everybody.
+            score: Validation score at this step, the higher the better; None if it was not validated.
+
+        Returns:
+            The folder under its final name.
+        """
+        folder, before = self.root / f"global_step_{step}", self.record
+        self.record = self._record_with(step, folder, score)
+        write_json(self.root / TRACKER, asdict(self.record))  # a run killed from here on is found whole
+        try:
+            _replace_folder(_partial(folder), folder)
+        except OSError:
+            self.record = before
+            write_json(self.root / TRACKER, asdict(before))
+            raise
+        self._prune()
+        return folder
+
+    def _record_with(self, step: int, folder: Path, score: float | None) -> CheckpointRecord:
+        actor, old = str(folder / "actor"), self.record
+        best = (old.best_global_step, old.best_actor_path, old.best_val_reward_score)
+        if old.best_global_step == step:  # written again after a resume from an earlier step
+            best = (None, None, None)
+        if score is not None and (best[2] is None or score > best[2]):
+            best = (step, actor, score)
+        return CheckpointRecord(step, actor, *best)
+
+    def _prune(self) -> None:
+        if self.save_limit <= 0:
+            return
+        kept = set(sorted(self._steps(), reverse=True)[: self.save_limit])
+        kept |= {self.record.last_global_step, self.record.best_global_step}
+        for step in self._steps():
+            if step not in kept:
+                shutil.rmtree(self.root / f"global_step_{step}")
+
+    def _steps(self) -> list[int]:
+        matches = [STEP_FOLDER.fullmatch(folder.name) for folder in self.root.iterdir()]
+        return [int(match.group(1)) for match in matches if match]
+
+
+def read_record(root: Path | str) -> CheckpointRecord | None:
+    """The tracker file of a folder, also EasyR1's; None if there is none.
+
+    Raises:
+        ValueError: It is not a tracker file.
+    """
+    path = Path(root) / TRACKER
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        record = CheckpointRecord(
+            **{entry.name: content.get(entry.name) for entry in fields(CheckpointRecord)}
+        )
+        _check_record(record)
+        return record
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): remove it and set `trainer.load_checkpoint_path` to a"
+            " global_step_N folder beside it"
+        ) from error
+
+
+def find_last_checkpoint(root: Path | str) -> Path | None:
+    """The newest complete checkpoint below a folder; None if nothing was saved there.
+
+    Raises:
+        FileNotFoundError: The tracker names a folder that is gone.
+    """
+    record = read_record(root)
+    if record is None or record.last_global_step is None:
+        return None
+    folder = Path(root) / f"global_step_{record.last_global_step}"
+    if not folder.is_dir():  # the run was killed while it gave the folder its name
+        written = next(filter(is_whole, (_partial(folder), _aside(folder))), None)
+        if written is not None:
+            written.rename(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{Path(root) / TRACKER} names {folder.name}, which is gone: {remedy(folder)},"
+            " or start anew with `trainer.find_last_checkpoint=false`"
+        )
+    return folder
+
+
+def checkpoint_to_resume(
+    root: Path | str, load_checkpoint_path: Path | str | None, find_last: bool
+) -> Path | None:
+    """The checkpoint that a run goes on from, found to be whole; None for a run that starts anew.
+
+    Args:
+        root: `trainer.save_checkpoint_path`.
+        load_checkpoint_path: Wins over the newest below `root`.
+        find_last: Whether to look below `root`.
+
+    Raises:
+        FileNotFoundError: A folder or a file of the checkpoint is missing.
+        ValueError: A file is damaged, or the name is not `global_step_N`.
+    """
+    if load_checkpoint_path is not None:
+        folder = Path(load_checkpoint_path)
+    elif find_last:
+        folder = find_last_checkpoint(root)
+    else:
+        return None
+    if folder is not None:
+        checkpoint_step(folder)
+        read_manifest(folder / "actor")
+        manifest = read_manifest(folder)
+        check_digests(folder, manifest, manifest["files"])
+    return folder
+
+
+def checkpoint_step(path: Path | str) -> int:
+    """The step of a checkpoint folder given as `trainer.load_checkpoint_path`.
+
+    Raises:
+        ValueError: The name is not `global_step_N`.
+        FileNotFoundError: There is no such folder.
+    """
+    folder = Path(path)
+    match = STEP_FOLDER.fullmatch(folder.name)
+    if match is None:
+        hint = (
+            "it was never completed, choose another step"
+            if folder.name.endswith(PARTIAL)
+            else "name one step"
+        )
+        raise ValueError(f"`trainer.load_checkpoint_path` must end in global_step_N, got {folder}: {hint}")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"`trainer.load_checkpoint_path`: no folder {folder}")
+    return int(match.group(1))
+
+
+def _check_record(record: CheckpointRecord) -> None:
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        if entry.name.endswith("_step"):
+            fits = type(value) is int and STEP_FOLDER.fullmatch(f"global_step_{value:d}") is not None
+        elif entry.name.endswith("_path"):
+            fits = isinstance(value, str)
+        else:
+            fits = type(value) in (int, float) and abs(value) < math.inf
+        if value is not None and not fits:
+            raise ValueError(f"`{entry.name}` is {value!r:.80}")
+
+
+def _replace_folder(partial: Path, final: Path) -> None:
+    """Rename; a folder of that name steps aside first and goes when the new one is in its place."""
+    aside = _aside(final)
+    if final.exists():
+        final.rename(aside)
+    partial.rename(final)
+    if aside.exists():
+        shutil.rmtree(aside)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the new name survives a power failure before the tracker tells it
+    finally:
+        os.close(descriptor)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{PARTIAL}")
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.old{PARTIAL}")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a run, opened by its own code for commands that look at it and train nothing.
+
+Neither Ray nor weights are needed: of the model only its config, its tokenizer and its processor are read.
+"""
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl.config.ppo import PPOConfig
+from verl.config.sft import SFTConfig
+from verl.data import dataset as row_dataset
+from verl.data import loader as data_loader
+from verl.data.bad_rows import REPORT_NAME
+from verl.data.loader import Loaders, PromptLoader, make_loaders
+from verl.data.media.cache import MediaCache
+from verl.data.sft_loader import SFTLoaders, make_sft_loaders
+from verl.data.tokenizer import load_processor, load_tokenizer
+
+MAX_LISTED = 10  # bad rows that an error shows
+
+
+C = TypeVar("C", PPOConfig, SFTConfig)
+L = TypeVar("L", Loaders, SFTLoaders)
+AnyLoaders = Loaders | SFTLoaders
+
+
+def named(loaders: AnyLoaders) -> dict[str, PromptLoader]:
+    """What was opened, under the option that names its files."""
+    both = {"data.train_files": loaders.train, "data.val_files": loaders.val}
+    return {option: loader for option, loader in both.items() if loader is not None}
+
+
+@contextmanager
+def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Iterator[Loaders]:
+    """Open the prompts as a run does, except that bad rows and too few do not end it here.
+
+    Args:
+        config: Of the run.
+        folder: Bad rows are listed there, in `bad_rows.jsonl`, in place of those of an earlier call.
+        measures: Count the tokens of every prompt with its media, and leave out those that are too long;
+            without it rows are only rendered, which is faster.
+
+    Raises:
+        ValueError: The model's files or the data cannot be used, or no row can; or the folder is the run's.
+    """
+    data = replace(
+        config.data,
+        on_bad_row="skip",
+        filter_overlong_prompts=measures,
+        rollout_batch_size=1,
+        mini_rollout_batch_size=None,
+    )
+    with _opened(config, replace(config, data=data), folder, make_loaders) as loaders:
+        yield loaders
+
+
+@contextmanager
+def opened_conversations(config: SFTConfig, folder: Path) -> Iterator[SFTLoaders]:
+    """Open the conversations as a run does; see `opened_data`."""
+    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=True)
+    worker = replace(config.worker, actor=replace(config.worker.actor, global_batch_size=1))
+    with _opened(config, replace(config, data=data, worker=worker), folder, make_sft_loaders) as loaders:
+        yield loaders
+
+
+@contextmanager
+def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, MediaCache], L]) -> Iterator[L]:
+    """Open the data of the lenient config; bad rows go to the folder."""
+    if folder.absolute() == Path(config.trainer.checkpoint_folder):
+        raise ValueError(f"{folder} holds the run's own list of bad rows: name another folder")
+    (folder / REPORT_NAME).unlink(missing_ok=True)
+    lenient = replace(lenient, trainer=replace(config.trainer, save_checkpoint_path=str(folder)))
+    model, template = config.worker.actor.model, config.data.override_chat_template
+    assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
+    tokenizer = load_tokenizer(model.tokenizer_path, template, model.trust_remote_code)
+    processor = load_processor(model.tokenizer_path, template, model.trust_remote_code)
+    with closing(MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)) as cache, _quiet():
+        try:
+            loaders = make(lenient, tokenizer, processor, cache)
+        except ValueError as error:
+            raise ValueError("\n  ".join([str(error), *_listed(folder / REPORT_NAME)])) from error
+        yield loaders
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Bad rows are reported by whoever opens the data here, not by what reads them."""
+    loggers = [row_dataset.logger, data_loader.logger]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _listed(report: Path) -> list[str]:
+    if not report.exists():
+        return []
+    rows = [json.loads(line) for line in report.read_text().splitlines()[:MAX_LISTED]]
+    return [f"{row['file']}, row {row['row']}: {row['reason']}" for row in rows]

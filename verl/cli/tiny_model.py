@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a small model with random weights that transformers and vLLM load, without a network.
+
+    python3 scripts/make_tiny_model.py --kind qwen2_5_vl --out tiny-model
+    python3 scripts/make_tiny_model.py --like Qwen3-VL-4B-Instruct --set num_hidden_layers=2 --out small
+
+It knows nothing, and costs seconds where a real model costs hours: try data, rewards and options with it.
+`--kind` brings a tokenizer of 512 tokens; `--like` copies tokenizer and processor of a model on this disk.
+
+Exit status: 0; 1 where the model cannot be made.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from verl.models.hub_names import auto_class
+from verl.models.tiny import FAMILIES, save_tiny_model
+
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="make_tiny_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--kind", choices=sorted(FAMILIES), default="qwen2_5_vl", help="default: qwen2_5_vl")
+    source.add_argument(
+        "--like", type=Path, metavar="FOLDER", help="a model's folder; its weights are not read"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; made if missing")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument(
+        "--set", dest="changes", type=read_change, action="append", default=[], metavar="KEY=VALUE",
+        help="a value of the config to change, as JSON; may be given several times",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        if options.like:
+            save_random_model(options.out, options.like, seed=options.seed, changes=dict(options.changes))
+        else:
+            save_tiny_model(options.out, options.kind, seed=options.seed, **dict(options.changes))
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:  # the last for a value's type
+        sys.stderr.write(f"make_tiny_model: {error}\n")
+        return 1
+    size = sum(file.stat().st_size for file in options.out.glob("*.safetensors"))
+    sys.stdout.write(f"{options.out}: {size / 1e6:.1f} MB of random weights\n")
+    return 0
+
+
+def read_change(text: str) -> tuple[str, Any]:
+    """Return the key and the value of `KEY=VALUE`; what is no JSON is text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"must look like KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: dict[str, Any]) -> None:
+    """Write a model as `like` describes it, with random weights and the type of numbers that it names.
+
+    Args:
+        directory: Where to write; made if missing.
+        like: A model's folder: `config.json`, and what else is there but weights, which is copied.
+        seed: Of the random weights.
+        changes: Values of the config; those that the config of the language model has are changed there.
+
+    Raises:
+        FileNotFoundError: `like` has no `config.json`.
+        ValueError: A change names nothing that the config has, or the two folders are the same.
+    """
+    if not (like / "config.json").is_file():
+        raise FileNotFoundError(f"`--like`: {like} must be a folder with a model's config.json")
+    if directory.resolve() == like.resolve():
+        raise ValueError(f"`--out` must be another folder than `--like`, got {directory} for both")
+    config = AutoConfig.from_pretrained(like)
+    for key, value in changes.items():
+        _change(config, key, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_class(config).from_config(config)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in like.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHTS):
+            shutil.copy(file, directory)
+    model.save_pretrained(directory)
+
+
+def _change(config: Any, key: str, value: Any) -> None:
+    """Change one value, of the language model where it has it; its layers keep their kinds."""
+    text = config.get_text_config()
+    target = text if hasattr(text, key) else config
+    if not hasattr(target, key):
+        raise ValueError(f"`--set {key}`: the config of {config.model_type} has no such value")
+    kinds = getattr(target, "layer_types", None)
+    if key == "num_hidden_layers" and kinds:
+        target.layer_types = kinds[:value]
+    setattr(target, key, value)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a row of data to the chat messages of a prompt and the media they mention.
+
+A prompt is a string (one user message) or a list of chat messages. `<image>` and `<video>` in a text stand
+for the row's images and videos, in order. A template (`PromptFormat`) may rewrite the text.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from verl.data.bad_rows import BadRowError
+from verl.data.media.media_urls import is_url
+from verl.data.prompt_template import PromptFormat
+
+Message = dict[str, Any]
+MARKERS = {"<image>": "image", "<video>": "video"}
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+ROLES = ("system", "user", "assistant", "tool", "developer")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+class RowMedia(NamedTuple):
+    """References to a row's media: paths, URLs, or the bytes of a file."""
+
+    images: list[str | bytes]
+    videos: list[str | bytes]
+
+
+def build_messages(
+    prompt: Any, row: dict[str, Any], prompt_format: PromptFormat, has_media: bool
+) -> list[Message]:
+    """The chat messages of a row.
+
+    Args:
+        prompt: A string, or a list of messages with `role` and `content` (or ShareGPT's `from` and
+            `value`); contents are strings or lists of parts (`{"type": "text", "text": ...}`,
+            `{"type": "image"}`, `{"type": "video"}`).
+        row: Every column, for the template.
+        prompt_format: Rewrites the text of a string prompt, or of the last user message.
+        has_media: Whether the model reads media; if not, `<image>` and `<video>` are plain text.
+
+    Returns:
+        Messages whose content is a string, or a list of parts where the message holds media.
+
+    Raises:
+        BadRowError: The prompt has another shape.
+    """
+    messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if messages[-1]["role"] == "assistant":
+        raise BadRowError("the last message is the assistant's: a prompt must end before the response")
+    last_user = max(
+        (number for number, message in enumerate(messages) if message["role"] == "user"), default=-1
+    )
+    if last_user >= 0 and isinstance(messages[last_user]["content"], str):
+        text = prompt_format(messages[last_user]["content"], row)
+        messages[last_user] = messages[last_user] | {"content": text}
+    elif prompt_format.path is not None:
+        raise BadRowError("`data.format_prompt` needs a user message whose content is a string")
+    return [message | {"content": _parts(message["content"], has_media)} for message in messages]
+
+
+def build_conversation(conversation: Any, has_media: bool) -> list[Message]:
+    """The chat messages of a row that holds the assistant's turns too.
+
+    Args:
+        conversation: A list of messages, as `build_messages` takes them.
+        has_media: Whether the model reads media.
+
+    Raises:
+        BadRowError: The messages have another shape, or none is the assistant's.
+    """
+    messages = _check_messages(conversation)
+    if all(message["role"] != "assistant" for message in messages):
+        raise BadRowError("no message has the role `assistant`: there is nothing to learn from")
+    return [message | {"content": _parts(message["content"], has_media)} for message in messages]
+
+
+def _check_messages(prompt: Any) -> list[Message]:
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise BadRowError(
+            f"the prompt must be a string or a list of chat messages, got {type(prompt).__name__}"
+        )
+    messages = []
+    for number, message in enumerate(map(_as_message, prompt)):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise BadRowError(f"message {number} must be a dictionary whose `role` is one of {ROLES}")
+        if not isinstance(message.get("content"), str | list | tuple):
+            raise BadRowError(f"message {number} must have a `content`: a string or a list of parts")
+        messages.append({key: value for key, value in message.items() if value is not None})
+    return messages
+
+
+def _as_message(message: Any) -> Any:
+    """ShareGPT's and LLaVA's `from` and `value` are `role` and `content`; anything else stays what it is."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    speaker = str(message["from"])
+    return {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": message["value"]}
+
+
+def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, str]]:
+    """Split texts at the markers; a content without media stays (or becomes) one string."""
+    if not has_media and isinstance(content, str):
+        return content
+    parts: list[dict[str, str]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts += (
+                _split_at_markers(part["text"]) if has_media else [{"type": "text", "text": part["text"]}]
+            )
+        elif kind in MARKERS.values() and not any(part.get(key) for key in (kind, "url", "path")):
+            parts.append({"type": kind})
+        else:
+            raise BadRowError(
+                "a part of a message must be a text, or an image or a video without payload (media stand in"
+                f" their columns), got {part!r:.80}"
+            )
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _split_at_markers(text: str) -> list[dict[str, str]]:
+    pieces = re.split("(" + "|".join(MARKERS) + ")", text)
+    return [{"type": MARKERS[p]} if p in MARKERS else {"type": "text", "text": p} for p in pieces if p]
+
+
+def check_counts(messages: list[Message], media: RowMedia, image_key: str, video_key: str) -> None:
+    """Every image and video has one marker and every marker one image or video.
+
+    Raises:
+        BadRowError: The numbers differ.
+    """
+    kinds = [
+        p["type"] for message in messages if isinstance(message["content"], list) for p in message["content"]
+    ]
+    for kind, marker, refs, option, key in (
+        ("image", "<image>", media.images, "data.image_key", image_key),
+        ("video", "<video>", media.videos, "data.video_key", video_key),
+    ):
+        if kinds.count(kind) != len(refs):
+            raise BadRowError(
+                f"the prompt has {kinds.count(kind)} {marker} but the row has {len(refs)} {kind}s"
+                f" in column `{key}` (`{option}`): write {marker} where each stands, in the rows or by a"
+                " template (`data.format_prompt`)"
+            )
+
+
+def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = False) -> list[str | bytes]:
+    """A media column of a row as paths, URLs and bytes.
+
+    Args:
+        value: None, an empty list, one medium or a list of them.
+        kind: `image` or `video`.
+        folder: Relative paths start here; None is the working directory.
+        allow_urls: Whether URLs may stand in the column.
+
+    Raises:
+        BadRowError: Something else stands in the column.
+    """
+    return [_reference(item, kind, folder, allow_urls) for item in _as_list(value)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, str | bytes | dict | Image.Image):
+        return [value] if value else []
+    return list(value) if isinstance(value, Iterable) else [value]
+
+
+def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> str | bytes:
+    """A path, a URL or the bytes of a file; an image in memory becomes the bytes of a PNG."""
+    if isinstance(item, dict):
+        item = item.get("bytes") or item.get("path") or item.get(kind)
+    if isinstance(item, str) and is_url(item):
+        if not allow_urls:
+            raise BadRowError(
+                f"{item} is on the web: set `data.allow_media_urls=true` to have {kind}s fetched,"
+                " or give paths"
+            )
+        return item
+    if isinstance(item, str) and item:
+        path = Path(os.path.expanduser(item.removeprefix("file://")))
+        return str((Path(folder) / path if folder else path).absolute())
+    if isinstance(item, bytes | bytearray | memoryview):
+        return bytes(item)
+    if isinstance(item, Image.Image) and kind == "image":
+        buffer = io.BytesIO()
+        (item if item.mode in PNG_MODES else item.convert("RGB")).save(buffer, format="PNG")
+        return buffer.getvalue()
+    raise BadRowError(
+        f"{kind}s must be paths, bytes, or dictionaries with `bytes` or `path`, got {item!r:.80}"
+    )

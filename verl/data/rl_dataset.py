@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from rows of data: rendered, tokenized, measured, with their media by reference.
+
+One item of `RLHFDataset` is one prompt; `collate_fn` joins items to a batch. How rows are opened and checked
+stands in `row_dataset.py`.
+"""
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.data.bad_rows import BadRowError
+from verl.data.dataset import Item, Rendered, RowDataset, joined_columns, media_data
+from verl.data.files import Row
+from verl.data.media.loader import MediaShape, expand_prompt
+from verl.data.messages import build_messages
+from verl.utils.rank_logger import get_logger
+
+TENSORS = ("prompts", "prompt_mask", "prompt_position_ids")
+COLUMNS = ("raw_prompt_ids", "prompt_text", "prompt_messages", "ground_truth", "multi_modal_data")
+WRITTEN = (*TENSORS, *COLUMNS)
+
+logger = get_logger(__name__)
+
+
+class RLHFDataset(RowDataset):
+    """Prompts of one or more data files; see `RowDataset` for arguments and attributes.
+
+    An item holds `prompts`, `prompt_mask` (P,) int64 and `prompt_position_ids` (P,) or (4, P), left-padded;
+    the `COLUMNS`, and every other column of the row.
+
+    Example::
+
+        dataset = RLHFDataset("train.jsonl", tokenizer, None, config.data)
+        batch = DataProto.from_single_dict(collate_fn([dataset[0], dataset[1]]))
+    """
+
+    tensors = TENSORS
+    limit_option = "max_prompt_length"
+    too_long = "prompts are longer than `data.max_prompt_length`"
+
+    def __init__(self, *arguments: Any, reserved: Container[str] = (), **options: Any) -> None:
+        """Open and check the rows.
+
+        Args:
+            *arguments: Of `RowDataset`.
+            reserved: Names that columns may not have in a batch.
+            **options: Of `RowDataset`.
+        """
+        super().__init__(*arguments, **options)
+        self._names = self._column_names(reserved)
+
+    def render(self, row: Row) -> Rendered:
+        """The text of a row's prompt and its tokens, one for each image and video, as the engine takes them.
+
+        Raises:
+            ValueError: The prompt, the template or the media column is wrong.
+        """
+        config = self.config
+        for key in ("prompt_key", "answer_key"):
+            if getattr(config, key) not in row:
+                raise BadRowError(
+                    f"column `{getattr(config, key)}` (`data.{key}`) is missing; the row has {sorted(row)}"
+                )
+        messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
+        media = self.media_of(row, messages)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
+            )
+            text.encode()  # the tokenizer speaks of types where half a character is alone
+            raw_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the template is code of its own
+            raise BadRowError(f"the chat template cannot render the prompt: {error}") from error
+        return Rendered(text, raw_ids, media, messages)
+
+    def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
+        """Join prompts: tensors (B, ...), the rest as object arrays; a column that a row lacks is None."""
+        return collate_fn(items)
+
+    def _made(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
+        prompt_ids = rendered.raw_ids
+        if shape is not None:
+            prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
+        if len(prompt_ids) > self.limit:
+            raise BadRowError(
+                f"the prompt has {len(prompt_ids)} tokens, `data.max_prompt_length` is {self.limit}:"
+                " raise it, or set `data.filter_overlong_prompts=true`"
+            )
+        ids = torch.tensor(prompt_ids, dtype=torch.int64)  # (L,)
+        item = {
+            "prompts": _left_pad(ids, self.limit, self.tokenizer.pad_token_id),
+            "prompt_mask": _left_pad(torch.ones_like(ids), self.limit, 0),
+            "prompt_position_ids": _left_pad(self._positions(ids, shape), self.limit, 0),  # (P,) or (4, P)
+            "raw_prompt_ids": rendered.raw_ids,
+            "prompt_text": rendered.text,
+            "prompt_messages": rendered.messages,
+            "ground_truth": row[self.config.answer_key],
+            "multi_modal_data": media_data(rendered.media),
+        }
+        return item | {name: row.get(column) for column, name in self._names.items()}
+
+    def _check_columns(self, option: str) -> None:
+        for source in self.rows.sources:
+            for key in ("prompt_key", "answer_key"):
+                name = getattr(self.config, key)
+                if name not in source.columns:
+                    raise ValueError(
+                        f"`{option}`: {source.name} has no column `{name}`: it has {source.columns};"
+                        f" set `data.{key}` to one of them"
+                    )
+
+    def _column_names(self, reserved: Container[str]) -> dict[str, str]:
+        """The columns that travel with the prompt and their names in the batch."""
+        config, names = self.config, {}
+        used = {config.prompt_key, config.answer_key, config.image_key, config.video_key}
+        for column in dict.fromkeys(column for source in self.rows.sources for column in source.columns):
+            if column in used:
+                continue
+            names[column] = column
+            if column in WRITTEN or column in reserved:
+                names[column] = f"{column}_column"
+                logger.warning(
+                    "a column has the name of a batch key and is renamed: %s -> %s", column, names[column]
+                )
+        return names
+
+
+def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
+    """Join prompts: tensors (B, ...), the rest as object arrays; a column that a row lacks is None."""
+    stacked = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
+    return {**joined_columns(items), **stacked}
+
+
+def _left_pad(values: Tensor, length: int, padding: int) -> Tensor:
+    return torch.nn.functional.pad(values, (length - values.shape[-1], 0), value=padding)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading tokenizers and processors, with the chat template the user wants."""
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+
+from verl.data.files import use_modelscope_hub_if_asked
+
+
+def load_tokenizer(
+    model_path: str | Path, override_chat_template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that can pad and render chats.
+
+    Args:
+        model_path: A model folder or a hub name.
+        override_chat_template: A Jinja file to use instead of the tokenizer's own template.
+        trust_remote_code: Run code that comes with the model.
+
+    Raises:
+        ValueError: There is no tokenizer, no chat template, or no token to pad with.
+    """
+    use_modelscope_hub_if_asked()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"`worker.actor.model.model_path` (or `tokenizer_path`): {model_path} is neither a folder with a"
+            f" tokenizer nor a hub model that can be reached: {error}"
+        ) from error
+    if override_chat_template is not None:
+        tokenizer.chat_template = _read_chat_template(override_chat_template)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{model_path} has no chat template: set `data.override_chat_template` to a Jinja file"
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {model_path} has neither a padding nor an end token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_processor(
+    model_path: str | Path, override_chat_template: str | None = None, trust_remote_code: bool = False
+) -> Any | None:
+    """Load the processor of a model that reads images or videos; None for a text model.
+
+    Args:
+        model_path: A model folder or a hub name.
+        override_chat_template: A Jinja file to use instead of the processor's own template.
+        trust_remote_code: Run code that comes with the model.
+    """
+    use_modelscope_hub_if_asked()
+    try:
+        processor = AutoProcessor.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if _has_processor_files(model_path):
+            raise ValueError(f"the processor of {model_path} does not load: {error}") from error
+        return None
+    if not hasattr(processor, "image_processor"):  # of a text model: AutoProcessor gives its tokenizer
+        return None
+    if override_chat_template is not None:
+        processor.chat_template = _read_chat_template(override_chat_template)
+    elif processor.chat_template is None:
+        processor.chat_template = processor.tokenizer.chat_template
+    return processor
+
+
+def _has_processor_files(model_path: str | Path) -> bool:
+    folder = Path(model_path)
+    return folder.is_dir() and any(folder.glob("*processor_config.json"))
+
+
+def _read_chat_template(path: str) -> str:
+    try:
+        template = Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"`data.override_chat_template`: no file {path}") from error
+    try:
+        ImmutableSandboxedEnvironment().parse(template)
+    except TemplateSyntaxError as error:
+        text = f"`data.override_chat_template` ({path}), line {error.lineno}: {error.message}"
+        raise ValueError(text) from error
+    return template

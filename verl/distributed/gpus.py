@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPUs of this machine as the driver lists them, without importing torch."""
+
+import subprocess
+from typing import NamedTuple
+
+QUERY = "name,memory.total,memory.used,driver_version"
+TIMEOUT_S = 60
+
+
+class Gpu(NamedTuple):
+    """A GPU as its driver shows it.
+
+    Example::
+
+        Gpu("NVIDIA H200", memory_mib=143771, used_mib=0, driver="570.86")
+    """
+
+    name: str
+    memory_mib: int
+    used_mib: int
+    driver: str
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs of this machine; none where the driver has no `nvidia-smi` or that fails."""
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    return read_gpus(answer.stdout) if answer.returncode == 0 else []
+
+
+def read_gpus(answer: str) -> list[Gpu]:
+    """The GPUs in the answer of `nvidia-smi` to `QUERY`; memory that it does not tell counts as 0."""
+    gpus = []
+    for line in filter(None, answer.splitlines()):
+        name, total, used, driver = (cell.strip() for cell in line.split(","))
+        gpus.append(
+            Gpu(name, int(total) if total.isdigit() else 0, int(used) if used.isdigit() else 0, driver)
+        )
+    return gpus

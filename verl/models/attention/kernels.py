@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels behind `verl.models.attention.partial_attention`, for rows of queries that see rows of keys.
+
+`run_forward` and `run_backward` take one run of equally long rows: torch's fused CPU attention, or plain
+products in chunks, which any device and any head dimension can do. `flash_forward` and `flash_backward` take
+all rows at once on CUDA in half precision.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLASH_HEAD_DIM = 256  # the largest head dimension of CUDA's flash kernels
+MAX_SCORES = 1 << 26  # scores held at once by plain products, over rows and heads
+
+_aten: Any = torch.ops.aten
+
+
+class RowRun(NamedTuple):
+    """Neighbouring rows with equally many queries and equally many keys, none of them empty."""
+
+    q_start: int
+    k_start: int
+    rows: int
+    q_length: int
+    k_length: int
+
+    @property
+    def q_slice(self) -> slice:
+        """The tokens of the queries."""
+        return slice(self.q_start, self.q_start + self.rows * self.q_length)
+
+    @property
+    def k_slice(self) -> slice:
+        """The tokens of the keys."""
+        return slice(self.k_start, self.k_start + self.rows * self.k_length)
+
+
+def row_runs(cu_q: Tensor, cu_k: Tensor) -> tuple[RowRun, ...]:
+    """The runs of rows that have queries and keys, remembered on `cu_q`: every layer asks again."""
+    known: dict[int, tuple[Tensor, tuple[RowRun, ...]]] = getattr(cu_q, "row_runs", {})
+    if id(cu_k) in known:
+        return known[id(cu_k)][1]
+    runs: list[RowRun] = []
+    bounds = zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True)
+    for (q_start, q_stop), (k_start, k_stop) in bounds:
+        row = RowRun(q_start, k_start, 1, q_stop - q_start, k_stop - k_start)
+        if not row.q_length or not row.k_length:
+            continue
+        if runs and _continues(runs[-1], row):
+            runs[-1] = runs[-1]._replace(rows=runs[-1].rows + 1)
+        else:
+            runs.append(row)
+    found = tuple(runs)
+    known[id(cu_k)] = (cu_k, found)  # with the tensor, so that its id stays its own
+    setattr(cu_q, "row_runs", known)  # noqa: B010 (tensors declare no such attribute)
+    return found
+
+
+def _continues(run: RowRun, row: RowRun) -> bool:
+    lengths_agree = (run.q_length, run.k_length) == (row.q_length, row.k_length)
+    return lengths_agree and run.q_slice.stop == row.q_start and run.k_slice.stop == row.k_start
+
+
+class Rows(NamedTuple):
+    """The rows of one call, and how scores become weights."""
+
+    cu_q: Tensor  # (B + 1,) int32
+    cu_k: Tensor  # (B + 1,) int32
+    runs: tuple[RowRun, ...]
+    is_causal: bool
+    scale: float
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a row."""
+        return max(run.q_length for run in self.runs), max(run.k_length for run in self.runs)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` (rows, H, Lq) of queries (rows, H, Lq, D) and keys (rows, H, Lk, D)."""
+    if _has_fused_cpu(q, v):
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, rows.is_causal, scale=rows.scale
+        )
+    outs, lses = [], []
+    for start, stop in _chunks(q, k):
+        scores = _scores(q, k, start, stop, rows)
+        lses.append(scores.logsumexp(-1))
+        outs.append((scores.sub_(lses[-1].unsqueeze(-1)).exp_() @ v.to(scores.dtype)).to(q.dtype))
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def run_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, shaped like them, with the merged `out` and `lse`."""
+    if _has_fused_cpu(q, v):
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, rows.is_causal, scale=rows.scale
+        )
+    grad_out, k, v = (tensor.to(lse.dtype) for tensor in (grad_out, k, v))
+    inner = (grad_out * out).sum(-1, keepdim=True)  # (rows, H, Lq, 1)
+    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
+    for start, stop in _chunks(q, k):
+        weights = _scores(q, k, start, stop, rows).sub_(lse[:, :, start:stop, None]).exp_()
+        grads = grad_out[:, :, start:stop]
+        dv += weights.transpose(2, 3) @ grads
+        weights *= (grads @ v.transpose(2, 3) - inner[:, :, start:stop]) * rows.scale  # now of the scores
+        dqs.append(weights @ k)
+        dk += weights.transpose(2, 3) @ q[:, :, start:stop].to(lse.dtype)
+    return torch.cat(dqs, 2).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def has_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether CUDA's variable-length flash kernels take these queries and values (N, H, D)."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and half and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """`out` (Nq, H, D) and `lse` (H, Nq); the kernel says +inf where a row has no keys."""
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, rows.cu_q, rows.cu_k, *rows.longest, 0.0, rows.is_causal, False, scale=rows.scale
+    )
+    return out, lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+def flash_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, shaped like them, with the merged `out` and `lse`."""
+    tensors = grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
+    bounds = rows.cu_q, rows.cu_k, *rows.longest
+    seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    return _aten._flash_attention_backward(
+        *tensors, *bounds, 0.0, rows.is_causal, seed, offset, scale=rows.scale
+    )  # no dropout, so that seed and offset are not read
+
+
+def _has_fused_cpu(q: Tensor, v: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def _chunks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+    size = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return [(start, min(start + size, q.shape[2])) for start in range(0, q.shape[2], size)]
+
+
+def _scores(q: Tensor, k: Tensor, start: int, stop: int, rows: Rows) -> Tensor:
+    """(rows, H, chunk, Lk), at least float32; -inf for later keys."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = q[:, :, start:stop].to(dtype) @ k.transpose(2, 3).to(dtype) * rows.scale
+    if rows.is_causal:
+        keys = torch.arange(k.shape[2], device=k.device)
+        scores.masked_fill_(keys > torch.arange(start, stop, device=k.device)[:, None], float("-inf"))
+    return scores

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many floating-point operations a model's passes need, and what share of the device's peak they reached.
+
+Counted from the shapes of the model's own parameters, so a new architecture needs nothing here. What is
+counted is what a pass must do: causal attention looks back only, the head answers response tokens only,
+experts that are not routed to do nothing, and activations that gradient checkpointing computes a second time
+count once. To add a device: one line in `PEAK_FLOPS`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from verl.models.hub_names import meta_model
+
+# Dense bfloat16 products with float32 sums, from the vendors' data sheets; without sparsity.
+PEAK_FLOPS: dict[str, float] = {
+    "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15,
+    "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12,
+    "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H20": 148e12,
+    "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10": 125e12, "A10G": 70e12,
+    "L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12,
+    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+    "RTX A6000": 154.8e12, "RTX 6000 Ada": 364.2e12,
+    "MI300X": 1307e12, "MI250X": 191.5e12,
+}  # fmt: skip
+VARIANTS = {"MIG", "Laptop", "Max", "Ti", "SUPER", "D"}  # words that make another device of a known name
+
+Grid = Sequence[int]  # (time, height, width) in patches: an image or video as the vision tower sees it
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 operations per second of a device, by the name that `torch.cuda.get_device_name` gives.
+
+    A name is compared word by word and the longest entry wins, so "H20" is not "H200" and "L40" is not
+    "L40S".
+
+    Returns:
+        None for a device that is not in `PEAK_FLOPS`, a part of a device, or another variant of a known one.
+    """
+    words = _words(device_name)
+    known = [name for name in PEAK_FLOPS if _contains(words, _words(name))]
+    if not known:
+        return None
+    best = max(known, key=lambda name: (len(_words(name)), len(name)))
+    if VARIANTS & (set(words) - set(_words(best))):
+        return None
+    return PEAK_FLOPS[best]
+
+
+class FlopsCounter:
+    """Counts the operations of forward and backward passes of one model.
+
+    A multiplication with a weight costs 2 operations for each element and token, attention 4 for each pair of
+    query and key and each channel:
+
+        forward = 2 N_active tokens + 2 N_head response_tokens + 4 layers heads head_dim pairs + vision
+        backward = 2 forward    (a frozen vision tower has none)
+
+    `N_active` are the elements of all weight matrices that a token meets: embeddings are looked up and count
+    nothing, of E experts k are met. A sequence of L tokens has L (L + 1) / 2 pairs, fewer with a sliding
+    window.
+
+    Source: "Scaling Laws for Neural Language Models", section 2.1 (https://arxiv.org/abs/2001.08361); MFU:
+    PaLM, appendix B (https://arxiv.org/abs/2204.02311), which counts attention without the causal mask.
+
+    Example::
+
+        counter = FlopsCounter(model.config)
+        counter.mfu([150, 180], seconds=1.5, num_response_tokens=256)  # 0.41 on a known GPU, None elsewhere
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        device: torch.device | str | None = None,
+        trains_vision: bool = True,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Read the shapes off a model without memory.
+
+        Args:
+            config: The model's transformers config.
+            device: Where it runs; None is a GPU where there is one. There is no peak to compare with on CPU.
+            trains_vision: False for a frozen vision tower.
+            trust_remote_code: Whether the config's own modelling code may run.
+        """
+        model = meta_model(config, trust_remote_code=trust_remote_code)
+        self.text = TextShape(model)
+        self.vision = VisionShape(model) if hasattr(config, "vision_config") else None
+        self.trains_vision = trains_vision
+        on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
+        self.peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
+
+    def forward(
+        self, lengths: Sequence[int], *, num_response_tokens: int | None = None, grids: Iterable[Grid] = ()
+    ) -> float:
+        """Operations of one forward pass.
+
+        Args:
+            lengths: Tokens of each sequence.
+            num_response_tokens: Tokens that reach the head; None is all of them.
+            grids: The sequences' images and videos, each (time, height, width) in patches.
+        """
+        return self.text.forward(lengths, num_response_tokens) + self._vision_forward(grids)
+
+    def training(
+        self, lengths: Sequence[int], *, num_response_tokens: int | None = None, grids: Iterable[Grid] = ()
+    ) -> float:
+        """Operations of one forward and backward pass; arguments as in `forward`."""
+        text = 3 * self.text.forward(lengths, num_response_tokens)
+        return text + (3 if self.trains_vision else 1) * self._vision_forward(grids)
+
+    def mfu(
+        self,
+        lengths: Sequence[int],
+        seconds: float,
+        *,
+        num_response_tokens: int | None = None,
+        grids: Iterable[Grid] = (),
+    ) -> float | None:
+        """Model FLOPs utilisation: the share of this device's peak that forward and backward passes reached.
+
+        Args:
+            lengths: Tokens of each sequence that this device ran.
+            seconds: What it took.
+            num_response_tokens: As in `forward`.
+            grids: As in `forward`.
+
+        Returns:
+            None where the peak is not known: then there is nothing to log.
+        """
+        if self.peak is None:
+            return None
+        flops = self.training(lengths, num_response_tokens=num_response_tokens, grids=grids)
+        return flops / (seconds * self.peak)
+
+    def _vision_forward(self, grids: Iterable[Grid]) -> float:
+        return 0.0 if self.vision is None else sum(self.vision.forward(*grid) for grid in grids)
+
+
+class TextShape:
+    """What counts of a language model: matrix elements that a token meets, and its layers' attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        vision = {id(weight) for tower in vision_towers(model) for weight in tower.parameters()}
+        head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
+        weights = [weight for weight in matrices(model) if id(weight) not in vision and weight is not head]
+        experts_per_token = getattr(config, "num_experts_per_tok", 0)  # dense models have no such stacks
+        # A stack of experts is one weight (experts, in, out).
+        self.active = sum(
+            weight.numel() // len(weight) * experts_per_token if weight.ndim == 3 else weight.numel()
+            for weight in weights
+        )
+        self.head = head.numel()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.channels = config.num_attention_heads * head_dim
+        self.windows = attention_windows(config)
+
+    def forward(self, lengths: Sequence[int], num_response_tokens: int | None) -> float:
+        """Operations of a forward pass over sequences of these lengths."""
+        tokens = sum(lengths)
+        to_head = tokens if num_response_tokens is None else num_response_tokens
+        pairs = sum(causal_pairs(length, window) for window in self.windows for length in lengths)
+        return 2.0 * (self.active * tokens + self.head * to_head) + 4.0 * self.channels * pairs
+
+
+class VisionShape:
+    """What counts of a vision tower of Qwen's kind: matrix elements for each patch and merged token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.vision_config
+        (tower,) = vision_towers(model)
+        merged = {
+            id(weight)
+            for name, weight in tower.named_parameters()
+            if "merger" in name  # the layers behind the merge of neighbouring patches
+        }
+        weights = matrices(tower)
+        self.merge = config.spatial_merge_size**2
+        self.for_each_token = sum(weight.numel() for weight in weights if id(weight) in merged)
+        self.for_each_patch = sum(weight.numel() for weight in weights if id(weight) not in merged)
+        self.channels = [
+            weight.shape[0] // 3 for name, weight in tower.named_parameters() if name.endswith("qkv.weight")
+        ]
+        full = getattr(config, "fullatt_block_indexes", None)  # Qwen2.5-VL: the other blocks look at windows
+        self.windowed = [full is not None and block not in full for block in range(len(self.channels))]
+        self.window = config.window_size // config.patch_size if full is not None else 1
+
+    def forward(self, time: int, height: int, width: int) -> float:
+        """Operations for an image or video of this many patches; frames do not see each other."""
+        patches = time * height * width
+        weights = self.for_each_patch * patches + self.for_each_token * patches // self.merge
+        attention = sum(
+            channels * time * (self._window_pairs(height, width) if windowed else (height * width) ** 2)
+            for channels, windowed in zip(self.channels, self.windowed, strict=True)
+        )
+        return 2.0 * weights + 4.0 * attention
+
+    def _window_pairs(self, height: int, width: int) -> int:
+        """Pairs within square windows, those at the edges cut off."""
+
+        def squares(length: int) -> int:
+            return length // self.window * self.window**2 + (length % self.window) ** 2
+
+        return squares(height) * squares(width)
+
+
+def vision_towers(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The parts of a model that are built from its `vision_config`."""
+    vision = getattr(model.config, "vision_config", None)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [part for part in parts if vision is not None and type(part.config) is type(vision)]
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that activations are multiplied with: matrices, convolutions, stacks; no embeddings."""
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [weight for weight in model.parameters() if weight.ndim > 1 and id(weight) not in lookups]
+
+
+def attention_windows(config: Any) -> list[int | None]:
+    """Tokens that each layer's attention looks back at, itself included; None is all."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if layer_type == "sliding_attention" else None for layer_type in types]
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Pairs of a token and one that it sees: itself and those before it, `window` at most."""
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[A-Za-z0-9]+", name)
+
+
+def _contains(words: list[str], part: list[str]) -> bool:
+    return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))

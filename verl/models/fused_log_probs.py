@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy says about tokens, straight from hidden states, without ever holding the full logits.
+
+The logits of N tokens are N x vocabulary numbers, by far the largest tensor of a training step.
+`linear_log_probs` (log-probabilities, entropy, sum of squared probabilities) and `linear_kl` (divergence
+from a second model) make them for a chunk of tokens at a time, in the forward and again in the backward
+pass, and keep a few numbers for each token. The chunk size follows from a byte budget.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl.models.logit_chunks import (
+    HeadLogits,
+    LogitTransform,
+    as_computed,
+    blocks,
+    chunk_rows,
+    chunks,
+    head_gradients,
+    transformed,
+)
+
+
+class TokenLogProbs(NamedTuple):
+    """What a policy says about tokens: one number for each, float32; None where it was not asked for."""
+
+    log_probs: Tensor  # of the given tokens
+    entropy: Tensor | None = None  # of the distribution they were drawn from, nats
+    sum_squared_probs: Tensor | None = None  # sum over the vocabulary of p**2, in (0, 1]; has no gradient
+    kl: Tensor | None = None  # KL(policy || reference) over the vocabulary, nats
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform = LogitTransform(),  # noqa: B008 (immutable)
+    with_entropy: bool = False,
+    with_sum_squares: bool = False,
+    chunk_bytes: int | None = None,
+) -> TokenLogProbs:
+    """Log-probability of each target under `p = softmax(transform(hidden @ weight.T + bias))`, and more.
+
+        z = transform(hidden @ weight.T + bias);  log_prob = z[target] - logsumexp(z);  entropy =
+        logsumexp(z) - p . z;  sum_squared_probs = p . p
+
+    The matrix products run in the dtype of `hidden` and `weight` (under autocast, in autocast's);
+    everything behind them is float32. Gradients reach `hidden`, `weight` and `bias` through log-probabilities
+    and entropy, either or both; the backward pass makes the logits again, chunk by chunk.
+
+    Args:
+        hidden: (N, hidden size); N may be zero.
+        weight: (V, hidden size), in the dtype of `hidden`.
+        targets: (N,) int64.
+        bias: (V,).
+        transform: Scale, soft cap and temperature of the logits.
+        with_entropy: Compute the entropy too.
+        with_sum_squares: Compute the sum of the squared probabilities too.
+        chunk_bytes: Bytes of logits held at once; a default for the device if None.
+
+    Returns:
+        (N,) float32 log-probabilities, and what was asked for.
+
+    Raises:
+        ValueError: The temperature is not positive, or there is not one target for each hidden state.
+        NotImplementedError: In the backward pass: a loss depends on `sum_squared_probs`.
+    """
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"one target per hidden state: targets {tuple(targets.shape)}, hidden {tuple(hidden.shape)}"
+        )
+    policy = as_computed(HeadLogits(hidden, weight, bias, transform))
+    rows = chunk_rows([policy], chunk_bytes)
+    return TokenLogProbs(*_LinearLogProbs.apply(*policy, targets, with_entropy, with_sum_squares, rows))
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    reference: HeadLogits,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform = LogitTransform(),  # noqa: B008 (immutable)
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """KL divergence of a policy's distribution over the vocabulary from a reference's, for each token.
+
+        p = softmax(transform(hidden @ weight.T + bias));  q likewise from `reference`
+        KL(p || q) = sum_v p_v (log p_v - log q_v);    d KL / dz_v = p_v (log p_v - log q_v - KL)
+
+    Gradients reach the policy's `hidden`, `weight` and `bias`, never the reference. Chunks hold the logits of
+    both, so that the budget is that of `linear_log_probs`; products and dtypes are as there.
+
+    Args:
+        hidden: (N, hidden size) of the policy; N may be zero.
+        weight: (V, hidden size), in the dtype of `hidden`.
+        reference: The same tokens and vocabulary; hidden size, dtype and transform may differ. Its tensors
+            must stay as they are until the backward pass.
+        bias: (V,).
+        transform: Scale, soft cap and temperature of the policy's logits.
+        chunk_bytes: Bytes of logits held at once; a default for the device if None.
+
+    Returns:
+        (N,) float32, nats, never negative.
+
+    Raises:
+        ValueError: A temperature is not positive, or tokens or vocabulary of the two differ in number.
+    """
+    if len(hidden) != len(reference.hidden) or len(weight) != len(reference.weight):
+        raise ValueError(
+            f"policy and reference need the same tokens and vocabulary: hidden {tuple(hidden.shape)} and"
+            f" {tuple(reference.hidden.shape)}, weight {tuple(weight.shape)} and"
+            f" {tuple(reference.weight.shape)}"
+        )
+    policy = as_computed(HeadLogits(hidden, weight, bias, transform))
+    with torch.no_grad():
+        reference = as_computed(reference)
+    return _LinearKL.apply(*policy, reference, chunk_rows([policy, reference], chunk_bytes))
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Chunks of tokens for the matrix products, blocks of a chunk for the softmax: small temporaries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        targets: Tensor,
+        with_entropy: bool,
+        with_sum_squares: bool,
+        rows: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        accurate = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(len(hidden), dtype=accurate)
+        lse = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if with_entropy else None
+        sum_squares = torch.empty_like(log_probs) if with_sum_squares else None
+        for chunk, (logits,) in chunks([HeadLogits(hidden, weight)], rows):
+            for block, part in blocks(chunk, weight):
+                z = transformed(logits[part], bias, transform, accurate)
+                log_probs[block] = z.gather(1, targets[block, None])[:, 0]
+                largest = z.amax(1)
+                z.sub_(largest[:, None])
+                unnormalised = z.exp()
+                total = unnormalised.sum(1)
+                lse[block] = largest + total.log()
+                if sum_squares is not None:
+                    sum_squares[block] = (torch.linalg.vector_norm(unnormalised, dim=1) / total).square_()
+                if entropy is not None:
+                    entropy[block] = total.log() - unnormalised.mul_(z).sum(1) / total
+        log_probs -= lse
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.transform, ctx.rows = transform, rows
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy, sum_squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_sum_squares: Tensor | None,
+    ) -> tuple:
+        if grad_sum_squares is not None:
+            raise NotImplementedError("`sum_squared_probs` has no gradient: detach it before use in a loss")
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 8
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(lse)
+
+        def block_grad(block: slice, logits: Tensor) -> Tensor:
+            return _log_prob_grad(
+                transformed(logits, bias, ctx.transform, lse.dtype),
+                targets[block], lse[block], ctx.transform, grad_log_probs[block],
+                None if grad_entropy is None else (entropy[block], grad_entropy[block]),
+            )  # fmt: skip
+
+        return *head_gradients(ctx, [HeadLogits(hidden, weight, bias)], lse.dtype, block_grad), *(None,) * 5
+
+
+class _LinearKL(torch.autograd.Function):
+    """As `_LinearLogProbs`, with chunks and blocks of two models' logits side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        reference: HeadLogits,
+        rows: int,
+    ) -> Tensor:
+        accurate = torch.promote_types(hidden.dtype, torch.float32)
+        kl = hidden.new_empty(len(hidden), dtype=accurate)
+        lse, mean_gap = torch.empty_like(kl), torch.empty_like(kl)
+        for chunk, (logits, ref_logits) in chunks([HeadLogits(hidden, weight), reference], rows):
+            for block, part in blocks(chunk, weight):
+                z = transformed(logits[part], bias, transform, accurate)
+                y = transformed(ref_logits[part], reference.bias, reference.transform, accurate)
+                largest, ref_largest = z.amax(1), y.amax(1)
+                z.sub_(largest[:, None])
+                y.sub_(ref_largest[:, None])
+                gap = z - y
+                unnormalised = z.exp_()
+                total, ref_total = unnormalised.sum(1), y.exp_().sum(1)
+                mean = gap.mul_(unnormalised).sum(1) / total
+                # Where the two are close, the quotient's logarithm rounds less than the difference of two.
+                kl[block] = mean - (total / ref_total).log()
+                lse[block] = largest + total.log()
+                mean_gap[block] = mean + (largest - ref_largest)
+        ctx.save_for_backward(hidden, weight, bias, lse, mean_gap, *reference[:3])
+        ctx.transform, ctx.ref_transform, ctx.rows = transform, reference.transform, rows
+        return kl.clamp_(min=0)  # below zero only by rounding
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple:
+        hidden, weight, bias, lse, mean_gap, ref_hidden, ref_weight, ref_bias = ctx.saved_tensors
+
+        def block_grad(block: slice, logits: Tensor, ref_logits: Tensor) -> Tensor:
+            # The gap less its mean under p is log p - log q - KL.
+            z = transformed(logits, bias, ctx.transform, lse.dtype)
+            gap = z - transformed(ref_logits, ref_bias, ctx.ref_transform, lse.dtype)
+            slope = ctx.transform.slope(z)
+            p = z.sub_(lse[block, None]).exp_()
+            return gap.sub_(mean_gap[block, None]).mul_(p).mul_(grad_kl[block, None]).mul_(slope)
+
+        heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
+        return *head_gradients(ctx, heads, lse.dtype, block_grad), None, None, None
+
+
+def _log_prob_grad(
+    z: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    transform: LogitTransform,
+    grad_log_probs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Gradient with respect to `hidden @ weight.T` for a block of tokens; `z` is overwritten.
+
+    d log_prob / dz = onehot - p;    d entropy / dz = -p (log p + entropy)
+    """
+    slope = transform.slope(z)
+    log_p = z.sub_(lse[:, None])
+    if entropy is None:
+        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        value, grad_value = entropy
+        p = log_p.exp()
+        grad = log_p.add_(value[:, None]).mul_(grad_value[:, None]).add_(grad_log_probs[:, None])
+        grad = grad.mul_(p).neg_()
+    grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(grad.dtype))
+    return grad.mul_(slope)

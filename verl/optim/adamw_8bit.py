@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW whose moments take a byte each, by torchao's kernels. Importing this module needs torchao.
+
+What is torchao's: the 8-bit numbers and the update. What is ours is where the blocks lie. torchao cuts each
+rank's part into blocks of 256 wherever it ends, and keeps what does not divide in full, so its state fits no
+other number of ranks. Here a block lies inside a row of the whole parameter: state is plain sharded tensors,
+which are saved, moved and loaded on any number of ranks like all others.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchao.optim.adam import single_param_adam  # pyright: ignore[reportMissingImports] - optional
+from torchao.optim.subclass_8bit import (  # pyright: ignore[reportMissingImports] - optional
+    OptimState8bit,
+    get_qmap_signed,
+    get_qmap_unsigned,
+)
+
+from verl.distributed.fsdp import local_part, zeros_beside
+from verl.optim.local_adamw import LocalAdamW, seed_of_update
+
+BLOCK = 256  # numbers that share a scale, at most
+SMALLEST_BLOCK = 64  # below it the scales take more than they are worth
+SMALLEST = 4096  # numbers of a parameter; smaller ones matter more than they take
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+
+
+class AdamW8bit(LocalAdamW):
+    """AdamW with both moments in blocks of 8-bit numbers and a float32 scale for each block.
+
+    The update is computed in float32. Norms, biases, other parameters below 4096 numbers, and those whose
+    rows have no divisor from 64 to 256 keep float32 moments. bfloat16 weights are rounded stochastically.
+    On a GPU the update is one kernel for each shape of a parameter, compiled at the first update.
+
+    Source: 8-bit Optimizers via Block-wise Quantization (https://arxiv.org/abs/2110.02861).
+    """
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
+        state = self.state[param]
+        if not state:
+            self._start(param, state)
+        state["step"] += 1
+        weight = local_part(param)
+        if not weight.numel():  # more ranks than rows
+            return
+        moments = [self._moment(state, key) for key in MOMENTS]
+        rounds = weight.dtype == torch.bfloat16
+        beta1, beta2 = group["betas"]
+        rate = torch.tensor(group["lr"], dtype=torch.float32)
+        with _seeded(weight.device, seed_of_update(param, state["step"].item(), number), rounds):
+            update_kernel(weight.is_cuda)(
+                weight.detach(), local_part(grad), state["step"], *moments, None,
+                rate, beta1, beta2, group["weight_decay"], group["eps"], True, rounds,
+            )  # fmt: skip
+
+    def _start(self, param: Tensor, state: dict[str, Tensor]) -> None:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        block = block_size(param.shape)
+        for key in MOMENTS:
+            if block is None:
+                state[key] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+                continue
+            state[key] = torch.zeros_like(param, dtype=torch.uint8, requires_grad=False)
+            blocks = math.prod(param.shape[1:]) // block
+            state[f"{key}_scale"] = zeros_beside(param, (param.shape[0], blocks), torch.float32)
+
+    @staticmethod
+    def _moment(state: dict[str, Tensor], key: str) -> Tensor:
+        """This rank's part of a moment, as torchao's kernels read and write it."""
+        values = local_part(state[key])
+        if f"{key}_scale" not in state:
+            return values
+        numbers = get_qmap_signed() if MOMENTS[key] else get_qmap_unsigned()
+        table = torch.tensor(numbers, dtype=torch.float32, device=values.device)
+        scale = local_part(state[f"{key}_scale"]).view(-1)
+        return OptimState8bit(values, scale, table, MOMENTS[key], dtype=torch.float32)
+
+
+def block_size(shape: torch.Size) -> int | None:
+    """Numbers of a block: the largest divisor of a row's length up to 256; None keeps float32 moments."""
+    if len(shape) < 2 or shape.numel() < SMALLEST:
+        return None
+    row = math.prod(shape[1:])
+    return next((size for size in range(BLOCK, SMALLEST_BLOCK - 1, -1) if row % size == 0), None)
+
+
+def update_kernel(is_compiled: bool) -> Callable[..., None]:
+    """The update of one tensor, by torchao.
+
+    Args:
+        is_compiled: As one kernel for each shape; for a CPU, compiling takes longer than it saves.
+    """
+    if not is_compiled:
+        return single_param_adam
+    compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+    def update(*args: Any) -> None:
+        with torch._dynamo.utils.disable_cache_limit():  # as torchao does: a model has few shapes
+            compiled(*args)
+
+    return update
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int, is_needed: bool) -> Iterator[None]:
+    """Let torchao, which draws from the global generators, draw from a seed; they come back afterwards."""
+    if not is_needed:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

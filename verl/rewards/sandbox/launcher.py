@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process around a program: makes the sandbox, starts the program in it, tells how it ended.
+
+    launcher     same user as the caller; leaves its namespaces, builds the root folder
+      init       process 1 of the new process namespace: when it ends, the kernel ends everything in there
+        program  gives up the rest and executes the source
+
+Without namespaces there is no init. Lines on the status pipe: `unshared`, `failed WHY`, `started`,
+`ended WAIT_STATUS CPU_SECONDS PEAK_KB`. When the other end of the lifeline closes, the program is killed.
+"""
+
+import fcntl
+import importlib
+import marshal
+import os
+import resource
+import select
+import signal
+import sys
+from collections import namedtuple
+
+from verl.rewards.sandbox import confinement, kernel, namespaces, program
+
+FIRST_FREE = 10  # file numbers from here on are used for moving files
+VALUE, STATUS = 3, 4  # numbers of the program's files besides the standard three
+
+
+FILES = ("job", "stdin", "stdout", "stderr", "value", "status", "lifeline")  # that it inherits, by number
+Files = namedtuple("Files", FILES)
+
+
+def main() -> None:
+    """Run the job whose files the command line names; returns in the program's process only.
+
+    Raises:
+        SystemExit: The program's own.
+    """
+    files = Files(*map(int, sys.argv[3:]))
+    job = _prepare(files)
+    child = os.fork()
+    if child:
+        _supervise(child, files, report=not job["namespaces"])
+    if job["namespaces"]:
+        child = os.fork()
+        if child:
+            _supervise(child, files, report=True)
+    _be_the_program(job, files)
+    program.execute(job["source"], job["call"], job["import_path"], VALUE)
+
+
+def _tell(status: int, line: str) -> None:
+    os.write(status, (line.replace("\n", " ")[:2000] + "\n").encode())
+
+
+def _fail(status: int, error: Exception) -> None:
+    _tell(status, f"failed {error}")
+    os._exit(1)
+
+
+def _prepare(files: Files) -> dict:
+    """Read the job; with namespaces, enter them and build the root folder."""
+    try:
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # Python's own would reach the init from inside
+        with os.fdopen(files.job, "rb") as file:
+            job = marshal.load(file)
+        if job["call"] is not None:
+            importlib.import_module(
+                "verl.rewards.sandbox.values"
+            )  # not to be found later; slow, so not always
+        if job["namespaces"]:
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # so that the caller may write the user mapping
+            kernel.unshare(namespaces.ALL)
+            _tell(files.status, "unshared")
+            if os.read(files.lifeline, 1) != b"!":
+                os._exit(1)
+            namespaces.build_root(
+                job["scratch"], job["readable"], files.stdin, job["limits"]["folder_mb"], job["user"]
+            )
+    except (OSError, ValueError, EOFError) as error:
+        _fail(files.status, error)
+    return job
+
+
+def _supervise(child: int, files: Files, *, report: bool) -> None:
+    """Wait for a child, killing it when the caller is gone or says so."""
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    for file in (files.stdin, files.stdout, files.stderr, files.value):
+        os.close(file)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+    poll = select.poll()
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    poll.register(files.lifeline, 0)  # a hang-up is always reported
+    ready = [file for file, _ in poll.poll()]
+    if files.lifeline in ready:
+        os.kill(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    if report:
+        cpu = usage.ru_utime + usage.ru_stime
+        _tell(files.status, f"ended {status} {cpu:.6f} {usage.ru_maxrss}")
+    os._exit(0)
+
+
+def _be_the_program(job: dict, files: Files) -> None:
+    """Keep the program's files only, give up every privilege, and say that the program starts."""
+    try:
+        readable = None if job["namespaces"] else job["readable"]
+        if job["namespaces"]:
+            os.dup2(os.open("/dev/stdin", os.O_RDONLY), files.stdin)
+        wanted = (files.stdin, files.stdout, files.stderr, files.value, files.status)
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE) for file in wanted]
+        for number, file in enumerate(moved):
+            os.dup2(file, number)
+        os.closerange(STATUS + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if job["confined"]:
+            confinement.confine(job["limits"], job["user"], readable=readable, num_threads=job["max_threads"])
+        else:
+            confinement.limit_resources(job["limits"], job["max_threads"])
+    except (OSError, ValueError) as error:
+        _fail(STATUS if "moved" in locals() else files.status, error)
+    _tell(STATUS, "started")
+    os.close(STATUS)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A root folder of its own, where a program finds the interpreter's library and an empty folder only.
+
+User, mount, process, network, IPC, host name and cgroup namespaces; all of them an ordinary user may have.
+"""
+
+import os
+import shutil
+
+from verl.rewards.sandbox import kernel
+from verl.rewards.sandbox.confinement import DEVICES
+
+ALL = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP
+)
+NOBODY = 65534
+FOLDER = "/box"  # the program's working folder
+MAX_FILES = 4096  # in the working folder
+ROOT_MB = 1  # for the tree of empty folders that things are mounted on
+
+
+def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, owner: int) -> None:
+    """Make a new root folder and leave the old one behind.
+
+    Args:
+        scratch: A folder that exists, to mount the new root on.
+        readable: Real paths that the program may read, mounted where they are.
+        stdin: File whose content the program finds at /dev/stdin.
+        folder_mb: MiB that the working folder holds.
+        owner: User of the working folder.
+    """
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    size = ROOT_MB * (1 << 20) + os.fstat(stdin).st_size
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", scratch, "tmpfs", flags, f"size={size},mode=0755")
+    os.chdir(scratch)
+    os.mkdir("old")
+    kernel.syscall("pivot_root", b".", b"old")
+    os.chdir("/")
+    for path in readable:
+        _show(path)
+    for device in DEVICES:
+        _show(device, devices=True)
+    with open("/dev/stdin", "wb") as copy, open(stdin, "rb", closefd=False) as given:
+        shutil.copyfileobj(given, copy)
+    _make_folder(folder_mb, owner)
+    kernel.unmount("/old")
+    os.rmdir("/old")
+    kernel.protect_mount("/", recursive=False)
+    os.chdir(FOLDER)
+
+
+def _show(path: str, *, devices: bool = False) -> None:
+    source = f"/old{path}"
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC))
+    kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
+    kernel.protect_mount(path, recursive=True, devices=devices)
+
+
+def _make_folder(size_mb: int, owner: int) -> None:
+    os.mkdir(FOLDER)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    options = f"size={size_mb}m,nr_inodes={MAX_FILES},mode=0700,uid={owner},gid={owner}"
+    kernel.mount("tmpfs", FOLDER, "tmpfs", flags, options)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Execute a program that nobody trusts, in a process that has nothing left to lose."""
+
+import os
+import sys
+from types import ModuleType, TracebackType
+
+from verl.rewards.sandbox import codes
+
+FILE_NAME = "solution.py"
+
+
+def execute(source: str, call: dict[str, str] | None, import_path: list[str], value_file: int) -> None:
+    """Run a program as a script, or as a module of which something is then called.
+
+    Args:
+        source: The program.
+        call: The fields of a `Call`; None runs the program as a script.
+        import_path: Folders that are searched for modules besides the standard library's.
+        value_file: Where the value of the call is written.
+
+    Raises:
+        SystemExit: The program ended otherwise than by reaching its last line.
+    """
+    values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before the folders were given up
+    _forget_launcher(import_path)
+    module = ModuleType("__main__" if call is None else "solution")
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, FILE_NAME, "exec"), module.__dict__)
+        if call is not None and values is not None:
+            _make_call(module.__dict__, call, value_file, values)
+    except SystemExit:
+        raise
+    except MemoryError:
+        sys.exit(codes.OUT_OF_MEMORY)
+    except _RejectedError:
+        sys.exit(codes.REJECTED)
+    except BaseException as error:  # noqa: BLE001 (a program raises anything)
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        sys.exit(codes.UNCAUGHT)
+
+
+class _RejectedError(Exception):
+    """An assertion of the test did not hold."""
+
+
+def _forget_launcher(import_path: list[str]) -> None:
+    sys.argv[:] = [FILE_NAME]
+    sys.path[:] = [*sys.path, *import_path]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+def _make_call(namespace: dict, call: dict[str, str], value_file: int, values: ModuleType) -> None:
+    try:
+        exec(compile(call["epilogue"], "test.py", "exec"), namespace)
+        target = call["target"]
+        if target.isidentifier() and hasattr(namespace.get("Solution"), target):
+            target = f"Solution().{target}"
+        value = eval(compile(target, "test.py", "eval"), namespace)
+    except AssertionError as error:
+        raise _RejectedError from error
+    if call["arguments"] is not None:
+        value = value(*values.from_json(call["arguments"]))
+    with os.fdopen(value_file, "w") as file:
+        file.write(values.to_text(value))
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Run a Python program that nobody trusts.
+
+    outcome = run("print(int(input()) + 1)", stdin="41")
+    outcome.status, outcome.stdout     # Status.OK, "42\n"
+
+Nothing needs to be installed or running: every run is a process of this interpreter that gives up what it has
+(`launcher.py`). It takes some 50 ms. Safe in any thread; blocks until the program ended.
+"""
+
+import fcntl
+import marshal
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+from verl.rewards.sandbox import codes, kernel, library
+from verl.rewards.sandbox.isolation import REMEDY, Isolation, is_unsafe_allowed
+from verl.rewards.sandbox.namespaces import NOBODY
+from verl.rewards.sandbox.outcome import (
+    Call,
+    Limits,
+    Outcome,
+    SandboxError,
+    Status,
+)
+
+BOOT = """
+import sys
+for name, folder in zip(("verl", "verl.rewards"), sys.argv[1:3]):
+    package = sys.modules[name] = type(sys)(name)
+    package.__path__ = [folder]
+from verl.rewards.sandbox.launcher import main
+main()
+"""  # bare packages, since importing verl itself takes longer than everything else together
+PACKAGES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+START_LIMIT_S = 20.0  # until the program starts: a machine that needs longer has a problem of its own
+END_LIMIT_S = 0.5  # for the launcher to kill the program and go; then it is killed as well
+OVERHEAD_THREADS = 3  # launcher, init and the program's first
+STATUS_LIMIT = 1 << 16
+ENVIRONMENT = {
+    "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+def run(
+    source: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    call: Call | None = None,
+    isolation: Isolation | None = None,
+    allow_unsafe: bool = False,
+) -> Outcome:
+    """Run a program and tell what became of it.
+
+    Args:
+        source: Python of this interpreter's version; the packages installed here can be imported.
+        stdin: What it can read.
+        limits: What it may use; see `Limits`.
+        call: What to call of it afterwards; without, it runs as a script.
+        isolation: How to contain it; by default the best that this machine has.
+        allow_unsafe: Run it without isolation where there is none; so does VERL_SANDBOX_UNSAFE=1.
+
+    Raises:
+        SandboxError: The sandbox failed, and the program did not run.
+    """
+    limits = limits or Limits()
+    if isolation is None:
+        isolation, cause = detect()
+        if isolation is Isolation.NONE and not (allow_unsafe or is_unsafe_allowed()):
+            return Outcome(Status.REFUSED, detail=f"nothing here contains a program: {cause}; {REMEDY}")
+    if limits.processes > 1 and isolation is not Isolation.NAMESPACES:
+        why = f"`Limits.processes` ({limits.processes}) must be 1 without namespaces ({isolation} here)"
+        return Outcome(Status.REFUSED, detail=why)
+    with ExitStack() as stack:
+        folder = "/"
+        if isolation is not Isolation.NAMESPACES:  # there it has a folder of its own, and no other
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        job = _job(source, limits, call, isolation) | {"folder": folder}
+        run = stack.enter_context(_started(job, stdin.encode(errors="surrogateescape")))
+        _watch(run, limits, job)
+    return _outcome(run, limits)
+
+
+@cache
+def detect() -> tuple[Isolation, str]:
+    """The best isolation that works here, tried out, and why the better ones do not."""
+    causes = []
+    if not kernel.is_known_machine():
+        return Isolation.NONE, "needs Linux on x86_64 or aarch64"
+    for isolation in (Isolation.NAMESPACES, Isolation.LANDLOCK):
+        try:
+            outcome = run("print(6 * 7)", isolation=isolation)
+        except SandboxError as error:
+            causes.append(f"{isolation}: {error}")
+            continue
+        if outcome.stdout == "42\n":
+            return isolation, "; ".join(causes)
+        causes.append(f"{isolation}: {outcome.status} {outcome.stderr[-300:]}")
+    return Isolation.NONE, "; ".join(causes)
+
+
+def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -> dict:
+    is_root = os.geteuid() == 0
+    namespaces = isolation is Isolation.NAMESPACES
+    user, threads = os.geteuid(), limits.threads + OVERHEAD_THREADS
+    if is_root:
+        user = NOBODY if namespaces else library.unused_user()
+    elif not namespaces:
+        threads += library.threads_of_user(user)
+    return {
+        "source": source,
+        "call": asdict(call) if call else None,
+        "limits": asdict(limits),
+        "namespaces": namespaces,
+        "confined": isolation is not Isolation.NONE,
+        "user": user,
+        "max_threads": threads if isolation is not Isolation.NONE else None,
+        "scratch": tempfile.gettempdir(),
+        "readable": library.readable_paths(),
+        "import_path": library.import_path(),
+    }
+
+
+@dataclass
+class _Stream:
+    """What comes out of one pipe."""
+
+    file: int
+    limit: int
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+
+    def read(self) -> bool:
+        """Read what there is; False at the end."""
+        part = os.read(self.file, 1 << 16)
+        self.parts.append(part)
+        self.size += len(part)
+        return bool(part)
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.parts)[: self.limit].decode(errors="replace")
+
+
+@dataclass
+class _Run:
+    """A launcher at work."""
+
+    popen: subprocess.Popen
+    lifeline: int
+    confined: bool
+    streams: dict[str, _Stream]
+    started_at: float | None = None
+    ended_at: float = 0.0
+    killed_for: Status | None = None
+
+    def lines(self) -> Iterator[list[str]]:
+        for line in self.streams["status"].text.splitlines():
+            yield line.split(" ", 1)
+
+    def told(self, word: str) -> str | None:
+        return next((rest[0] if rest else "" for first, *rest in self.lines() if first == word), None)
+
+
+@contextmanager
+def _started(job: dict, stdin: bytes) -> Iterator[_Run]:
+    limit = job["limits"]["output_bytes"]
+    limits = {"stdout": limit, "stderr": limit, "value": limit, "status": STATUS_LIMIT}
+    with ExitStack() as kept, ExitStack() as passed:
+        theirs = {name: _memory_file(name, data, passed) for name, data in
+                  (("job", marshal.dumps(job)), ("stdin", stdin))}  # fmt: skip
+        streams = {}
+        for name in limits:
+            streams[name], theirs[name] = _pipe(kept, passed)
+        theirs["lifeline"], lifeline = _pipe(passed, kept)
+        popen = _launch(theirs, job["folder"])
+        passed.close()
+        outputs = {name: _Stream(streams[name], limits[name]) for name in limits}
+        run = _Run(popen, lifeline, job["confined"], outputs)
+        try:
+            yield run
+        finally:
+            _end(run, kept)
+
+
+def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
+    order = ("job", "stdin", "stdout", "stderr", "value", "status", "lifeline")
+    numbers = [str(files[name]) for name in order]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-X", "utf8", "-c", BOOT, *PACKAGES, *numbers],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=files["stderr"],
+        pass_fds=list(files.values()),
+        env=ENVIRONMENT,
+        cwd=folder,
+        process_group=0,
+    )
+
+
+def _memory_file(name: str, data: bytes, stack: ExitStack) -> int:
+    """A file in memory that nobody can change any more, at its beginning."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, file)
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    readers.callback(os.close, reader)
+    writers.callback(os.close, writer)
+    return reader, writer
+
+
+def _watch(run: _Run, limits: Limits, job: dict) -> None:
+    """Read everything until all is closed or a limit is reached."""
+    begin = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for stream in run.streams.values():
+            selector.register(stream.file, selectors.EVENT_READ, stream)
+        while selector.get_map() and run.killed_for is None:
+            end = begin + START_LIMIT_S if run.started_at is None else run.started_at + limits.wall_s
+            for key, _ in selector.select(max(end - time.monotonic(), 0)):
+                if not key.data.read():
+                    selector.unregister(key.fd)
+                elif key.data.size > key.data.limit:
+                    run.killed_for = Status.OUTPUT_LIMIT
+                elif key.data is run.streams["status"]:
+                    _follow(run, job)
+            if time.monotonic() >= end:
+                run.killed_for = Status.TIMED_OUT
+    run.ended_at = time.monotonic()
+
+
+def _follow(run: _Run, job: dict) -> None:
+    """Do what the launcher asks for."""
+    if run.started_at is None and run.told("started") is not None:
+        run.started_at = time.monotonic()
+    elif job["namespaces"] and run.told("unshared") is not None and run.started_at is None:
+        try:
+            _map_users(run.popen.pid, job["user"])
+            os.write(run.lifeline, b"!")
+        except OSError as error:
+            raise SandboxError(f"the users of the sandbox cannot be set: {error}") from error
+
+
+def _map_users(pid: int, user: int) -> None:
+    """Say who is who in the launcher's user namespace: nobody but itself and whom the program becomes."""
+    if os.geteuid() == 0:
+        users = groups = f"0 0 1\n{user} {user} 1\n"
+    else:
+        users, groups = (f"{number} {number} 1\n" for number in (os.geteuid(), os.getegid()))
+        Path(f"/proc/{pid}/setgroups").write_text("deny")
+    Path(f"/proc/{pid}/gid_map").write_text(groups)
+    Path(f"/proc/{pid}/uid_map").write_text(users)
+
+
+def _end(run: _Run, files: ExitStack) -> None:
+    """Make sure that nothing is left of it."""
+    files.close()  # the lifeline among them
+    if not run.confined:
+        _kill_group(run)  # it may have started others
+    try:
+        run.popen.wait(END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        _kill_group(run)
+        run.popen.wait()
+
+
+def _kill_group(run: _Run) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(run.popen.pid, signal.SIGKILL)
+
+
+def _outcome(run: _Run, limits: Limits) -> Outcome:
+    if run.started_at is None:
+        why = run.told("failed") or run.streams["stderr"].text.strip()[-2000:] or "it did not start in time"
+        raise SandboxError(f"the sandbox could not be made: {why}")
+    ended = run.told("ended")
+    status, cpu_s, peak_kb = ended.split() if ended else ("9", "0", "0")
+    code = os.waitstatus_to_exitcode(int(status))
+    return Outcome(
+        status=run.killed_for or _status(code, float(cpu_s), limits),
+        stdout=run.streams["stdout"].text,
+        stderr=run.streams["stderr"].text,
+        value=run.streams["value"].text or None,
+        exit_code=code if code >= 0 and not run.killed_for else None,
+        signal=-code if code < 0 and not run.killed_for else None,
+        wall_s=run.ended_at - run.started_at,
+        cpu_s=float(cpu_s),
+        peak_mb=int(peak_kb) / 1024,
+    )
+
+
+def _status(code: int, cpu_s: float, limits: Limits) -> Status:
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
+        return Status.TIMED_OUT
+    if code == -signal.SIGKILL:  # not by us, so by the kernel, for want of memory
+        return Status.OUT_OF_MEMORY
+    own = {0: Status.OK, codes.UNCAUGHT: Status.CRASHED, codes.OUT_OF_MEMORY: Status.OUT_OF_MEMORY}
+    own |= {codes.REJECTED: Status.REJECTED}
+    return Status.CRASHED if code < 0 else own.get(code, Status.WRONG_EXIT)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judge a program by tests, each in a sandbox of its own.
+
+verdicts = judge(source, [{"input": "1 2", "output": "3"}])
+verdicts[0].kind     # VerdictKind.PASSED
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from typing import Any
+
+from verl.rewards.sandbox import values
+from verl.rewards.sandbox.cases import AssertCase, CallCase, Case, StdinCase, read_cases
+from verl.rewards.sandbox.outcome import Call, Limits, Outcome, SandboxRefusedError, Status
+from verl.rewards.sandbox.runner import run
+
+PRELUDE = (  # on one line, so that the program's line numbers stay; what solutions take for granted
+    "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys;"
+    "from bisect import *; from collections import *; from functools import *; from heapq import *;"
+    "from itertools import *; from math import *; from string import *;"
+    "from typing import *; from builtins import *; inf = float('inf');"
+    "sys.setrecursionlimit(50_000); sys.set_int_max_str_digits(0)\n"
+)
+
+
+class VerdictKind(StrEnum):
+    """What a test says about a program."""
+
+    PASSED = "passed"
+    WRONG = "wrong"  # it ended in time, with another result
+    CRASHED = "crashed"  # an exception, an exit code, too much memory or output
+    TIMED_OUT = "timed_out"
+    NOT_RUN = "not_run"  # enough tests had failed, or the time for all tests was over
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict of one test, and what the program did in it."""
+
+    kind: VerdictKind
+    outcome: Outcome | None = None  # None when it was not run
+
+
+def judge(
+    source: str,
+    tests: Any,
+    *,
+    limits: Limits | None = None,
+    max_failures: int | None = None,
+    budget_s: float | None = None,
+    allow_unsafe: bool = False,
+) -> list[Verdict]:
+    """Run the tests one after another; each has a new sandbox, so that none can prepare the next.
+
+    Args:
+        source: The program; names that solutions take for granted (`List`, `deque`, `inf`) are there.
+        tests: A row's tests in any format of `cases.py`, or cases read before.
+        limits: Of each test.
+        max_failures: Tests after so many that did not pass are not run; None runs all.
+        budget_s: Seconds for all tests; those that cannot begin in time are not run.
+        allow_unsafe: Run without isolation where there is none.
+
+    Returns:
+        One verdict for each test, in their order.
+
+    Raises:
+        ValueError: The tests cannot be read. SandboxRefusedError: Nothing here contains the program.
+        SandboxError: The sandbox failed. Neither says anything about the program.
+    """
+    cases = _read(tests)
+    verdicts: list[Verdict] = []
+    failures, begin = 0, time.monotonic()
+    for case in cases:
+        is_late = budget_s is not None and time.monotonic() - begin >= budget_s
+        if is_late or (max_failures is not None and failures >= max_failures):
+            verdicts.append(Verdict(VerdictKind.NOT_RUN))
+            continue
+        verdicts.append(_judge(source, case, limits or Limits(), allow_unsafe))
+        failures += verdicts[-1].kind is not VerdictKind.PASSED
+    return verdicts
+
+
+def _read(tests: Any) -> Sequence[Case]:
+    if isinstance(tests, Sequence) and tests and isinstance(tests[0], StdinCase | CallCase | AssertCase):
+        return tests
+    return read_cases(tests)
+
+
+def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdict:
+    prefix = case.prefix if isinstance(case, AssertCase) else ""
+    stdin = case.stdin if isinstance(case, StdinCase) else ""
+    outcome = run(
+        _in_front(source, PRELUDE, prefix),
+        stdin=stdin,
+        limits=limits,
+        call=_call_of(case),
+        allow_unsafe=allow_unsafe,
+    )
+    if outcome.status is Status.REFUSED:
+        raise SandboxRefusedError(outcome.detail)
+    kinds = {Status.REJECTED: VerdictKind.WRONG, Status.TIMED_OUT: VerdictKind.TIMED_OUT}
+    if outcome.status is not Status.OK:
+        return Verdict(kinds.get(outcome.status, VerdictKind.CRASHED), outcome)
+    return Verdict(VerdictKind.PASSED if _is_right(case, outcome) else VerdictKind.WRONG, outcome)
+
+
+def _in_front(source: str, *parts: str) -> str:
+    """The program with something ahead of it; its `from __future__` lines stay first."""
+    lines = source.split("\n")
+    future = [line for line in lines if line.startswith("from __future__ import")]
+    rest = [line for line in lines if not line.startswith("from __future__ import")]
+    return "\n".join([*future, *(part for part in parts if part), *rest])
+
+
+def _call_of(case: Case) -> Call | None:
+    if isinstance(case, StdinCase):
+        return None
+    if isinstance(case, CallCase):
+        return Call(case.function, values.to_json(case.arguments))
+    return Call(case.expression, None, case.before)
+
+
+def _is_right(case: Case, outcome: Outcome) -> bool:
+    if isinstance(case, StdinCase):
+        return same_output(outcome.stdout, case.stdout)
+    if outcome.value is None:  # it ended before the call was over
+        return False
+    try:
+        value = values.from_text(outcome.value)
+    except ValueError:
+        return False
+    if isinstance(case, CallCase):
+        return _plain(value) == _plain(case.expected)
+    return bool(value == case.expected)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, at every depth: JSON has no tuples."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two outputs are the same line for line: the same words, or words that are equal numbers.
+
+    Spaces between words, spaces around lines and empty lines at the end mean nothing.
+    """
+    lines, wanted = output.rstrip().split("\n"), expected.rstrip().split("\n")
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _same_line(line: str, wanted: str) -> bool:
+    words, expected = line.split(), wanted.split()
+    return len(words) == len(expected) and all(map(_same_word, words, expected))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    try:
+        return word == expected or Decimal(word) == Decimal(expected)
+    except InvalidOperation:
+        return False

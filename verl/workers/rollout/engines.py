@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engines by name.
+
+To add one: a module with a class that implements `RolloutEngine`, and one entry here, which imports that
+module only when `worker.rollout.name` selects it.
+"""
+
+from typing import Any
+
+from verl.utils.registry import Registry
+from verl.workers.rollout.base import EngineSetup, RolloutEngine
+
+ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")
+
+
+@ROLLOUT_ENGINES.register("vllm")
+def _build_vllm(config: Any, setup: EngineSetup) -> RolloutEngine:
+    # vLLM takes 5 to 12 seconds to import and reads its environment while it does
+    from verl.workers.rollout.vllm_rollout_spmd import VLLMRollout  # noqa: PLC0415
+
+    return VLLMRollout(config, setup)
+
+
+@ROLLOUT_ENGINES.register("hf")
+def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
+    from verl.workers.rollout.hf_rollout import HFRollout  # noqa: PLC0415 - reads torchvision for VL processors
+
+    return HFRollout(config, setup)
+
+
+def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:
+    """Build the engine that `worker.rollout.name` names; every rank calls it.
+
+    Args:
+        config: The section `worker.rollout`.
+        setup: The model, the device and this rank's place.
+
+    Returns:
+        An engine whose weights are not to be relied on before the first `sync_weights`.
+    """
+    return ROLLOUT_ENGINES[config.name](config, setup)
