@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.distributed import run_distributed
-from verl.checkpoint.async_writer import BackgroundWriter
+from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import load_shards, take_snapshot
 from verl.distributed.fsdp import make_mesh
 
@@ -46,7 +46,7 @@ def make_model(millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def measure(rank: int, world_size: int, target: Path, millions: int, repeats: int) -> list[dict[str, float]]:
     """Save both ways by turns, and load what was saved."""
     model, optimizer = make_model(millions)
-    writer, found = BackgroundWriter(), []
+    writer, found = AsyncWriter(), []
     for number in range(2 * repeats):
         copies, folder = number % 2 == 0, target / str(number)
         start = time.perf_counter()

@@ -32,7 +32,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
-from verl.workers.sharded_model import HostedModel, Place
+from verl.workers.sharded_model import Place, ShardedModel
 
 MIB = 1 << 20
 PROMPTS, TOKENS = 64, 64
@@ -54,7 +54,7 @@ def time_way(
 ) -> tuple[float, float]:
     """Seconds of a sync, and of sampling with what was synced."""
     place = Place(torch.device("cpu"), processes, None)
-    hosted = HostedModel(
+    hosted = ShardedModel(
         "actor", config.model, config.fsdp, config.offload, place, optim=config.optim, training_steps=1
     )
     rollout = RolloutConfig(tensor_parallel_size=1, lora_sync=way)

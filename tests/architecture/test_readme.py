@@ -3,7 +3,7 @@
 
 import re
 
-from tests.architecture.source import PACKAGE, ROOT, source_files
+from tests.architecture.source import ROOT, source_files
 
 FOLDER = re.compile(r"[\w.]+/")
 

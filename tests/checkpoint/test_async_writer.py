@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.test_sharded import make_trainer, train
 from tests.helpers.distributed import run_distributed
-from verl.checkpoint.async_writer import BackgroundWriter
+from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.manifest import read_manifest, write_manifest
 from verl.checkpoint.sharded import NotWrittenError, load_shards, take_snapshot, write_snapshot
 from verl.models.tiny import save_tiny_model
@@ -25,7 +25,7 @@ def train_while_saving(rank: int, world_size: int, model: Path, target: Path) ->
     """Save, go on at once, and compare what the file holds with the weights of that moment."""
     trainer = make_trainer(model)
     train(trainer, 2)
-    writer, before = BackgroundWriter(), weights(trainer)
+    writer, before = AsyncWriter(), weights(trainer)
     writer.start(target / "step", {"actor": take_snapshot(*trainer, copies=True)})
     expected = train(trainer, 2)
     deadline = time.monotonic() + LIMIT_S
@@ -47,7 +47,7 @@ def problems(rank: int, world_size: int, model: Path, target: Path) -> list[str]
     told = []
     for blocked in ("rank_1.pt", "manifest.json.tmp"):
         (target / blocked / "actor" / blocked).mkdir(parents=True, exist_ok=True)
-        writer = BackgroundWriter()
+        writer = AsyncWriter()
         writer.start(target / blocked, {"actor": take_snapshot(*trainer)})
         told.append(writer.finish())
     (target / "file").touch()

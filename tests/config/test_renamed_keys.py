@@ -3,20 +3,20 @@ from dataclasses import dataclass
 
 import pytest
 
-from verl.config.renamed_keys import SINGLE, MovedKey, MovedKeys, absent
+from verl.config.renamed_keys import SINGLE, RenamedKey, RenamedKeys, absent
 from verl.config.schema import ConfigError, load_config, option
 
-OTHERS = MovedKeys(
+OTHERS = RenamedKeys(
     program="abc",
     page="docs/abc.md",
     keys={
-        "engine.watts": MovedKey("motor.power", "kilowatts here"),
-        "engine.fuel": MovedKey("motor.fuel"),
-        "engine.turbo.size": MovedKey("motor.power"),
+        "engine.watts": RenamedKey("motor.power", "kilowatts here"),
+        "engine.fuel": RenamedKey("motor.fuel"),
+        "engine.turbo.size": RenamedKey("motor.power"),
         "engine.turbo": absent("nothing turns"),
         "*.note": absent("notes are not read"),
-        **{f"tyre.t{number}": MovedKey(f"motor.t{number}") for number in range(SINGLE)},
-        "tyre.width": MovedKey("motor.power"),
+        **{f"tyre.t{number}": RenamedKey(f"motor.t{number}") for number in range(SINGLE)},
+        "tyre.width": RenamedKey("motor.power"),
     },
 )
 

@@ -17,7 +17,7 @@ from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_g
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import LineDivision, Way
+from verl.workers.packing.sp_strategy import StrategyPlanner, Way
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.updater import forward_in_micro_batches
@@ -109,7 +109,7 @@ def train(content, setting, loss_type, folder, sp):
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
         sharded(model)
         forward = PackedForward(model, model.config, Features(), share_prompt=shared, sp=sp)
-        forward.division = LineDivision(sp.size, ways[sp.dp_index % len(ways)])
+        forward.division = StrategyPlanner(sp.size, ways[sp.dp_index % len(ways)])
         optimizer = RecordingOptimizer(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if role == "actor":
@@ -158,7 +158,7 @@ def patches_seen(folder, sp):
     batch = media_batch(folder, [((CLIP,), (20, 20, 20, 20))])
     forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
     for way in (Way.REPLICATED, Way.SHARDED_ENCODE):
-        forward.division = LineDivision(sp.size, [way])
+        forward.division = StrategyPlanner(sp.size, [way])
         forward_in_micro_batches(
             forward, batch, lambda micro: forward.log_probs(micro, 1.0).log_probs,
             size=4, dynamic_batching=True, group=data_parallel_group(sp),

@@ -5,30 +5,30 @@ import os
 from pathlib import Path
 
 from verl.config.trainer import RunTree
-from verl.trainer.run.exit_status import Ending
+from verl.trainer.run.exit_status import ExitStatus
 
 WAIT_S = 7.0
-LOST = Ending(1, "a worker was lost", 3, may_go_away=True)
-WRONG = Ending(1, "an exception that would come again", 3)
-DONE = Ending(0, step=5)
+LOST = ExitStatus(1, "a worker was lost", 3, may_go_away=True)
+WRONG = ExitStatus(1, "an exception that would come again", 3)
+DONE = ExitStatus(0, step=5)
 
 
-def lose_a_worker_once(config: RunTree, patience_s: float | None) -> Ending:
+def lose_a_worker_once(config: RunTree, patience_s: float | None) -> ExitStatus:
     return LOST if _note(config, patience_s) == 1 else DONE
 
 
-def lose_every_worker(config: RunTree, patience_s: float | None) -> Ending:
+def lose_every_worker(config: RunTree, patience_s: float | None) -> ExitStatus:
     _note(config, patience_s)
     return LOST
 
 
-def be_killed_once(config: RunTree, patience_s: float | None) -> Ending:
+def be_killed_once(config: RunTree, patience_s: float | None) -> ExitStatus:
     if _note(config, patience_s) == 1:
         os._exit(9)
     return DONE
 
 
-def be_wrong(config: RunTree, patience_s: float | None) -> Ending:
+def be_wrong(config: RunTree, patience_s: float | None) -> ExitStatus:
     _note(config, patience_s)
     return WRONG
 

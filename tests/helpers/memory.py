@@ -31,7 +31,7 @@ from verl.planning.sft import planned_sft
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.sft import DataParallelSFT
-from verl.workers.sharded_model import HostedModel, Place
+from verl.workers.sharded_model import Place, ShardedModel
 
 PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
 PEAK, NOW = "VmHWM:", "VmRSS:"
@@ -86,7 +86,7 @@ class Kind:
     section: Callable[..., PolicyConfig]
     mini_batch: int
     planned: Callable[[PolicyConfig, Rows, int], PlannedRun]
-    works: Callable[[PolicyConfig, Rows, HostedModel, DataProto], Works]
+    works: Callable[[PolicyConfig, Rows, ShardedModel, DataProto], Works]
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -217,7 +217,7 @@ def measure(case: Case, device: str, world_size: int = 1) -> dict[str, int]:
     kind, config, rows = case
     batch, peaks = make_rows(rows), {}
     base = forget_peak(device)
-    hosted = HostedModel(
+    hosted = ShardedModel(
         "actor", config.model, config.fsdp, config.offload, Place(torch.device(device), world_size, None),
         optim=config.optim, training_steps=10,
     )  # fmt: skip
@@ -247,7 +247,7 @@ def _planned_ppo(actor: PolicyConfig, rows: Rows, world_size: int) -> PlannedRun
     )
 
 
-def _ppo_works(config: PolicyConfig, rows: Rows, hosted: HostedModel, batch: DataProto) -> Works:
+def _ppo_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: DataProto) -> Works:
     assert isinstance(config, ActorConfig)
     training = ActorTraining(*hosted.training, rollout_n=rows.n, max_response_length=rows.response_length)
     actor = DataParallelPPOActor(config, hosted.forward, None, training)
@@ -265,7 +265,7 @@ def _planned_sft(actor: PolicyConfig, rows: Rows, world_size: int) -> PlannedRun
     )
 
 
-def _sft_works(config: PolicyConfig, rows: Rows, hosted: HostedModel, batch: DataProto) -> Works:
+def _sft_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: DataProto) -> Works:
     """All tokens of a row but the first are learned; the second update finds the optimizer's state there."""
     assert isinstance(config, SFTActorConfig)
     batch.batch["responses"] = batch.batch["input_ids"][:, 1:]

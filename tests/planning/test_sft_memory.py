@@ -14,7 +14,7 @@ from verl.models.tiny import save_tiny_model
 from verl.planning.machine import GIB
 from verl.planning.memory_plan import Planner
 from verl.planning.remedies import remedy, settled, with_options
-from verl.planning.report import settled_run
+from verl.planning.report import resolve_auto_sizes
 from verl.planning.sft import planned_sft
 from verl.planning.sft_plan import sft_plan_text
 from verl.trainer.sft.__main__ import main
@@ -163,7 +163,7 @@ def test_a_dry_run_says_what_is_trained_what_it_takes_and_what_auto_becomes(mode
 def test_workers_get_numbers_and_the_given_config_stays(model):
     config = make_config({UPDATE: "auto", "worker.actor.model.model_path": str(model), "data.max_length": 64})
 
-    found = settled_run(config, planned_sft, "cpu")
+    found = resolve_auto_sizes(config, planned_sft, "cpu")
 
     assert value_at(found, UPDATE) == 16  # 64 rows on 4 ranks
     assert value_at(config, UPDATE) == "auto"

@@ -13,12 +13,12 @@ from verl.checkpoint.sharded import NotWrittenError, Snapshot, write_snapshot
 PATIENCE = timedelta(hours=12)  # of a rank for the slowest disk
 
 
-class BackgroundWriter:
+class AsyncWriter:
     """A thread of each rank that writes what the training handed to it.
 
     Example::
 
-        writer = BackgroundWriter()                         # every rank
+        writer = AsyncWriter()                         # every rank
         writer.start(folder, {"actor": snapshot})
         ...                                                 # training goes on
         if writer.is_done():

@@ -2,8 +2,8 @@
 """What the options of another program are called here, and how an error says so.
 
 A config or a command that was written for another program has keys that are unknown here. For a program whose
-keys are listed as `MovedKeys`, `load_config` names the option that each of them became, or says that there is
-none, in place of guessing the nearest name. To list a program: one module like `verl/config/verl_keys.py`.
+keys are listed as `RenamedKeys`, `load_config` names the option that each of them became, or says that
+there is none, instead of guessing the nearest name. To list a program: one module like `verl_keys.py`.
 """
 
 import textwrap
@@ -20,20 +20,20 @@ INDENT = 6 * " "
 WIDTH = 110
 
 
-class MovedKey(NamedTuple):
+class RenamedKey(NamedTuple):
     """What a key of another program is here."""
 
     option: str | None  # None: nothing here does what it says
     note: str = ""  # what is different beside the name; without an option, why there is none
 
 
-def absent(why: str) -> MovedKey:
+def absent(why: str) -> RenamedKey:
     """A key, or a whole section, that has no counterpart."""
-    return MovedKey(None, why)
+    return RenamedKey(None, why)
 
 
 @dataclass(frozen=True)
-class MovedKeys:
+class RenamedKeys:
     """The keys of one program. An entry without an option stands for everything below it, too.
 
     Attributes:
@@ -43,12 +43,12 @@ class MovedKeys:
 
     Example::
 
-        MovedKeys("abc", "docs/abc.md", {"optim.rate": MovedKey("worker.actor.optim.lr")})
+        RenamedKeys("abc", "docs/abc.md", {"optim.rate": RenamedKey("worker.actor.optim.lr")})
     """
 
     program: str
     page: str
-    keys: Mapping[str, MovedKey]
+    keys: Mapping[str, RenamedKey]
 
     def find(self, key: str) -> str | None:
         """Return the entry of a key, or None: its own, that of a section around it, or that of its name."""
@@ -81,7 +81,7 @@ class MovedKeys:
             ),
         ]
 
-    def _sentence(self, key: str, there: MovedKey) -> str:
+    def _sentence(self, key: str, there: RenamedKey) -> str:
         key = key[:MAX_SHOWN]
         if there.option is None:
             return f"`{key}` is {self.program}'s and has no counterpart here: {there.note}"
@@ -93,7 +93,7 @@ def _block(heading: str, lines: Sequence[str]) -> list[str]:
     return ["\n".join([heading, *(INDENT + line for line in lines)])] if lines else []
 
 
-def _table(moved: Sequence[tuple[str, MovedKey]]) -> list[str]:
+def _table(moved: Sequence[tuple[str, RenamedKey]]) -> list[str]:
     """A line for each key below the name of its section; keys that keep their name share one."""
     same: dict[tuple[str, str], list[str]] = {}
     sections: dict[str, list[str]] = {}

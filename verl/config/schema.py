@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from verl.config.config_source import read_argument, read_config_file, resolve_references
-from verl.config.renamed_keys import MovedKeys
+from verl.config.renamed_keys import RenamedKeys
 from verl.config.values import NULL_WORDS, convert, members_of, show
 
 C = TypeVar("C")
@@ -115,7 +115,7 @@ def option(
     return dataclasses.field(default=default, metadata={"option": info})
 
 
-def load_config(cls: type[C], arguments: Sequence[str] = (), moved: MovedKeys | None = None) -> C:
+def load_config(cls: type[C], arguments: Sequence[str] = (), moved: RenamedKeys | None = None) -> C:
     """Return the config that `arguments` describe.
 
     Later wins: the defaults, the YAML files named by `config=FILE`, the arguments `section.option=value`.
@@ -230,7 +230,7 @@ def nearest_key(key: str, cls: type) -> str | None:
 class _Builder:
     """Builds a config tree from nested mappings and collects every problem on the way."""
 
-    def __init__(self, cls: type, problems: Sequence[str] = (), moved: MovedKeys | None = None) -> None:
+    def __init__(self, cls: type, problems: Sequence[str] = (), moved: RenamedKeys | None = None) -> None:
         self.cls = cls
         self.problems = list(problems)
         self.moved = moved

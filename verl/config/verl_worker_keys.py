@@ -6,7 +6,7 @@
 
 from collections.abc import Mapping
 
-from verl.config.renamed_keys import MovedKey, absent
+from verl.config.renamed_keys import RenamedKey, absent
 
 PACKED = "sequences are always packed"
 COUNTS_AS_TOKENS = "tokens / the longest sequence: with `dynamic_batching` it counts those"
@@ -22,28 +22,28 @@ OWN_PROFILER = "name steps in `trainer.profile_steps`"
 ONE_PASS = "one size for old and reference log-probs"
 
 
-def under(section: str, keys: Mapping[str, MovedKey]) -> dict[str, MovedKey]:
+def under(section: str, keys: Mapping[str, RenamedKey]) -> dict[str, RenamedKey]:
     """The keys of a section by their dotted names."""
     return {f"{section}.{name}": key for name, key in keys.items()}
 
 
-def _model(ours: str) -> dict[str, MovedKey]:
+def _model(ours: str) -> dict[str, RenamedKey]:
     return {
-        "path": MovedKey(f"{ours}.model_path"),
-        "tokenizer_path": MovedKey(f"{ours}.tokenizer_path"),
-        "override_config": MovedKey(f"{ours}.override_config", "without verl's inner `model_config`"),
-        "enable_gradient_checkpointing": MovedKey(f"{ours}.enable_gradient_checkpointing"),
-        "trust_remote_code": MovedKey(f"{ours}.trust_remote_code"),
-        "lora_rank": MovedKey(f"{ours}.lora.rank"),
-        "lora_alpha": MovedKey(f"{ours}.lora.alpha"),
-        "lora.rank": MovedKey(f"{ours}.lora.rank"),
-        "lora.alpha": MovedKey(f"{ours}.lora.alpha"),
+        "path": RenamedKey(f"{ours}.model_path"),
+        "tokenizer_path": RenamedKey(f"{ours}.tokenizer_path"),
+        "override_config": RenamedKey(f"{ours}.override_config", "without verl's inner `model_config`"),
+        "enable_gradient_checkpointing": RenamedKey(f"{ours}.enable_gradient_checkpointing"),
+        "trust_remote_code": RenamedKey(f"{ours}.trust_remote_code"),
+        "lora_rank": RenamedKey(f"{ours}.lora.rank"),
+        "lora_alpha": RenamedKey(f"{ours}.lora.alpha"),
+        "lora.rank": RenamedKey(f"{ours}.lora.rank"),
+        "lora.alpha": RenamedKey(f"{ours}.lora.alpha"),
         "lora": absent(
             "options of Megatron's adapters; those of transformers' models are in the section `lora`"
         ),
-        "target_modules": MovedKey(f"{ours}.lora.target_modules"),
-        "exclude_modules": MovedKey(f"{ours}.lora.exclude_modules"),
-        "lora_adapter_path": MovedKey(f"{ours}.lora.path"),
+        "target_modules": RenamedKey(f"{ours}.lora.target_modules"),
+        "exclude_modules": RenamedKey(f"{ours}.lora.exclude_modules"),
+        "lora_adapter_path": RenamedKey(f"{ours}.lora.path"),
         "use_remove_padding": absent(PACKED),
         "use_fused_kernels": absent(NO_LOGITS),
         "fused_kernel_options": absent(NO_LOGITS),
@@ -65,20 +65,22 @@ def _model(ours: str) -> dict[str, MovedKey]:
     }
 
 
-def _optim(ours: str) -> dict[str, MovedKey]:
+def _optim(ours: str) -> dict[str, RenamedKey]:
     section = f"{ours}.optim"
     return {
-        "lr": MovedKey(f"{section}.lr"),
-        "betas": MovedKey(f"{section}.betas"),
-        "weight_decay": MovedKey(f"{section}.weight_decay"),
-        "lr_warmup_steps_ratio": MovedKey(f"{section}.lr_warmup_ratio"),
-        "lr_warmup_steps": MovedKey(f"{section}.lr_warmup_steps", "null, not -1, leaves it to the ratio"),
-        "lr_scheduler_type": MovedKey(f"{section}.lr_scheduler_type"),
-        "warmup_style": MovedKey(f"{section}.lr_scheduler_type"),
-        "min_lr_ratio": MovedKey(f"{section}.min_lr_ratio"),
-        "clip_grad": MovedKey(f"{ours}.max_grad_norm"),
-        "optimizer": MovedKey(f"{section}.strategy", "adamw, adamw_bf16, adamw_bf16_sr, adamw_8bit or muon"),
-        "optimizer_impl": MovedKey(
+        "lr": RenamedKey(f"{section}.lr"),
+        "betas": RenamedKey(f"{section}.betas"),
+        "weight_decay": RenamedKey(f"{section}.weight_decay"),
+        "lr_warmup_steps_ratio": RenamedKey(f"{section}.lr_warmup_ratio"),
+        "lr_warmup_steps": RenamedKey(f"{section}.lr_warmup_steps", "null, not -1, leaves it to the ratio"),
+        "lr_scheduler_type": RenamedKey(f"{section}.lr_scheduler_type"),
+        "warmup_style": RenamedKey(f"{section}.lr_scheduler_type"),
+        "min_lr_ratio": RenamedKey(f"{section}.min_lr_ratio"),
+        "clip_grad": RenamedKey(f"{ours}.max_grad_norm"),
+        "optimizer": RenamedKey(
+            f"{section}.strategy", "adamw, adamw_bf16, adamw_bf16_sr, adamw_8bit or muon"
+        ),
+        "optimizer_impl": RenamedKey(
             f"{section}.strategy", "adamw, adamw_bf16, adamw_bf16_sr, adamw_8bit or muon"
         ),
         "num_cycles": absent("the cosine falls once"),
@@ -88,23 +90,23 @@ def _optim(ours: str) -> dict[str, MovedKey]:
     }
 
 
-def _fsdp(ours: str) -> dict[str, MovedKey]:
+def _fsdp(ours: str) -> dict[str, RenamedKey]:
     section = f"{ours}.fsdp"
     return {
-        "param_offload": MovedKey(f"{ours}.offload.offload_params"),
-        "optimizer_offload": MovedKey(f"{ours}.offload.offload_optimizer"),
-        "offload_policy": MovedKey(f"{section}.enable_cpu_offload"),
-        "reshard_after_forward": MovedKey(f"{section}.enable_full_shard", "true or false"),
-        "fsdp_size": MovedKey(f"{section}.fsdp_size"),
-        "model_dtype": MovedKey(f"{section}.torch_dtype"),
-        "dtype": MovedKey(f"{section}.mp_param_dtype"),
-        "mixed_precision.param_dtype": MovedKey(f"{section}.mp_param_dtype"),
-        "mixed_precision.reduce_dtype": MovedKey(f"{section}.mp_reduce_dtype"),
-        "mixed_precision.buffer_dtype": MovedKey(f"{section}.mp_buffer_dtype"),
-        "use_orig_params": MovedKey(f"{section}.use_orig_params", NO_EFFECT),
-        "strategy": MovedKey(f"{ours}.strategy", ONLY_FSDP),
-        "ulysses_sequence_parallel_size": MovedKey("worker.actor.ulysses_size", ONE_SIZE),
-        "use_torch_compile": MovedKey("worker.actor.use_torch_compile", NO_EFFECT),
+        "param_offload": RenamedKey(f"{ours}.offload.offload_params"),
+        "optimizer_offload": RenamedKey(f"{ours}.offload.offload_optimizer"),
+        "offload_policy": RenamedKey(f"{section}.enable_cpu_offload"),
+        "reshard_after_forward": RenamedKey(f"{section}.enable_full_shard", "true or false"),
+        "fsdp_size": RenamedKey(f"{section}.fsdp_size"),
+        "model_dtype": RenamedKey(f"{section}.torch_dtype"),
+        "dtype": RenamedKey(f"{section}.mp_param_dtype"),
+        "mixed_precision.param_dtype": RenamedKey(f"{section}.mp_param_dtype"),
+        "mixed_precision.reduce_dtype": RenamedKey(f"{section}.mp_reduce_dtype"),
+        "mixed_precision.buffer_dtype": RenamedKey(f"{section}.mp_buffer_dtype"),
+        "use_orig_params": RenamedKey(f"{section}.use_orig_params", NO_EFFECT),
+        "strategy": RenamedKey(f"{ours}.strategy", ONLY_FSDP),
+        "ulysses_sequence_parallel_size": RenamedKey("worker.actor.ulysses_size", ONE_SIZE),
+        "use_torch_compile": RenamedKey("worker.actor.use_torch_compile", NO_EFFECT),
         "wrap_policy": absent("each block of the model is wrapped"),
         "forward_prefetch": absent("FSDP2 prefetches by itself"),
         "use_no_sync_for_gradient_accumulation": absent("gradients are reduced with each micro batch"),
@@ -121,45 +123,45 @@ def _fsdp(ours: str) -> dict[str, MovedKey]:
     }
 
 
-def _update(theirs: str, ours: str) -> dict[str, MovedKey]:
+def _update(theirs: str, ours: str) -> dict[str, RenamedKey]:
     """What the sections of the policy and the critic share."""
     update = f"{ours}.micro_batch_size_per_device_for_update"
     return under(
         theirs,
         {
-            "ppo_mini_batch_size": MovedKey(f"{ours}.global_batch_size", "prompts in both"),
-            "ppo_micro_batch_size_per_gpu": MovedKey(update, "sequences in both"),
-            "ppo_micro_batch_size": MovedKey(update, FOR_EACH),
-            "ppo_max_token_len_per_gpu": MovedKey(update, COUNTS_AS_TOKENS),
-            "use_dynamic_bsz": MovedKey(f"{ours}.dynamic_batching", TRUE_BY_DEFAULT),
-            "loss_agg_mode": MovedKey(f"{ours}.loss_avg_mode", "verl's names are accepted"),
+            "ppo_mini_batch_size": RenamedKey(f"{ours}.global_batch_size", "prompts in both"),
+            "ppo_micro_batch_size_per_gpu": RenamedKey(update, "sequences in both"),
+            "ppo_micro_batch_size": RenamedKey(update, FOR_EACH),
+            "ppo_max_token_len_per_gpu": RenamedKey(update, COUNTS_AS_TOKENS),
+            "use_dynamic_bsz": RenamedKey(f"{ours}.dynamic_batching", TRUE_BY_DEFAULT),
+            "loss_agg_mode": RenamedKey(f"{ours}.loss_avg_mode", "verl's names are accepted"),
             "loss_scale_factor": absent("`seq_sum_norm` divides by `data.max_response_length`"),
-            "ppo_epochs": MovedKey(f"{ours}.ppo_epochs"),
-            "grad_clip": MovedKey(f"{ours}.max_grad_norm"),
-            "rollout_n": MovedKey("worker.rollout.n"),
-            "strategy": MovedKey(f"{ours}.strategy", ONLY_FSDP),
-            "ulysses_sequence_parallel_size": MovedKey("worker.actor.ulysses_size", ONE_SIZE),
+            "ppo_epochs": RenamedKey(f"{ours}.ppo_epochs"),
+            "grad_clip": RenamedKey(f"{ours}.max_grad_norm"),
+            "rollout_n": RenamedKey("worker.rollout.n"),
+            "strategy": RenamedKey(f"{ours}.strategy", ONLY_FSDP),
+            "ulysses_sequence_parallel_size": RenamedKey("worker.actor.ulysses_size", ONE_SIZE),
             "shuffle": absent("mini batches follow the order of the rollout batch"),
             "data_loader_seed": absent("mini batches follow the order of the rollout batch"),
-            "checkpoint.async_save": MovedKey("trainer.async_save", TRUE_BY_DEFAULT),
-            "checkpoint.save_contents": MovedKey("trainer.save_model_only", "true for the weights alone"),
-            "checkpoint.contents": MovedKey("trainer.save_model_only", "true for the weights alone"),
+            "checkpoint.async_save": RenamedKey("trainer.async_save", TRUE_BY_DEFAULT),
+            "checkpoint.save_contents": RenamedKey("trainer.save_model_only", "true for the weights alone"),
+            "checkpoint.contents": RenamedKey("trainer.save_model_only", "true for the weights alone"),
             "checkpoint": absent("what a checkpoint holds is loaded; see docs/checkpoints.md"),
             "profiler": absent(OWN_PROFILER),
         },
     ) | under(f"{theirs}.optim", _optim(ours))  # fmt: skip
 
 
-def _log_probs(theirs: str) -> dict[str, MovedKey]:
+def _log_probs(theirs: str) -> dict[str, RenamedKey]:
     """The sizes of passes without update, which stand in two of verl's sections."""
     ours = "worker.actor.micro_batch_size_per_device_for_experience"
     return under(
         theirs,
         {
-            "log_prob_micro_batch_size_per_gpu": MovedKey(ours, ONE_PASS),
-            "log_prob_micro_batch_size": MovedKey(ours, FOR_EACH),
-            "log_prob_max_token_len_per_gpu": MovedKey(ours, COUNTS_AS_TOKENS),
-            "log_prob_use_dynamic_bsz": MovedKey("worker.actor.dynamic_batching", TRUE_BY_DEFAULT),
+            "log_prob_micro_batch_size_per_gpu": RenamedKey(ours, ONE_PASS),
+            "log_prob_micro_batch_size": RenamedKey(ours, FOR_EACH),
+            "log_prob_max_token_len_per_gpu": RenamedKey(ours, COUNTS_AS_TOKENS),
+            "log_prob_use_dynamic_bsz": RenamedKey("worker.actor.dynamic_batching", TRUE_BY_DEFAULT),
             "profiler": absent(OWN_PROFILER),
         },
     )
@@ -169,34 +171,38 @@ _SAME_IN_LOSS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio",
 _ACTOR = under(
     "actor_rollout_ref.actor",
     {
-        "clip_ratio": MovedKey(
+        "clip_ratio": RenamedKey(
             "worker.actor.clip_ratio_low", "set `worker.actor.clip_ratio_high` to it as well"
         ),
-        "clip_ratio_low": MovedKey("worker.actor.clip_ratio_low"),
-        "clip_ratio_high": MovedKey("worker.actor.clip_ratio_high", "0.3 here unless it is set, 0.2 in verl"),
-        "clip_ratio_c": MovedKey("worker.actor.clip_ratio_dual"),
-        "tau_pos": MovedKey("worker.actor.tau_positive"),
-        "tau_neg": MovedKey("worker.actor.tau_negative"),
-        "policy_loss.loss_mode": MovedKey("worker.actor.loss_type", "`vanilla` is `default`"),
-        **{f"policy_loss.{name}": MovedKey(f"worker.actor.{name}") for name in _SAME_IN_LOSS},
-        "freeze_vision_tower": MovedKey("worker.actor.model.freeze_vision_tower"),
-        "entropy_coeff": MovedKey("worker.actor.entropy_coef"),
+        "clip_ratio_low": RenamedKey("worker.actor.clip_ratio_low"),
+        "clip_ratio_high": RenamedKey(
+            "worker.actor.clip_ratio_high", "0.3 here unless it is set, 0.2 in verl"
+        ),
+        "clip_ratio_c": RenamedKey("worker.actor.clip_ratio_dual"),
+        "tau_pos": RenamedKey("worker.actor.tau_positive"),
+        "tau_neg": RenamedKey("worker.actor.tau_negative"),
+        "policy_loss.loss_mode": RenamedKey("worker.actor.loss_type", "`vanilla` is `default`"),
+        **{f"policy_loss.{name}": RenamedKey(f"worker.actor.{name}") for name in _SAME_IN_LOSS},
+        "freeze_vision_tower": RenamedKey("worker.actor.model.freeze_vision_tower"),
+        "entropy_coeff": RenamedKey("worker.actor.entropy_coef"),
         "calculate_entropy": absent("`actor/entropy` is always logged"),
         "calculate_sum_pi_squared": absent("it is computed for the estimators that read it"),
-        "use_kl_loss": MovedKey(
+        "use_kl_loss": RenamedKey(
             "algorithm.use_kl_loss", "with false for both of verl's KLs: `algorithm.disable_kl=true`"
         ),
-        "kl_loss_coef": MovedKey("algorithm.kl_coef"),
-        "kl_loss_type": MovedKey("algorithm.kl_penalty", "`k1` is `kl`, `k2` is `mse`, `k3` is `low_var_kl`"),
-        "use_prefix_grouper": MovedKey("worker.actor.share_prompt", TRUE_BY_DEFAULT),
-        "use_torch_compile": MovedKey("worker.actor.use_torch_compile", NO_EFFECT),
+        "kl_loss_coef": RenamedKey("algorithm.kl_coef"),
+        "kl_loss_type": RenamedKey(
+            "algorithm.kl_penalty", "`k1` is `kl`, `k2` is `mse`, `k3` is `low_var_kl`"
+        ),
+        "use_prefix_grouper": RenamedKey("worker.actor.share_prompt", TRUE_BY_DEFAULT),
+        "use_torch_compile": RenamedKey("worker.actor.use_torch_compile", NO_EFFECT),
         "use_remove_padding": absent(PACKED),
         "use_fused_kernels": absent(NO_LOGITS),
         "entropy_from_logits_with_chunking": absent(NO_LOGITS),
         "entropy_from_logits_chunk_size": absent(NO_LOGITS),
         "entropy_checkpointing": absent(NO_LOGITS),
         "pad_to_length": absent(PACKED),
-        "tis_imp_ratio_cap": MovedKey(
+        "tis_imp_ratio_cap": RenamedKey(
             "algorithm.rollout_correction.rollout_is_threshold",
             "with `algorithm.rollout_correction.rollout_is=token`",
         ),
@@ -208,10 +214,10 @@ _ACTOR = under(
 _REF = under(
     "actor_rollout_ref.ref",
     {
-        "strategy": MovedKey("worker.ref.strategy", ONLY_FSDP),
-        "rollout_n": MovedKey("worker.rollout.n"),
-        "use_torch_compile": MovedKey("worker.actor.use_torch_compile", NO_EFFECT),
-        "ulysses_sequence_parallel_size": MovedKey("worker.actor.ulysses_size", ONE_SIZE),
+        "strategy": RenamedKey("worker.ref.strategy", ONLY_FSDP),
+        "rollout_n": RenamedKey("worker.rollout.n"),
+        "use_torch_compile": RenamedKey("worker.actor.use_torch_compile", NO_EFFECT),
+        "ulysses_sequence_parallel_size": RenamedKey("worker.actor.ulysses_size", ONE_SIZE),
         "model": absent("the reference is the policy as it was at the start"),
         "entropy_from_logits_with_chunking": absent(NO_LOGITS),
         "entropy_from_logits_chunk_size": absent(NO_LOGITS),
@@ -228,21 +234,21 @@ _SAME_IN_ROLLOUT = (
 _ROLLOUT = under(
     "actor_rollout_ref.rollout",
     {
-        "name": MovedKey("worker.rollout.name", "vllm or hf"),
-        **{name: MovedKey(f"worker.rollout.{name}") for name in _SAME_IN_ROLLOUT},
-        "enable_chunked_prefill": MovedKey(
+        "name": RenamedKey("worker.rollout.name", "vllm or hf"),
+        **{name: RenamedKey(f"worker.rollout.{name}") for name in _SAME_IN_ROLLOUT},
+        "enable_chunked_prefill": RenamedKey(
             "worker.rollout.enable_chunked_prefill", "false here unless it is set"
         ),
-        "tensor_model_parallel_size": MovedKey("worker.rollout.tensor_parallel_size"),
-        "prompt_length": MovedKey("data.max_prompt_length"),
-        "response_length": MovedKey("data.max_response_length"),
+        "tensor_model_parallel_size": RenamedKey("worker.rollout.tensor_parallel_size"),
+        "prompt_length": RenamedKey("data.max_prompt_length"),
+        "response_length": RenamedKey("data.max_response_length"),
         **{
-            f"val_kwargs.{name}": MovedKey(
+            f"val_kwargs.{name}": RenamedKey(
                 f"worker.rollout.val_override_config.{name}", "as in training unless it is set"
             )
             for name in ("temperature", "top_p", "top_k")
         },
-        "val_kwargs.n": MovedKey("worker.rollout.val_override_config.n"),
+        "val_kwargs.n": RenamedKey("worker.rollout.val_override_config.n"),
         "val_kwargs.do_sample": absent("a temperature of 0 is greedy"),
         "do_sample": absent("training samples; `adv_estimator=remax` adds greedy responses"),
         "mode": absent("the engine runs in the worker processes"),
@@ -296,23 +302,23 @@ _CRITIC = under(
     "critic",
     {
         "enable": absent("there is a critic with `algorithm.adv_estimator=gae`"),
-        "forward_micro_batch_size_per_gpu": MovedKey(
+        "forward_micro_batch_size_per_gpu": RenamedKey(
             "worker.critic.micro_batch_size_per_device_for_experience", "sequences in both"
         ),
-        "forward_micro_batch_size": MovedKey(
+        "forward_micro_batch_size": RenamedKey(
             "worker.critic.micro_batch_size_per_device_for_experience", FOR_EACH
         ),
-        "forward_max_token_len_per_gpu": MovedKey(
+        "forward_max_token_len_per_gpu": RenamedKey(
             "worker.critic.micro_batch_size_per_device_for_experience", COUNTS_AS_TOKENS
         ),
-        "cliprange_value": MovedKey("worker.critic.cliprange_value"),
+        "cliprange_value": RenamedKey("worker.critic.cliprange_value"),
         "megatron": absent("the backend is FSDP2"),
     },
 )
 WORKER_KEYS = (
     under("actor_rollout_ref.model", _model("worker.actor.model"))
     | {
-        "actor_rollout_ref.model.custom_chat_template": MovedKey(
+        "actor_rollout_ref.model.custom_chat_template": RenamedKey(
             "data.override_chat_template", "a file, not its text"
         )
     }
@@ -325,8 +331,8 @@ WORKER_KEYS = (
     | _log_probs("actor_rollout_ref.rollout")
     | _ROLLOUT
     | {
-        "actor_rollout_ref.hybrid_engine": MovedKey("worker.hybrid_engine", "true is the only one"),
-        "actor_rollout_ref.nccl_timeout": MovedKey(
+        "actor_rollout_ref.hybrid_engine": RenamedKey("worker.hybrid_engine", "true is the only one"),
+        "actor_rollout_ref.nccl_timeout": RenamedKey(
             "trainer.worker_timeout_s", "seconds without progress of any rank"
         ),
     }

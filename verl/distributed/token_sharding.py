@@ -28,7 +28,7 @@ class LineGroup(NamedTuple):
     responses: tuple[int, ...] = ()  # tokens of each
 
 
-class RingPiece(NamedTuple):
+class RingShard(NamedTuple):
     """The tokens of ring rank i: chunk i of every segment, then chunk 2 x ring_size - 1 - i of every segment.
 
     In each half prompts come before responses. A group's only response is a part of its prompt.
@@ -62,7 +62,7 @@ class ShardPlan:
     local: Tensor  # (n_local,) int64: places in the line of this rank's tokens; padding repeats place 0
     is_padding: Tensor  # (n_local,) bool: at the end; what is computed there is read by nobody
     places: Tensor  # (N,) int64: where each token stands once all ranks' tokens are joined by index
-    pieces: tuple[RingPiece, ...]  # of every ring rank; empty without a ring
+    pieces: tuple[RingShard, ...]  # of every ring rank; empty without a ring
     index: int  # of this rank in the line
     size: int  # ranks of the line
 
@@ -121,7 +121,7 @@ def shard_plan(
     )
 
 
-def _zigzag(groups: tuple[LineGroup, ...], ring_size: int) -> tuple[list[Tensor], tuple[RingPiece, ...]]:
+def _zigzag(groups: tuple[LineGroup, ...], ring_size: int) -> tuple[list[Tensor], tuple[RingShard, ...]]:
     """Each ring rank's places in the line, and the lengths of its chunks."""
     count = 2 * ring_size
     chunks = _chunks([_joined(group) for group in groups], count)
@@ -133,7 +133,7 @@ def _zigzag(groups: tuple[LineGroup, ...], ring_size: int) -> tuple[list[Tensor]
             bounds += [group[0] for group in half]  # prompts
             bounds += [response for group in half for response in group[1:]]
         lines.append(torch.cat([torch.arange(start, stop) for start, stop in bounds]))
-        pieces.append(RingPiece(*(tuple(_lengths(group) for group in half) for half in halves)))
+        pieces.append(RingShard(*(tuple(_lengths(group) for group in half) for half in halves)))
     return lines, tuple(pieces)
 
 

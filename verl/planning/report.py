@@ -23,7 +23,7 @@ CONFIG_FILE = "config.json"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
 
-def settled_run(config: C, describe: Describe[C], device: str) -> C:
+def resolve_auto_sizes(config: C, describe: Describe[C], device: str) -> C:
     """The config that the workers get: with a number for each micro batch size that is `auto`.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import MovedKeys
+from verl.config.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
@@ -19,8 +19,8 @@ from verl.trainer.run.exit_status import (
     BAD_INPUT,
     FOR_THE_USER,
     INTERRUPTED,
-    Ending,
-    ending_of,
+    ExitStatus,
+    exit_status_of,
     raised_by_us,
 )
 from verl.trainer.run.run_lock import held_folder
@@ -51,7 +51,7 @@ class TrainingCommand(Generic[C]):
     plan: Callable[[C, Sequence[str]], int]
     check: Callable[[C], None]
     attempt: Attempt[C]
-    moved: MovedKeys | None = None
+    moved: RenamedKeys | None = None
     switch: str | None = None
 
     def run(self, arguments: Sequence[str] | None) -> int:
@@ -110,9 +110,9 @@ class TrainingCommand(Generic[C]):
         except FOR_THE_USER as error:
             if not raised_by_us(error):
                 raise
-            ending = ending_of(error, config.trainer)
+            ending = exit_status_of(error, config.trainer)
         except KeyboardInterrupt:
-            ending = Ending(INTERRUPTED, "interrupted; nothing was trained")
+            ending = ExitStatus(INTERRUPTED, "interrupted; nothing was trained")
         if ending.message is not None:
             sys.stderr.write(f"{ending.message}\n")
         return ending.status
@@ -176,7 +176,7 @@ def run_with_config(
     switches: argparse.Namespace,
     config_class: type[C],
     run: Callable[[argparse.Namespace, C], int],
-    moved: MovedKeys | None = None,
+    moved: RenamedKeys | None = None,
 ) -> int:
     """Load the config and run a command with it; see `run_command`.
 
@@ -198,7 +198,7 @@ def run_with_config(
     except FOR_THE_USER as error:
         if not raised_by_us(error):
             raise
-        ending = ending_of(error, config.trainer)
+        ending = exit_status_of(error, config.trainer)
         sys.stderr.write(f"{ending.message}\n")
         return ending.status
     except KeyboardInterrupt:

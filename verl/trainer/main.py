@@ -10,7 +10,7 @@ from verl.planning.ppo import planned_ppo
 from verl.planning.step_plan import make_plan, plan_text
 from verl.trainer.command import TrainingCommand
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
-from verl.trainer.run.exit_status import Ending
+from verl.trainer.run.exit_status import ExitStatus
 from verl.utils.version_check import check_versions
 
 USAGE = """\
@@ -28,7 +28,7 @@ usage: python3 -m verl.trainer.main [config=FILE.yaml] [section.option=value ...
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `TrainingCommand.run`."""
-    command = TrainingCommand(PPOConfig, USAGE, _dry_run, _check, attempt_to_train, VERL_KEYS, MEMORY_SWITCH)
+    command = TrainingCommand(PPOConfig, USAGE, _dry_run, _check, train_once, VERL_KEYS, MEMORY_SWITCH)
     return command.run(arguments)
 
 
@@ -40,7 +40,7 @@ def _check(config: PPOConfig) -> None:
     check_versions(config.worker.rollout.name)
 
 
-def attempt_to_train(config: PPOConfig, patience_s: float | None = None) -> Ending:
+def train_once(config: PPOConfig, patience_s: float | None = None) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure; see `attempt`."""
     # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
     from verl.trainer.run.attempt import attempt  # noqa: PLC0415

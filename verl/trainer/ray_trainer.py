@@ -3,7 +3,7 @@
 
 `train_step` is a step; `TrainingLoop` runs one after another, validates and saves. Everything else is a
 component with one duty: `RolloutCollector` samples, `Validator` validates, `RunState` saves and resumes,
-`RolloutKeeper` writes down what was sampled, the worker group owns the devices.
+`RolloutLog` writes down what was sampled, the worker group owns the devices.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from verl.trainer.core_algos import (
 from verl.trainer.metrics import Metrics, StageTimer, compute_batch_metrics
 from verl.trainer.rollouts.balancing import balance_over_ranks
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.rollout_log import RolloutKeeper, with_reward_values
+from verl.trainer.rollouts.rollout_log import RolloutLog, with_reward_values
 from verl.trainer.rollouts.scores import score
 from verl.trainer.run.run_state import RunState
 from verl.trainer.training_loop import TrainingLoop
@@ -50,14 +50,14 @@ class RayPPOTrainer(TrainingLoop):
         collector: RolloutCollector,
         validator: Validator,
         run_state: RunState,
-        keeper: RolloutKeeper,
+        rollout_log: RolloutLog,
         tracker: Tracker,
     ) -> None:
         super().__init__(config.trainer, workers, run_state, tracker)
         self.config = config
         self.collector = collector
         self.validator = validator
-        self.keeper = keeper
+        self.rollout_log = rollout_log
         self.correction = get_rollout_correction(config.algorithm.rollout_correction)
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
@@ -81,7 +81,7 @@ class RayPPOTrainer(TrainingLoop):
         metrics |= balance_metrics | reward_metrics | process_metrics | advantage_metrics
         metrics |= self.update(batch, timer)
         with timer("keep_rollouts"):
-            self.keeper.keep(batch, self.run_state.step)
+            self.rollout_log.keep(batch, self.run_state.step)
         return batch, metrics
 
     def batch_metrics(self, batch: DataProto) -> Metrics:

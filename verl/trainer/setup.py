@@ -17,14 +17,14 @@ from verl.data.loader import make_loaders, media_options
 from verl.data.media.cache import MediaCache
 from verl.distributed.device import resolve_device
 from verl.planning.ppo import planned_ppo
-from verl.planning.report import settled_run
+from verl.planning.report import resolve_auto_sizes
 from verl.planning.step_plan import count_training_steps
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.exports import export_checkpoints
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.rollout_log import RolloutKeeper
+from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.run.cluster_join import join_cluster
 from verl.trainer.run.run_state import RunState
@@ -68,7 +68,7 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
         device = resolve_device(config.trainer.device)
         check_trained_models(planned_ppo(config))
         config, pool = join_cluster(config, device, patience_s, stack)
-        worker = settled_run(config, planned_ppo, device).worker
+        worker = resolve_auto_sizes(config, planned_ppo, device).worker
         cache = open_cache(stack)
         reward: RewardManager | NoRewardFunction = NoRewardFunction()
         if config.worker.reward.reward_function is not None:
@@ -96,8 +96,8 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
             collector,
         )
         validator = Validator(config, sampler, loaders.val)
-        keeper = RolloutKeeper(config, tokenizer, loaders.train.dataset.media if loaders.train else None)
-        yield RayPPOTrainer(config, workers, collector, validator, run_state, keeper, tracker)
+        rollout_log = RolloutLog(config, tokenizer, loaders.train.dataset.media if loaders.train else None)
+        yield RayPPOTrainer(config, workers, collector, validator, run_state, rollout_log, tracker)
         if config.trainer.ray_timeline is not None:
             ray.timeline(config.trainer.ray_timeline)
 

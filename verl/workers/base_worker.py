@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from verl.checkpoint.async_writer import BackgroundWriter
+from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored
 from verl.config.model import ModelConfig, OptimConfig
 from verl.config.update_options import PolicyConfig
@@ -23,7 +23,7 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.run_options import ModelRunOptions
-from verl.workers.sharded_model import HostedModel, Place
+from verl.workers.sharded_model import Place, ShardedModel
 from verl.workers.step_profiler import StepProfiler
 
 
@@ -89,11 +89,11 @@ class ModelWorker(Worker):
         for hosted in self.trained:
             self._restore(hosted, hosted.load(Path(folder)))
 
-    def _extra_state(self, hosted: HostedModel) -> dict[str, Any]:
+    def _extra_state(self, hosted: ShardedModel) -> dict[str, Any]:
         """What this rank saves beside a model."""
         return {}
 
-    def _restore(self, hosted: HostedModel, restored: Restored) -> None:
+    def _restore(self, hosted: ShardedModel, restored: Restored) -> None:
         """Take up what this rank saved beside a model."""
 
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, pieces: int = 1) -> None:
@@ -120,8 +120,8 @@ class ModelWorker(Worker):
             actor.cached_embeds_dir,
             actor.divide_short_sequences,
         )
-        self.hosted: list[HostedModel] = []
-        self.checkpoints = BackgroundWriter()
+        self.hosted: list[ShardedModel] = []
+        self.checkpoints = AsyncWriter()
         self.profiler = StepProfiler()
         self.num_encoded = 0  # media that frozen towers had encoded when it was last said
 
@@ -142,9 +142,9 @@ class ModelWorker(Worker):
         *,
         optim: OptimConfig | None = None,
         head: str = "causal",
-    ) -> HostedModel:
+    ) -> ShardedModel:
         """A model of the run; with an optimizer it is updated and saved."""
-        hosted = HostedModel(
+        hosted = ShardedModel(
             role,
             model,
             config.fsdp,
@@ -158,7 +158,7 @@ class ModelWorker(Worker):
         return hosted
 
     @property
-    def trained(self) -> list[HostedModel]:
+    def trained(self) -> list[ShardedModel]:
         """The models that are updated and saved, the policy first."""
         return [hosted for hosted in self.hosted if hosted.optimizer is not None]
 
@@ -174,7 +174,7 @@ class ModelWorker(Worker):
         return {"perf/encoded_media": float(count)}
 
     def _mfu(
-        self, hosted: HostedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
+        self, hosted: ShardedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
     ) -> dict[str, float]:
         """The share of the device's peak that an update of these sequences reached, if known."""
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
@@ -183,7 +183,7 @@ class ModelWorker(Worker):
 
     @contextmanager
     def _loaded(
-        self, batch: DataProto, *models: HostedModel | None, with_optimizer: bool = False
+        self, batch: DataProto, *models: ShardedModel | None, with_optimizer: bool = False
     ) -> Iterator[None]:
         """Have these models on the device inside the block, and the first one's optimizer if asked for.
 

@@ -36,7 +36,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
-from verl.workers.sharded_model import HostedModel
+from verl.workers.sharded_model import ShardedModel
 
 
 class FSDPWorker(ModelWorker):
@@ -280,10 +280,10 @@ class FSDPWorker(ModelWorker):
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
         return metrics | memory_metrics(self.options.device) | self._encoded_media()
 
-    def _extra_state(self, hosted: HostedModel) -> dict[str, Any]:
+    def _extra_state(self, hosted: ShardedModel) -> dict[str, Any]:
         return {"engine_rng": self.engine.rng_state()} if hosted is self.policy else {}
 
-    def _restore(self, hosted: HostedModel, restored: Restored) -> None:
+    def _restore(self, hosted: ShardedModel, restored: Restored) -> None:
         if hosted is self.policy and restored.extra is not None:
             self.engine.set_rng_state(restored.extra["engine_rng"])
 

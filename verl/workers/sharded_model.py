@@ -28,7 +28,7 @@ from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import adapter_config, build_model
 from verl.workers.packing.forward import BaseForward, PackedForward
-from verl.workers.packing.sp_strategy import LineDivision, Way
+from verl.workers.packing.sp_strategy import StrategyPlanner, Way
 from verl.workers.packing.vision_features import FrozenTower
 
 
@@ -45,7 +45,7 @@ class Place:
     always_divides: bool = False  # sequences over the ranks of a line
 
 
-class HostedModel:
+class ShardedModel:
     """One model of a worker, under the name of its section: `actor`, `critic`, `ref`, `prime` ...
 
     Attributes:
@@ -125,7 +125,7 @@ class HostedModel:
             self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp, self.tower
         )
         if place.always_divides:
-            forward.division = LineDivision(place.sp.size, [Way.DIVIDED])
+            forward.division = StrategyPlanner(place.sp.size, [Way.DIVIDED])
         return forward
 
     @cached_property

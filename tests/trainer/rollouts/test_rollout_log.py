@@ -13,7 +13,7 @@ from tests.trainer.rollouts.sampling import Words, make_config
 from verl.data.media.loader import MediaLoader
 from verl.data.media.media_options import MediaOptions
 from verl.protocol import DataProto, objects
-from verl.trainer.rollouts.rollout_log import FRAMES, RolloutKeeper, with_reward_values
+from verl.trainer.rollouts.rollout_log import FRAMES, RolloutLog, with_reward_values
 from verl.viewer.rollout_store import step_files
 
 # Two prompts with two responses each, in the order that balancing left: b1, a0, b0, a1.
@@ -51,7 +51,7 @@ def kept_rows(tmp_path, batch, num_groups, media=None):
     config = make_config(
         trainer={"rollouts_to_keep": num_groups, "save_checkpoint_path": str(tmp_path / "run")}
     )
-    RolloutKeeper(config, Words(), media).keep(batch, step=5)
+    RolloutLog(config, Words(), media).keep(batch, step=5)
     return {step: pq.read_table(path).to_pylist() for step, path in step_files(tmp_path / "run").items()}
 
 

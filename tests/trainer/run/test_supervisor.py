@@ -62,4 +62,4 @@ def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path,
     arguments = arguments_for(tmp_path, f"trainer.save_checkpoint_path={tmp_path / 'run'}")
 
     assert sft.main([*arguments, "trainer.max_restarts=1"]) == 0
-    assert seen == [sft.attempt_to_fine_tune]
+    assert seen == [sft.fine_tune_once]

@@ -17,7 +17,7 @@ def test_separate_rows_stand_one_behind_the_other():
     assert line.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]
     assert line.groups == (LineGroup(4), LineGroup(2), LineGroup(5))
     assert not line.is_shared
-    assert line.cu_lengths.tolist() == [0, 4, 6, 11]
+    assert line.cu_seqlens.tolist() == [0, 4, 6, 11]
     assert line.places[:, -1].tolist() == [3, 5, 10]
 
 

@@ -6,9 +6,16 @@ import pytest
 
 from verl.distributed.length_balancing import LINEAR_WORK, workload
 from verl.workers.packing.micro_batches import MicroBatchLimit, RowCounts
-from verl.workers.packing.sp_strategy import LineDivision, LineLimits, Way, deal_rows, plan_lines, slowest
+from verl.workers.packing.sp_strategy import (
+    StrategyLimits,
+    StrategyPlanner,
+    Way,
+    deal_rows,
+    plan_strategies,
+    slowest,
+)
 
-PLENTY = LineLimits(MicroBatchLimit(tokens=10**6), 10**6)
+PLENTY = StrategyLimits(MicroBatchLimit(tokens=10**6), 10**6)
 
 
 def rows_of(*lengths, media=None):
@@ -82,7 +89,7 @@ def test_ranks_wait_for_the_slowest_in_every_round():
 
 
 def test_even_rows_run_whole():
-    plan = plan_lines(rows_of(100, 100, 100, 100), PLENTY, 2)
+    plan = plan_strategies(rows_of(100, 100, 100, 100), PLENTY, 2)
 
     assert plan.way is Way.REPLICATED
     assert sorted(map(len, plan.shares)) == [2, 2]
@@ -90,7 +97,7 @@ def test_even_rows_run_whole():
 
 def test_a_row_with_most_of_the_work_is_divided():
     # Whole: 100 tokens on a rank. Divided: 1.1 x (100 + 10) / 2 = 60.5.
-    plan = plan_lines(rows_of(100, 10), PLENTY, 2)
+    plan = plan_strategies(rows_of(100, 10), PLENTY, 2)
 
     assert plan.way is Way.DIVIDED
     assert plan.shares == ((0, 1),)
@@ -99,21 +106,21 @@ def test_a_row_with_most_of_the_work_is_divided():
 
 def test_a_long_shared_prompt_is_divided_rather_than_run_on_every_rank():
     # Whole: 1000 + 2 tokens on each of two ranks. Divided: 1.1 x (1000 + 4) / 2.
-    assert plan_lines(groups_of((1000, (1, 1, 1, 1))), PLENTY, 2).way is Way.DIVIDED
-    assert plan_lines(groups_of((10, (50, 50, 50, 50))), PLENTY, 2).way is Way.REPLICATED
+    assert plan_strategies(groups_of((1000, (1, 1, 1, 1))), PLENTY, 2).way is Way.DIVIDED
+    assert plan_strategies(groups_of((10, (50, 50, 50, 50))), PLENTY, 2).way is Way.REPLICATED
 
 
 @pytest.mark.parametrize(("fitting", "way"), [(100, Way.REPLICATED), (99, Way.DIVIDED)])
 def test_rows_run_whole_only_where_the_longest_fits(fitting, way):
-    limits = LineLimits(MicroBatchLimit(rows=2), fitting)
+    limits = StrategyLimits(MicroBatchLimit(rows=2), fitting)
 
-    assert plan_lines(rows_of(100, 100, 90, 90), limits, 2).way is way
+    assert plan_strategies(rows_of(100, 100, 90, 90), limits, 2).way is way
 
 
 def test_without_another_way_rows_run_whole_though_they_do_not_fit():
-    limits = LineLimits(MicroBatchLimit(rows=2), 10)
+    limits = StrategyLimits(MicroBatchLimit(rows=2), 10)
 
-    plan = plan_lines(rows_of(100, 20), limits, 2, [Way.REPLICATED])
+    plan = plan_strategies(rows_of(100, 20), limits, 2, [Way.REPLICATED])
 
     assert plan.way is Way.REPLICATED
     assert sorted(plan.shares) == [(0,), (1,)]
@@ -121,13 +128,13 @@ def test_without_another_way_rows_run_whole_though_they_do_not_fit():
 
 @pytest.mark.parametrize("rows", [(), (7, 8)])
 def test_a_rank_alone_and_a_batch_without_rows_are_not_dealt(rows):
-    assert plan_lines(rows_of(*rows), PLENTY, 1 if rows else 2).way is Way.DIVIDED
+    assert plan_strategies(rows_of(*rows), PLENTY, 1 if rows else 2).way is Way.DIVIDED
 
 
 def test_media_that_every_rank_has_as_many_of_are_encoded_where_they_are_shown():
     counts = rows_of(100, 100, 100, 100, media=(40, 40, 40, 40))
 
-    assert plan_lines(counts, PLENTY, 2).way is Way.REPLICATED
+    assert plan_strategies(counts, PLENTY, 2).way is Way.REPLICATED
 
 
 def test_media_are_encoded_together_where_few_rows_show_them_or_ranks_show_the_same():
@@ -135,18 +142,18 @@ def test_media_are_encoded_together_where_few_rows_show_them_or_ranks_show_the_s
     uneven = rows_of(100, 100, media=(60, 0))
     cut = groups_of((80, (500, 500)), media=(60,))
 
-    assert plan_lines(uneven, PLENTY, 2).way is Way.SHARDED_ENCODE
-    assert plan_lines(cut, PLENTY, 2).way is Way.SHARDED_ENCODE
+    assert plan_strategies(uneven, PLENTY, 2).way is Way.SHARDED_ENCODE
+    assert plan_strategies(cut, PLENTY, 2).way is Way.SHARDED_ENCODE
 
 
 def limits_of(counts, size, dynamic_batching):
     widths = {"prompt_width": 48, "response_width": 16}
-    return LineLimits.of(counts, size=size, dynamic_batching=dynamic_batching, ranks=4, **widths)
+    return StrategyLimits.of(counts, size=size, dynamic_batching=dynamic_batching, ranks=4, **widths)
 
 
 def test_filled_by_tokens_a_rank_holds_its_rows_padded_tokens_either_way():
     # 2 rows of 64 tokens on each of four ranks.
-    assert limits_of(rows_of(9, 9), 2, True) == LineLimits(MicroBatchLimit(tokens=512), 128)
+    assert limits_of(rows_of(9, 9), 2, True) == StrategyLimits(MicroBatchLimit(tokens=512), 128)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,7 @@ def test_filled_by_tokens_a_rank_holds_its_rows_padded_tokens_either_way():
     ],
 )
 def test_filled_by_rows_a_rank_holds_its_part_of_the_longest_line(groups, size, tokens):
-    assert limits_of(groups_of(*groups), size, False) == LineLimits(MicroBatchLimit(rows=size), tokens)
+    assert limits_of(groups_of(*groups), size, False) == StrategyLimits(MicroBatchLimit(rows=size), tokens)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -169,9 +176,9 @@ def test_every_row_is_dealt_once_and_lines_fit(seed):
         for _ in range(generator.randint(1, 8))
     ]
     counts = groups_of(*groups)
-    limits = LineLimits(MicroBatchLimit(tokens=10**4), generator.randint(100, 300))
+    limits = StrategyLimits(MicroBatchLimit(tokens=10**4), generator.randint(100, 300))
 
-    plan = plan_lines(counts, limits, generator.choice([2, 4, 8]), [Way.REPLICATED, Way.SHARDED_ENCODE])
+    plan = plan_strategies(counts, limits, generator.choice([2, 4, 8]), [Way.REPLICATED, Way.SHARDED_ENCODE])
 
     splits = plan.splits(at_least=3)
     lines = [rows for split in splits for rows in split]
@@ -181,7 +188,7 @@ def test_every_row_is_dealt_once_and_lines_fit(seed):
 
 
 def test_each_way_is_said_once(caplog):
-    division = LineDivision(2)
+    division = StrategyPlanner(2)
 
     with caplog.at_level(logging.INFO, logger="verl"):
         for lengths in ((100, 100), (100, 10), (90, 90), (80, 10)):

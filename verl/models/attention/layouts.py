@@ -41,17 +41,17 @@ class Layout(Protocol):
 class PackedLayout:
     """Where the rows of a packed batch begin, worked out once for all layers."""
 
-    cu_lengths: Tensor  # (B + 1,) int32
+    cu_seqlens: Tensor  # (B + 1,) int32
     runs: tuple[tuple[int, int], ...]  # (rows, length of each): neighbours of equal length together
     max_length: int
 
     @classmethod
-    def of(cls, cu_lengths: Tensor) -> "PackedLayout":
+    def of(cls, cu_seqlens: Tensor) -> "PackedLayout":
         """The layout for row boundaries, remembered on the tensor: a tower asks again in every layer."""
-        known = getattr(cu_lengths, "packed_layout", None)
+        known = getattr(cu_seqlens, "packed_layout", None)
         if known is not None:
             return known
-        bounds = cu_lengths.tolist()
+        bounds = cu_seqlens.tolist()
         lengths = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
         runs: list[tuple[int, int]] = []
         for length in lengths:
@@ -59,13 +59,13 @@ class PackedLayout:
                 runs[-1] = (runs[-1][0] + 1, length)
             else:
                 runs.append((1, length))
-        layout = cls(cu_lengths.to(torch.int32), tuple(runs), max(lengths, default=0))
-        setattr(cu_lengths, "packed_layout", layout)  # noqa: B010 (tensors declare no such attribute)
+        layout = cls(cu_seqlens.to(torch.int32), tuple(runs), max(lengths, default=0))
+        setattr(cu_seqlens, "packed_layout", layout)  # noqa: B010 (tensors declare no such attribute)
         return layout
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Attention of every token to the tokens of its own row, see `Layout`."""
-        return attend_rows(query, key, value, self.cu_lengths, self.runs, self.max_length, rule)
+        return attend_rows(query, key, value, self.cu_seqlens, self.runs, self.max_length, rule)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ def attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_lengths: Tensor,
+    cu_seqlens: Tensor,
     runs: Sequence[tuple[int, int]],
     max_length: int,
     rule: AttentionRule,
@@ -47,7 +47,7 @@ def attend_rows(
         query: (1, H, N, D).
         key: (1, Hkv, N, D); Hkv divides H.
         value: (1, Hkv, N, D).
-        cu_lengths: (B + 1,) int32 row boundaries.
+        cu_seqlens: (B + 1,) int32 row boundaries.
         runs: The same rows as (rows, length of each), without empty ones.
         max_length: Of the rows.
         rule: Causality, window, scale and soft cap.
@@ -58,7 +58,7 @@ def attend_rows(
     half = query.dtype in (torch.bfloat16, torch.float16)
     fits = query.shape[-1] == value.shape[-1] <= FLASH_HEAD_DIM and query.shape[-1] % 8 == 0
     if query.is_cuda and half and fits and rule.softcap is None:
-        return _attend_flash(query, key, value, cu_lengths, max_length, rule)
+        return _attend_flash(query, key, value, cu_seqlens, max_length, rule)
     return _attend_by_run(query, key, value, runs, rule)
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from verl.distributed.ring import pass_on
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import RingPiece, ShardPlan
+from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
 from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
 from verl.models.attention.partial_attention import (
@@ -134,7 +134,7 @@ class _Half(NamedTuple):
     responses: _Stretch  # a row for each group, its responses joined
 
 
-def _halves(piece: RingPiece, device: torch.device) -> tuple[_Half, _Half]:
+def _halves(piece: RingShard, device: torch.device) -> tuple[_Half, _Half]:
     halves, start = [], 0
     for groups in piece:
         prompts = [group.prompt for group in groups]

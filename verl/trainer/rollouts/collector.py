@@ -34,7 +34,7 @@ class Collected(NamedTuple):
 
 
 @dataclass
-class Harvest:
+class CollectedGroups:
     """What a filtered step has gathered so far."""
 
     kept: list[ScoredGroups]
@@ -128,7 +128,7 @@ class RolloutCollector:
         return Collected(DataProto.concat(parts), Scoring(scorings), {})
 
     def _collect_filtered(self, step: int, group_filter: GroupFilter) -> Collected:
-        harvest = Harvest([] if self.carried is None else [self.carried])
+        harvest = CollectedGroups([] if self.carried is None else [self.carried])
         carried_in, quota = self.num_carried, self.quota
         wanted = quota.wanted(carried_in)
         while not quota.has_enough(harvest.num_kept, harvest.num_sampled, wanted):
@@ -146,7 +146,7 @@ class RolloutCollector:
             harvest.kept.append(groups.select(kept))
         return self._divide(harvest, carried_in, group_filter)
 
-    def _divide(self, harvest: Harvest, carried_in: int, group_filter: GroupFilter) -> Collected:
+    def _divide(self, harvest: CollectedGroups, carried_in: int, group_filter: GroupFilter) -> Collected:
         """Train on the oldest groups and carry the others."""
         trained, rest = ScoredGroups.concat(harvest.kept).split(self.quota.usable(harvest.num_kept))
         rest.check_storable()
@@ -189,11 +189,11 @@ class RolloutCollector:
         column = column_of(groups.values, self.config.algorithm.filter_key, "algorithm.filter_key")
         return column.view(-1, self.options.n)
 
-    def _sampled_scores(self, harvest: Harvest) -> Tensor:
+    def _sampled_scores(self, harvest: CollectedGroups) -> Tensor:
         empty = torch.zeros(0, self.options.n, dtype=torch.float64)
         return torch.cat([empty, *harvest.sampled])
 
-    def _shortage(self, harvest: Harvest, carried_in: int, group_filter: GroupFilter) -> RuntimeError:
+    def _shortage(self, harvest: CollectedGroups, carried_in: int, group_filter: GroupFilter) -> RuntimeError:
         """Say why a step cannot be filled."""
         kept = harvest.num_kept - carried_in
         return RuntimeError(

@@ -32,7 +32,7 @@ class Kept(NamedTuple):
     sample: int
 
 
-class RolloutKeeper:
+class RolloutLog:
     """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step.
 
     Prompts come in random order, so that the first are a fair sample; their groups are kept whole.

@@ -14,8 +14,8 @@ from verl.trainer.run.checkpointing import SavedRun
 from verl.trainer.run.exit_status import (
     FOR_THE_USER,
     INTERRUPTED,
-    Ending,
-    ending_of,
+    ExitStatus,
+    exit_status_of,
     how_to_go_on,
     raised_by_us,
     report_failure,
@@ -39,7 +39,7 @@ def attempt(
     config: C,
     running: Callable[[C, float], AbstractContextManager[Trainer]],
     patience_s: float | None,
-) -> Ending:
+) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure.
 
     Args:
@@ -65,17 +65,17 @@ def attempt(
             report_failure(options, step, str(error))
             is_loss = error.may_go_away
         has_begun = step is not None or patience_s is not None
-        return ending_of(error, options, step, may_go_away=is_loss and has_begun)
+        return exit_status_of(error, options, step, may_go_away=is_loss and has_begun)
     except RayError as error:  # what no worker did: the cluster lost its head, or this process its node
         step = None if trainer is None else trainer.run_state.step
         report_failure(options, step, f"Ray: {error}")
         cause = ClusterError(f"Ray cannot go on ({type(error).__name__}): {error}")
-        return ending_of(cause, options, step, may_go_away=True)
+        return exit_status_of(cause, options, step, may_go_away=True)
     except KeyboardInterrupt:
         how = "nothing was trained" if trainer is None else how_to_go_on(options)
-        return Ending(INTERRUPTED, f"interrupted; {how}")
+        return ExitStatus(INTERRUPTED, f"interrupted; {how}")
     step = trainer.run_state.step
     if step >= trainer.run_state.training_steps:
-        return Ending(0, step=step)
+        return ExitStatus(0, step=step)
     message = f"stopped after step {step}; {how_to_go_on(options)}"
-    return Ending(trainer.stop.exit_status, message if trainer.stop.signal else None, step)
+    return ExitStatus(trainer.stop.exit_status, message if trainer.stop.signal else None, step)

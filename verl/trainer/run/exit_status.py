@@ -20,7 +20,7 @@ FOR_THE_USER = (ValueError, TypeError, OSError, RuntimeError, ImportError)
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitStatus:
     """How an attempt to train ended.
 
     Attributes:
@@ -37,15 +37,15 @@ class Ending:
     may_go_away: bool = False
 
 
-def ending_of(
+def exit_status_of(
     error: BaseException, trainer: RunConfig, step: int | None = None, *, may_go_away: bool = False
-) -> Ending:
+) -> ExitStatus:
     """What an error of ours comes to, in the step that was under way; None is before the first."""
     if step is None:
         is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        return Ending(FAILED if is_machine else BAD_INPUT, str(error), may_go_away=may_go_away)
+        return ExitStatus(FAILED if is_machine else BAD_INPUT, str(error), may_go_away=may_go_away)
     message = f"the run failed in step {step}: {error}\n\n{how_to_go_on(trainer)}"
-    return Ending(FAILED, message, step, may_go_away)
+    return ExitStatus(FAILED, message, step, may_go_away)
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.config.trainer import RunTree
-from verl.trainer.run.exit_status import FAILED, Ending, how_to_go_on, report_failure
+from verl.trainer.run.exit_status import FAILED, ExitStatus, how_to_go_on, report_failure
 from verl.trainer.run.run_lock import held_by_child
 from verl.trainer.run.stopping import ENDED_BY, SIGNALS
 from verl.utils.parent_process import end_with_parent
@@ -31,7 +31,7 @@ GLANCE_S = 0.5  # between looks whether the child lives
 C = TypeVar("C", bound=RunTree)
 # Trains once: gets the config, and how long to wait, in seconds, for machines that are gone; None is in the
 # first attempt. A function of a module, for the child imports it; its body imports torch, not its module.
-Attempt = Callable[[C, float | None], Ending]
+Attempt = Callable[[C, float | None], ExitStatus]
 
 logger = get_logger(__name__)
 
@@ -41,7 +41,7 @@ class Supervisor(Generic[C]):
 
     Example::
 
-        ending = Supervisor(config, attempt_to_train).run()
+        ending = Supervisor(config, train_once).run()
         sys.exit(ending.status)
 
     Attributes:
@@ -57,7 +57,7 @@ class Supervisor(Generic[C]):
         self._tracker = Path(config.trainer.checkpoint_folder) / TRACKER
         self._saved_before = _time_of(self._tracker)
 
-    def run(self) -> Ending:
+    def run(self) -> ExitStatus:
         """Train; returns how the last attempt ended."""
         while True:
             ending = self._attempt()
@@ -66,7 +66,7 @@ class Supervisor(Generic[C]):
                 return ending
             self._prepare_restart(ending)
 
-    def _attempt(self) -> Ending:
+    def _attempt(self) -> ExitStatus:
         """Train in a process of its own."""
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
@@ -98,19 +98,19 @@ class Supervisor(Generic[C]):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _ending_of_dead(self, exit_code: int) -> Ending:
+    def _ending_of_dead(self, exit_code: int) -> ExitStatus:
         """What to make of a child that ended without a word."""
         trainer = self.config.trainer
         if self.signal is not None:
-            return Ending(ENDED_BY + self.signal, f"ended by {self.signal.name}; {how_to_go_on(trainer)}")
+            return ExitStatus(ENDED_BY + self.signal, f"ended by {self.signal.name}; {how_to_go_on(trainer)}")
         end = (
             f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
         )
         cause = f"the controller process {end}; for want of memory, or by Ray whose head is gone"
         report_failure(trainer, None, cause)
-        return Ending(FAILED, f"{cause}\n\n{how_to_go_on(trainer)}", may_go_away=True)
+        return ExitStatus(FAILED, f"{cause}\n\n{how_to_go_on(trainer)}", may_go_away=True)
 
-    def _prepare_restart(self, ending: Ending) -> None:
+    def _prepare_restart(self, ending: ExitStatus) -> None:
         """Let the next attempt begin at the last checkpoint that this run wrote, or where it began."""
         self.restarts += 1
         trainer = self.config.trainer
@@ -136,19 +136,19 @@ def _train(attempt: Attempt[C], config: C, patience_s: float | None, sender: Con
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "this is a child"
     end_with_parent(parent.pid, signal.SIGTERM)  # nobody would start this again
-    ending = Ending(FAILED)
+    ending = ExitStatus(FAILED)
     try:
         with held_by_child(config.trainer):
             ending = attempt(config, patience_s)
     except SystemExit as end:
-        ending = Ending(end.code if isinstance(end.code, int) else FAILED)
+        ending = ExitStatus(end.code if isinstance(end.code, int) else FAILED)
         raise
     finally:
         sender.send(ending)
     sys.exit(ending.status)
 
 
-def _last_words(receiver: Connection) -> Ending | None:
+def _last_words(receiver: Connection) -> ExitStatus | None:
     """How the child said that it ended; None if it did not say."""
     try:
         return receiver.recv() if receiver.poll() else None

@@ -9,7 +9,7 @@ from verl.planning.sft import planned_sft
 from verl.planning.sft_plan import sft_plan_text
 from verl.trainer.command import TrainingCommand
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
-from verl.trainer.run.exit_status import Ending
+from verl.trainer.run.exit_status import ExitStatus
 from verl.utils.version_check import check_versions
 
 USAGE = """\
@@ -27,9 +27,9 @@ usage: python3 -m verl.trainer.sft [config=FILE.yaml] [section.option=value ...]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `TrainingCommand.run`."""
-    return TrainingCommand(
-        SFTConfig, USAGE, _dry_run, _check, attempt_to_fine_tune, switch=MEMORY_SWITCH
-    ).run(arguments)
+    return TrainingCommand(SFTConfig, USAGE, _dry_run, _check, fine_tune_once, switch=MEMORY_SWITCH).run(
+        arguments
+    )
 
 
 def _dry_run(config: SFTConfig, switches: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def _check(config: SFTConfig) -> None:
     check_versions("hf")  # nothing is sampled, so vLLM may be missing
 
 
-def attempt_to_fine_tune(config: SFTConfig, patience_s: float | None = None) -> Ending:
+def fine_tune_once(config: SFTConfig, patience_s: float | None = None) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure; see `attempt`."""
     # Imported here so that a wrong config or version is reported before torch and Ray load.
     from verl.trainer.run.attempt import attempt  # noqa: PLC0415

@@ -12,7 +12,7 @@ import ray
 from verl.config.sft import SFTConfig
 from verl.data.sft_loader import make_sft_loaders, media_options
 from verl.distributed.device import resolve_device
-from verl.planning.report import settled_run
+from verl.planning.report import resolve_auto_sizes
 from verl.planning.sft import planned_sft
 from verl.planning.sft_plan import count_sft_steps
 from verl.trainer.exports import export_checkpoints
@@ -53,7 +53,7 @@ def running_sft(config: SFTConfig, patience_s: float = 0.0) -> Iterator[SFTTrain
         check_trained_models(planned_sft(config))
         device = resolve_device(config.trainer.device)
         config, pool = join_cluster(config, device, patience_s, stack)
-        worker = settled_run(config, planned_sft, device).worker
+        worker = resolve_auto_sizes(config, planned_sft, device).worker
         cache = open_cache(stack)
         readers = load_readers(config.worker.actor.model, config.data.override_chat_template)
         loaders = make_sft_loaders(config, *readers, cache)

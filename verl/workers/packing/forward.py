@@ -28,11 +28,11 @@ from verl.models.vision import dummy_row, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.micro_batches import rows_of_prompts
-from verl.workers.packing.packed_batch import PackedLine, separate_rows, shared_prompts
+from verl.workers.packing.packed_batch import PackedBatch, separate_rows, shared_prompts
 from verl.workers.packing.padding import unpack
 from verl.workers.packing.schedule import BLANK, WholeRows, has_media
-from verl.workers.packing.sp_rows import LineRows
-from verl.workers.packing.sp_strategy import LineDivision
+from verl.workers.packing.sp_rows import SPRows
+from verl.workers.packing.sp_strategy import StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower
 
 logger = get_logger(__name__)
@@ -111,9 +111,9 @@ class PackedForward:
         self.shares_prompts = share_prompt and reason is None
 
     @cached_property
-    def division(self) -> LineDivision:
+    def division(self) -> StrategyPlanner:
         """Chooses how the ranks of a line share a pass."""
-        return LineDivision(self.sp.size)
+        return StrategyPlanner(self.sp.size)
 
     def media_tokens(self, batch: DataProto) -> list[int]:
         """(B,) tokens of each row that stand for media which the model's own tower encodes."""
@@ -184,24 +184,24 @@ class PackedForward:
     def last_values(self, micro: DataProto) -> Tensor:
         """The score of each sequence, at its last attended token: (B,) float32."""
         inputs = self._inputs(micro)
-        return self._values_at(inputs, LineRows.of(inputs.places[:, -1], inputs.plan, self.sp))
+        return self._values_at(inputs, SPRows.of(inputs.places[:, -1], inputs.plan, self.sp))
 
-    def _values_at(self, inputs: ModelInputs, rows: LineRows) -> Tensor:
+    def _values_at(self, inputs: ModelInputs, rows: SPRows) -> Tensor:
         return rows.joined(self._run(inputs, lambda logits: logits.values(rows.local)))
 
     @torch.no_grad()
     def _head_logits(
-        self, inputs: ModelInputs, micro: DataProto, rows: LineRows, temperature: float
+        self, inputs: ModelInputs, micro: DataProto, rows: SPRows, temperature: float
     ) -> HeadLogits:
         """Of another model's inputs; features of media are this model's own."""
         if "media_features" in inputs.arguments:
             inputs = self._inputs(micro)
         return self._run(inputs, lambda logits: logits.head_logits(rows.local, temperature))
 
-    def _rows_before(self, inputs: ModelInputs, response_mask: Tensor) -> LineRows:
+    def _rows_before(self, inputs: ModelInputs, response_mask: Tensor) -> SPRows:
         """The packed token before each response token, which predicts it."""
         before = inputs.places[:, -response_mask.shape[1] - 1 : -1][response_mask.bool()]
-        return LineRows.of(before, inputs.plan, self.sp)
+        return SPRows.of(before, inputs.plan, self.sp)
 
     def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
         """What `read` makes of the logits inside the forward pass, where FSDP has the head at hand."""
@@ -224,7 +224,7 @@ class PackedForward:
             arguments |= {"packed_layout": sequence_layout(plan, self.sp), "local_tokens": plan.local}
         return ModelInputs(arguments | media, line.places, plan)
 
-    def _line(self, micro: DataProto) -> PackedLine:
+    def _line(self, micro: DataProto) -> PackedBatch:
         """The rows as one line, the prompts of those that have the same one shared."""
         tensors = micro.batch
         input_ids, mask = tensors["input_ids"].to(self.device), tensors["attention_mask"].to(self.device)
@@ -248,7 +248,7 @@ class PackedForward:
             )
         return positions.transpose(0, 1)
 
-    def _with_media(self, line: PackedLine, micro: DataProto) -> tuple[PackedLine, dict[str, Any]]:
+    def _with_media(self, line: PackedBatch, micro: DataProto) -> tuple[PackedBatch, dict[str, Any]]:
         """The rows' media, each distinct one once, and one more row where FSDP needs something to run."""
         media = micro.non_tensor_batch.get("multi_modal_data")
         shown = () if media is None else [media[row] for row in line.shown]
@@ -323,9 +323,9 @@ class BaseForward(PackedForward):
             return super()._run(inputs, read)
 
 
-def _layout(line: PackedLine, device: torch.device | str) -> Layout:
+def _layout(line: PackedBatch, device: torch.device | str) -> Layout:
     """Which tokens of the line see which."""
-    return SharedLayout.of(line.groups, device) if line.is_shared else PackedLayout.of(line.cu_lengths)
+    return SharedLayout.of(line.groups, device) if line.is_shared else PackedLayout.of(line.cu_seqlens)
 
 
 def _with_equal_prompts(candidates: list[list[int]], prompts: list[Tensor]) -> list[list[int]]:

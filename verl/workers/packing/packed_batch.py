@@ -16,7 +16,7 @@ from verl.distributed.token_sharding import LineGroup
 from verl.workers.packing.padding import pack
 
 
-class PackedLine(NamedTuple):
+class PackedBatch(NamedTuple):
     """One line of tokens of all rows."""
 
     input_ids: Tensor  # (N,)
@@ -31,13 +31,13 @@ class PackedLine(NamedTuple):
         return any(group.responses for group in self.groups)
 
     @property
-    def cu_lengths(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         """(groups + 1,) int32: where each group begins, and the end."""
         sizes = [group.prompt + sum(group.responses) for group in self.groups]
         bounds = list(itertools.accumulate(sizes, initial=0))
         return torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
 
-    def joined(self, input_ids: Tensor) -> "PackedLine":
+    def joined(self, input_ids: Tensor) -> "PackedBatch":
         """With one more row of tokens at the end, counted from zero."""
         length = len(input_ids)
         positions = torch.arange(length, device=input_ids.device).expand(len(self.position_ids), -1)
@@ -48,7 +48,7 @@ class PackedLine(NamedTuple):
         )
 
 
-def separate_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedLine:
+def separate_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBatch:
     """Each row with its own prompt.
 
     Args:
@@ -57,14 +57,14 @@ def separate_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Pack
         position_ids: (rows, B, T).
     """
     packed = pack(input_ids, mask)
-    groups = tuple(LineGroup(length) for length in packed.cu_lengths.diff().tolist())
+    groups = tuple(LineGroup(length) for length in packed.cu_seqlens.diff().tolist())
     rows = tuple(range(len(groups)))
-    return PackedLine(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
+    return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
 
 
 def shared_prompts(
     input_ids: Tensor, mask: Tensor, position_ids: Tensor, members: Sequence[Sequence[int]], prompt_width: int
-) -> PackedLine:
+) -> PackedBatch:
     """The rows of each group behind one copy of their prompt.
 
     Args:
@@ -88,7 +88,7 @@ def shared_prompts(
     prompt_ends = places[first, prompt_width - 1, None]  # (B, 1)
     before_own = follows[:, None] & (keep.cumsum(-1) == 0)
     places = torch.where(before_own, places[first].minimum(prompt_ends), places)
-    return PackedLine(
+    return PackedBatch(
         packed.values,
         position_ids[:, order][:, keep],
         places[order.argsort()],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pack padded rows into one line of tokens, and the inverse.
 
-Packed tokens stand row after row without padding; `cu_lengths` holds where each row starts, and the total
+Packed tokens stand row after row without padding; `cu_seqlens` holds where each row starts, and the total
 at its end.
 """
 
@@ -17,7 +17,7 @@ class Packed(NamedTuple):
     """The kept tokens of a padded batch, row after row."""
 
     values: Tensor  # (N, ...)
-    cu_lengths: Tensor  # (B + 1,) int32
+    cu_seqlens: Tensor  # (B + 1,) int32
     positions: Tensor  # (B, T) int64: where each kept token went; meaningless on padding
 
 
@@ -33,10 +33,10 @@ def pack(values: Tensor, mask: Tensor) -> Packed:
     """
     check_same_shape(values=values, mask=mask)
     keep = mask.bool()
-    cu_lengths = torch.zeros(len(mask) + 1, dtype=torch.int32, device=mask.device)
-    cu_lengths[1:] = keep.sum(-1).cumsum(0)
+    cu_seqlens = torch.zeros(len(mask) + 1, dtype=torch.int32, device=mask.device)
+    cu_seqlens[1:] = keep.sum(-1).cumsum(0)
     positions = (keep.flatten().cumsum(0) - 1).view_as(keep)
-    return Packed(values[keep], cu_lengths, positions)
+    return Packed(values[keep], cu_seqlens, positions)
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:

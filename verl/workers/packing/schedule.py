@@ -16,7 +16,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
 from verl.workers.packing.micro_batches import agreed_splits, restore_order
-from verl.workers.packing.sp_strategy import LinePlan, Way
+from verl.workers.packing.sp_strategy import StrategyPlan, Way
 
 BLANK: dict[str, Any] = {}  # stands for a blank image that is encoded where a rank's rows show nothing
 
@@ -32,22 +32,22 @@ class WholeRows:
         """What is said of a micro-batch; nothing of one that all ranks of a line run."""
         return micro.meta_info.get("whole_rows")
 
-    def said_of(self, micro: DataProto) -> DataProto:
+    def attach_to(self, micro: DataProto) -> DataProto:
         """The micro-batch with this said of it."""
         return DataProto(micro.batch, micro.non_tensor_batch, micro.meta_info | {"whole_rows": self})
 
 
-class Passes:
+class MicroBatchSchedule:
     """The micro-batches of this rank over a batch, as many as every other rank has.
 
     Example::
 
-        passes = Passes(plan, sp, group)
+        passes = MicroBatchSchedule(plan, sp, group)
         results = [function(micro) for micro in passes.micro_batches(batch)]
         joined = passes.joined(results)  # (B, ...), the same on every rank of the line
     """
 
-    def __init__(self, plan: LinePlan, sp: SequenceParallel, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, plan: StrategyPlan, sp: SequenceParallel, group: dist.ProcessGroup | None) -> None:
         """Agree on the number; collective over all ranks.
 
         Args:
@@ -72,7 +72,7 @@ class Passes:
             media = None
             if self.way is Way.SHARDED_ENCODE:
                 media = _media_of_round(batch, parts)
-            yield WholeRows(media).said_of(batch[parts[self.sp.index]])
+            yield WholeRows(media).attach_to(batch[parts[self.sp.index]])
 
     def joined(self, results: Sequence[Tensor], device: torch.device | str) -> Tensor:
         """The results (rows, ...) of the micro-batches in the order of the batch: (B, ...) on CPU.

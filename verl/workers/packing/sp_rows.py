@@ -11,12 +11,12 @@ from verl.distributed.ulysses import gather_rows
 
 
 @dataclass(frozen=True, eq=False)
-class LineRows:
+class SPRows:
     """M tokens of a line; this rank reads m of them.
 
     Example::
 
-        rows = LineRows.of(rows_before_responses, plan, sp)
+        rows = SPRows.of(rows_before_responses, plan, sp)
         log_probs = rows.joined(read(hidden[rows.local], rows.own(targets)))  # (M,), the same on every rank
     """
 
@@ -25,7 +25,7 @@ class LineRows:
     sp: SequenceParallel
 
     @classmethod
-    def of(cls, rows: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "LineRows":
+    def of(cls, rows: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
         """From places (M,) in the line; no plan where the line is not divided."""
         shares = None if plan is None else plan.rows(rows)
         return cls(rows if shares is None else shares.local, shares, sp)

@@ -41,7 +41,7 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True)
-class LineLimits:
+class StrategyLimits:
     """What the options provide memory for."""
 
     divided: MicroBatchLimit  # of a micro-batch whose line is divided
@@ -57,7 +57,7 @@ class LineLimits:
         prompt_width: int,
         response_width: int,
         ranks: int,
-    ) -> "LineLimits":
+    ) -> "StrategyLimits":
         """The limits that a micro batch size sets.
 
         Args:
@@ -77,7 +77,7 @@ class LineLimits:
 
 
 @dataclass(frozen=True)
-class LinePlan:
+class StrategyPlan:
     """What the ranks of a line run."""
 
     way: Way
@@ -91,12 +91,12 @@ class LinePlan:
         return [split_rows(self.counts, rows, self.limit, at_least) for rows in self.shares]
 
 
-class LineDivision:
+class StrategyPlanner:
     """Chooses for one model, and says so when it chooses something for the first time.
 
     Example::
 
-        division = LineDivision(ranks=4)
+        division = StrategyPlanner(ranks=4)
         plan = division.plan(counts, limits)  # plan.way is Way.REPLICATED
     """
 
@@ -111,18 +111,18 @@ class LineDivision:
         self.ways = frozenset(ways)
         self._said: set[Way] = set()
 
-    def plan(self, counts: RowCounts, limits: LineLimits) -> LinePlan:
-        """Choose for a pass over a batch; see `plan_lines`."""
-        plan = plan_lines(counts, limits, self.ranks, self.ways)
+    def plan(self, counts: RowCounts, limits: StrategyLimits) -> StrategyPlan:
+        """Choose for a pass over a batch; see `plan_strategies`."""
+        plan = plan_strategies(counts, limits, self.ranks, self.ways)
         if self.ranks > 1 and plan.way not in self._said:
             self._said.add(plan.way)
             logger.info("ranks share sequences: way=%r because=%r", str(plan.way), plan.reason)
         return plan
 
 
-def plan_lines(
-    counts: RowCounts, limits: LineLimits, ranks: int, ways: Collection[Way] = tuple(Way)
-) -> LinePlan:
+def plan_strategies(
+    counts: RowCounts, limits: StrategyLimits, ranks: int, ways: Collection[Way] = tuple(Way)
+) -> StrategyPlan:
     """Choose what is fastest of what fits.
 
     Args:
@@ -132,9 +132,9 @@ def plan_lines(
         ways: What may be chosen.
     """
 
-    def divided(reason: str) -> LinePlan:
+    def divided(reason: str) -> StrategyPlan:
         everything = tuple(range(len(counts.lengths)))
-        return LinePlan(Way.DIVIDED, counts, limits.divided, (everything,), reason)
+        return StrategyPlan(Way.DIVIDED, counts, limits.divided, (everything,), reason)
 
     may_divide = Way.DIVIDED in ways
     if ranks == 1 or not counts.lengths or set(ways) == {Way.DIVIDED}:
@@ -150,7 +150,7 @@ def plan_lines(
     reason = f"work of the slowest rank: {work[0]:.3g} with whole rows, {work[1]:.3g} with divided lines"
     if may_divide and work[1] < work[0]:
         return divided(reason)
-    return LinePlan(_encoding(counts, splits, ways), counts, limit, shares, reason)
+    return StrategyPlan(_encoding(counts, splits, ways), counts, limit, shares, reason)
 
 
 def deal_rows(counts: RowCounts, ranks: int) -> list[list[int]]:

@@ -181,15 +181,15 @@ class DataParallelPPOActor:
         keys = UPDATE_KEYS + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
 
-        def loss_share(micro: DataProto, denominators: LossDenominators, metrics: MetricSums) -> Tensor:
-            return self._loss_share(micro, denominators, metrics, training, temperature, coef)
+        def micro_batch_loss(micro: DataProto, denominators: LossDenominators, metrics: MetricSums) -> Tensor:
+            return self._micro_batch_loss(micro, denominators, metrics, training, temperature, coef)
 
         prepare = None if self.selection is None else self.selection.prepare(temperature, seed)
-        metrics = self.updater.run(batch.select(keys, OBJECT_KEYS), loss_share, prepare)
+        metrics = self.updater.run(batch.select(keys, OBJECT_KEYS), micro_batch_loss, prepare)
         metrics |= {"actor/entropy_loss": metrics["actor/entropy"], "actor/entropy_coef": coef}
         return metrics | ({"actor/kl_coef": training.kl_loss.coef} if training.kl_loss else {})
 
-    def _loss_share(
+    def _micro_batch_loss(
         self,
         micro_batch: DataProto,
         denominators: LossDenominators,
@@ -212,7 +212,7 @@ class DataParallelPPOActor:
             micro_batch, temperature, with_entropy=True, reference=self.full_kl_reference
         )
         assert found.entropy is not None, "it was asked for"
-        loss = self._policy_share(found.log_probs, micro_batch, share, metrics)
+        loss = self._policy_loss(found.log_probs, micro_batch, share, metrics)
         metrics.add_tokens("actor/entropy", found.entropy, mask)
         if entropy_coef:
             loss = loss - entropy_coef * share(found.entropy)
@@ -227,7 +227,7 @@ class DataParallelPPOActor:
                 loss = loss + training.kl_loss.coef * kl
         return loss
 
-    def _policy_share(
+    def _policy_loss(
         self,
         log_probs: Tensor,
         micro_batch: DataProto,

@@ -96,9 +96,9 @@ class DataParallelPPOCritic:
         Raises:
             ValueError: The rows do not divide into mini batches.
         """
-        return self.updater.run(batch.select(UPDATE_KEYS, OBJECT_KEYS), self._loss_share)
+        return self.updater.run(batch.select(UPDATE_KEYS, OBJECT_KEYS), self._micro_batch_loss)
 
-    def _loss_share(
+    def _micro_batch_loss(
         self, micro_batch: DataProto, denominators: LossDenominators, metrics: MetricSums
     ) -> Tensor:
         """Return the share of a micro batch in the loss of its mini batch."""

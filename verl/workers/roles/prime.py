@@ -122,9 +122,9 @@ class DataParallelPrimeModel:
             ValueError: The rows do not divide into mini batches, or an accuracy is outside of [0, 1].
         """
         check_accuracies(batch.batch["accuracies"], self.accuracy_key)
-        return self.updater.run(batch.select(UPDATE_KEYS, OBJECT_KEYS), self._loss_share)
+        return self.updater.run(batch.select(UPDATE_KEYS, OBJECT_KEYS), self._micro_batch_loss)
 
-    def _loss_share(
+    def _micro_batch_loss(
         self, micro_batch: DataProto, denominators: LossDenominators, metrics: MetricSums
     ) -> Tensor:
         tensors = micro_batch.batch

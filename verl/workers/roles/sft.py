@@ -69,7 +69,7 @@ class DataParallelSFT:
         Returns:
             Metrics over all ranks, the same on each.
         """
-        return self.updater.run(batch.select(FORWARD_KEYS, OBJECT_KEYS), self._loss_share)
+        return self.updater.run(batch.select(FORWARD_KEYS, OBJECT_KEYS), self._micro_batch_loss)
 
     @torch.no_grad()
     def losses(self, batch: DataProto) -> Tensor:
@@ -86,7 +86,7 @@ class DataParallelSFT:
             group=self.group,
         )
 
-    def _loss_share(
+    def _micro_batch_loss(
         self, micro_batch: DataProto, denominators: LossDenominators, metrics: MetricSums
     ) -> Tensor:
         """Return the share of a micro batch in the loss of the step."""

@@ -25,15 +25,15 @@ from verl.utils.masking import masked_sum
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.micro_batches import RowCounts
-from verl.workers.packing.schedule import Passes
-from verl.workers.packing.sp_strategy import LineLimits
+from verl.workers.packing.schedule import MicroBatchSchedule
+from verl.workers.packing.sp_strategy import StrategyLimits
 
 logger = get_logger(__name__)
 
 FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 OBJECT_KEYS = ["uid", "multi_modal_data"]
 
-LossShare = Callable[[DataProto, LossDenominators, "MetricSums"], Tensor]
+MicroBatchLoss = Callable[[DataProto, LossDenominators, "MetricSums"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Updater:
     Example::
 
         updater = Updater(forward, group, settings, optimizer, scheduler)
-        metrics = updater.run(batch, loss_share)  # {"actor/pg_loss": ..., "actor/grad_norm": ...}
+        metrics = updater.run(batch, micro_batch_loss)  # {"actor/pg_loss": ..., "actor/grad_norm": ...}
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Updater:
     def run(
         self,
         batch: DataProto,
-        loss_share: LossShare,
+        micro_batch_loss: MicroBatchLoss,
         prepare: Callable[[DataProto], DataProto] | None = None,
     ) -> dict[str, float]:
         """Take an optimizer step for each mini batch and PPO epoch, then one of the scheduler.
@@ -120,9 +120,9 @@ class Updater:
         training steps and moves on all the same. Every rank must call it.
 
         Args:
-            batch: This rank's sequences, with what `loss_share` reads.
-            loss_share: Called with a micro batch on the device, the denominators of its mini batch and the
-                metrics; returns the micro batch's share of the mini batch's loss.
+            batch: This rank's sequences, with what `micro_batch_loss` reads.
+            micro_batch_loss: Called with a micro batch on the device, the denominators of its mini batch and
+                the metrics; returns the micro batch's share of the mini batch's loss.
             prepare: Called with each mini batch before it is cut, under the weights that it is computed with;
                 returns it with more keys. For what a loss needs to know of the whole mini batch.
 
@@ -142,7 +142,7 @@ class Updater:
             for mini_batch, counts in zip(mini_batches, denominators, strict=True):
                 prepared = mini_batch if prepare is None else prepare(mini_batch)
                 self.forward.model.train()
-                self._accumulate_gradients(prepared, counts, loss_share, metrics)
+                self._accumulate_gradients(prepared, counts, micro_batch_loss, metrics)
                 norms.append(self._step())
         learning_rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
@@ -163,7 +163,7 @@ class Updater:
         self,
         mini_batch: DataProto,
         denominators: LossDenominators,
-        loss_share: LossShare,
+        micro_batch_loss: MicroBatchLoss,
         metrics: "MetricSums",
     ) -> None:
         """Run forward and backward on each micro batch; the gradients add up in the parameters.
@@ -183,8 +183,8 @@ class Updater:
         counted = metrics if passes.is_whole else by_line
         for micro_batch in passes.micro_batches(mini_batch):
             if sp.size > 1:
-                by_line.add_share(f"perf/sp_whole_rows_{settings.role}", passes.is_whole)
-            loss = loss_share(micro_batch.to(self.forward.device), denominators, counted)
+                by_line.add_ratio(f"perf/sp_whole_rows_{settings.role}", passes.is_whole)
+            loss = micro_batch_loss(micro_batch.to(self.forward.device), denominators, counted)
             # FSDP averages gradients over all ranks; the gradient of the loss is the sum of theirs, of the
             # shares of other rows and, where a line is divided, of the tokens of the same rows.
             (loss * self.world_size).backward()
@@ -244,7 +244,7 @@ class MetricSums:
         """Add values of response tokens, or of sequences: any shape, with its mask."""
         self._add_mean(name, masked_sum(values.detach().double(), mask), mask.sum())
 
-    def add_share(self, name: str, is_so: bool) -> None:
+    def add_ratio(self, name: str, is_so: bool) -> None:
         """Add one of the things of which a share is so."""
         self._add_mean(name, self._zero + is_so, self._zero + 1)
 
@@ -280,7 +280,7 @@ def divide(
     size: int,
     dynamic_batching: bool,
     group: dist.ProcessGroup | None,
-) -> Passes:
+) -> MicroBatchSchedule:
     """Divide a batch into micro batches and, under sequence parallelism, among the ranks of a line.
 
     Every rank must call it: the ranks agree on the number of micro batches, so that some may be empty.
@@ -289,7 +289,7 @@ def divide(
     counts = RowCounts.of(batch, forward.shares_prompts, forward.media_tokens(batch) if sp.size > 1 else None)
     width = batch.batch["attention_mask"].shape[-1]
     response_width = batch.batch["response_mask"].shape[-1] if "response_mask" in batch.batch else 0
-    limits = LineLimits.of(
+    limits = StrategyLimits.of(
         counts,
         size=size,
         dynamic_batching=dynamic_batching,
@@ -297,7 +297,7 @@ def divide(
         response_width=response_width,
         ranks=sp.size,
     )
-    return Passes(forward.division.plan(counts, limits), sp, group)
+    return MicroBatchSchedule(forward.division.plan(counts, limits), sp, group)
 
 
 @torch.no_grad()
