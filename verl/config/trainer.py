@@ -112,4 +112,4 @@ class RunTree(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
-    def trainer(self) -> RunConfig: ...  # noqa: D102 (a section)
+    def trainer(self) -> RunConfig: ...

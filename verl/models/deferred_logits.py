@@ -131,7 +131,7 @@ class DeferringHead(nn.Linear):
 
     is_deferred = False
 
-    def forward(self, hidden: Tensor) -> Tensor | DeferredLogits:  # noqa: D102 (nn.Module)
+    def forward(self, hidden: Tensor) -> Tensor | DeferredLogits:
         if self.is_deferred:
             return DeferredLogits(hidden, self)
         return F.linear(hidden, self.weight, self.bias)

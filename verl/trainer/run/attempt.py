@@ -29,10 +29,10 @@ class Trainer(Protocol):
     """A run that was put together, of either kind."""
 
     @property
-    def run_state(self) -> SavedRun: ...  # noqa: D102 (where it stands)
+    def run_state(self) -> SavedRun: ...
     @property
-    def stop(self) -> StopRequest: ...  # noqa: D102 (whether somebody asked it to end)
-    def fit(self) -> None: ...  # noqa: D102 (to the last step)
+    def stop(self) -> StopRequest: ...
+    def fit(self) -> None: ...
 
 
 def attempt(
