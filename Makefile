@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make demo` and `make test` build the environment by themselves; every other target does too.
+# Every target builds the environment first if it is missing.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,16 +8,16 @@ EXTRAS := $(if $(HAS_GPU),gpu,cpu),dev
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-# Spinning threads of several processes on few cores cost far more than they give.
+# Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-cold-start test test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
+	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
 
-# On CPU torch comes first and alone, so that pip takes a CPU build where one is at hand.
+# On CPUs torch comes first and alone, so that pip takes a CPU build if there is one.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
 	  f"Python {v[0]}.{v[1]} found, 3.11 to 3.13 needed: call make with PYTHON=python3.11")'
@@ -28,36 +28,39 @@ $(INSTALLED): pyproject.toml
 
 install: $(INSTALLED)     ## build .venv, with the CPU or the CUDA packages
 
-demo: $(INSTALLED)        ## train a tiny vision-language model and show that it learns (minutes, no GPU)
+demo: $(INSTALLED)        ## train a tiny vision-language model on two CPU processes
 	$(RUN) examples/quickstart/demo.py
 
-demo-text: $(INSTALLED)   ## the same with a tiny language model
+demo-text: $(INSTALLED)   ## the same with a language model
 	$(RUN) examples/quickstart/demo.py --text
 
-demo-video: $(INSTALLED)  ## the same with videos: which of two squares moves
+demo-video: $(INSTALLED)  ## the same with videos
 	$(RUN) examples/quickstart/demo.py --video
 
-demo-cold-start: $(INSTALLED)  ## a few answers are taught first, then reinforcement learning goes on from there
+demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py
 
-# Two processes: whole runs wait for one another's ranks, and those of two files fill the gaps.
-test: $(INSTALLED)        ## the whole CPU suite
+# Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps.
+test: $(INSTALLED)        ## all CPU tests, with real training runs (20 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-slow: $(INSTALLED)   ## the tests that take minutes
+test-fast: $(INSTALLED)   ## tests that start no engine and no Ray (4 minutes)
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not heavy'
+
+test-slow: $(INSTALLED)   ## the same promises on more models, ranks and combinations (hours)
 	$(RUN) -m pytest -m slow
 
-test-faults: $(INSTALLED) ## whole runs that are killed, damaged and starved; writes the table in docs/reliability.md (half an hour)
+test-faults: $(INSTALLED) ## runs whose workers, disks and inputs fail; writes a table (30 minutes)
 	$(RUN) -m pytest -m faults tests/faults
 
-test-gpu: $(INSTALLED)    ## the tests that need CUDA; skipped without it
+test-gpu: $(INSTALLED)    ## tests that need CUDA
 	$(RUN) -m pytest -m gpu tests/gpu
 
 style: $(INSTALLED)       ## format
 	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks
 	$(RUN) -m ruff format verl tests scripts examples benchmarks
 
-fuzz: $(INSTALLED)        ## search long for input that breaks the reading of configs, data, templates, rewards or checkpoints
+fuzz: $(INSTALLED)        ## malformed configs, data, templates, rewards and checkpoints
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest tests/fuzz
 
 check: $(INSTALLED)       ## lint, types, spelling
@@ -66,10 +69,10 @@ check: $(INSTALLED)       ## lint, types, spelling
 	$(RUN) -m pyright
 	$(RUN) -m codespell_lib verl tests scripts examples benchmarks docs README.md Makefile
 
-license: $(INSTALLED)     ## every source file names its licence
+license: $(INSTALLED)     ## check that every source file names its license
 	$(RUN) -m pytest tests/architecture/test_license.py
 
-config: $(INSTALLED)      ## regenerate examples/config.yaml, examples/sft.yaml and docs/options.md from the dataclasses
+config: $(INSTALLED)      ## regenerate the files that list every option
 	$(RUN) -m verl.trainer.main --print-config > examples/config.yaml.new
 	mv examples/config.yaml.new examples/config.yaml
 	$(RUN) -m verl.trainer.sft --print-config > examples/sft.yaml.new
@@ -77,29 +80,29 @@ config: $(INSTALLED)      ## regenerate examples/config.yaml, examples/sft.yaml 
 	$(RUN) -m verl.trainer.main --print-options > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 
-docs: $(INSTALLED)        ## build the pages below site/, which any browser opens; a broken link is an error
+docs: $(INSTALLED)        ## build the documentation in site/; a broken link is an error
 	$(RUN) -m mkdocs build --strict
 
-docs-serve: $(INSTALLED)  ## the same on port 8000 of this machine, renewed when a page is saved
+docs-serve: $(INSTALLED)  ## serve it on port 8000 while you write
 	$(RUN) -m mkdocs serve --strict
 
-bench: $(INSTALLED)       ## what a step costs, beside the bare parts it is made of
+bench: $(INSTALLED)       ## the cost of a step, compared with its bare parts
 	$(RUN) benchmarks/log_probs.py
 	$(RUN) benchmarks/step.py
 	$(RUN) benchmarks/lora.py
 
-bench-algos: $(INSTALLED) ## the time of each advantage estimator on a large batch
+bench-algos: $(INSTALLED) ## the time of each advantage estimator
 	$(RUN) benchmarks/algorithms.py
 
-bench-long: $(INSTALLED)  ## shared prompts, activations of ranks that share sequences, features computed once, seeking
+bench-long: $(INSTALLED)  ## shared prompts, sequence parallelism, cached features, video seeking
 	$(RUN) benchmarks/long.py
 	$(RUN) benchmarks/embeddings.py
 	$(RUN) benchmarks/video.py --keyframe-seconds 2 --containers mp4
 
-soak: $(INSTALLED)        ## 200 steps with images: does memory, or anything else that a run holds, grow (minutes)
+soak: $(INSTALLED)        ## growth of memory over 200 steps with images
 	$(RUN) benchmarks/soak.py
 
-learn: $(INSTALLED)       ## a tiny run with each estimator and each loss; writes the table in docs/algorithms.md (half an hour)
+learn: $(INSTALLED)       ## a tiny run with every estimator and loss; writes a table (30 minutes)
 	$(RUN) benchmarks/learning.py
 
 build: $(INSTALLED)       ## wheel and sdist

@@ -11,7 +11,9 @@ what the trainer's processes hold meanwhile is idle.
 import time
 from contextlib import AbstractContextManager
 
-import verl  # noqa: F401 - first: it repairs torchvision, which transformers looks for
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
 
 # isort: split
 import torch

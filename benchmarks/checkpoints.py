@@ -22,6 +22,11 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import load_shards, take_snapshot

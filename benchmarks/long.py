@@ -21,6 +21,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

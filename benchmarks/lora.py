@@ -21,6 +21,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 from step import MODEL
 
 from tests.helpers.distributed import run_distributed

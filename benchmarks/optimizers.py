@@ -7,7 +7,9 @@ The model has the shapes of Qwen2.5-1.5B, with fewer layers and a smaller vocabu
 for each strategy: bytes of weights and of state for each parameter, and milliseconds of an update.
 """
 
-import verl  # noqa: F401 - first: it repairs torchvision, which transformers looks for
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
 
 # isort: split
 import argparse

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all tests. `verl` comes first: it makes torchvision importable beside a CPU-only torch."""
+"""Shared by all tests: lets transformers be imported where torch is CPU-only and torchvision is not."""
 
-import verl  # noqa: F401
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()

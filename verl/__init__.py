@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement-learning training of language and vision-language models."""
+"""Reinforcement learning for language, vision-language and video models."""
 
+import sys
+
+from verl.utils.cuda_builds import warn_if_broken
 from verl.utils.quiet import quiet_torchao
-from verl.utils.torchvision_ops import install
 
 __version__ = "0.1.0"
 
 quiet_torchao()
-install()  # acts when torchvision, torchaudio or torchcodec is imported beside a CPU-only torch
+if "transformers" in sys.modules:
+    warn_if_broken()

@@ -33,6 +33,7 @@ from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
+from verl.utils.cuda_builds import repair_cuda_builds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -237,6 +238,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     """Prepare, train, draw, export, ask."""
+    repair_cuda_builds()
     arguments, overrides = parse_arguments()
     name, kind = arguments.name, KINDS[arguments.name]
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / name).resolve()

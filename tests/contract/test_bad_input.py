@@ -351,7 +351,7 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
     assert status == 1
     assert "in phase `load_checkpoint`" in told
     assert "FileNotFoundError: no checkpoint folder /no/checkpoint/actor" in told
-    assert told.count("traceback of rank") == 1 and "model_worker.py" in told
+    assert told.count("traceback of rank") == 1 and "base_worker.py" in told
     assert "ray_trainer.py" not in told, "the controller's frames say nothing of the cause"
     assert told.endswith(f"the same command goes on from the last checkpoint, {checkpoint}\n"), told
 

@@ -4,8 +4,6 @@
 import pytest
 import torch
 
-import verl  # noqa: F401 - repairs torchvision before a test module imports it through transformers
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):

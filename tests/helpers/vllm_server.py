@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.utils.torchvision_ops import CHILD_SITE
+from verl.utils.cuda_builds import CHILD_SITE
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings of other packages that say nothing about a run, and would come from every process of it."""
+"""Silence warnings of other packages that mean nothing but would come from every process of a run."""
 
 import logging
 
 
 def quiet_torchao() -> None:
-    """Let torchao, which transformers and peft import wherever it is installed, be imported silently.
-
-    It warns of each of its compiled libraries that does not fit the machine, though nothing here uses them,
-    and torch warns of how torchao registers two of its types. Acts on loggers alone, before either package is
-    there.
-    """
+    # transformers and peft import torchao wherever it is installed. It warns of each of its libraries
+    # that does not fit the machine, though nothing here uses them, and torch of how it registers two types.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_an_enum)
 

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-import verl  # noqa: F401 - repairs torchvision before a test module imports it through transformers
 from tests.helpers.distributed import free_port
 
 

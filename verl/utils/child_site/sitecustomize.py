@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs when a child process starts: `torchvision_ops`, then the environment's own sitecustomize."""
+"""Run at the start of child processes: repair CUDA builds, then the environment's own sitecustomize."""
 
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -16,8 +16,8 @@ def _run(spec: ModuleSpec | None) -> None:
     spec.loader.exec_module(module)
 
 
-_run(spec_from_file_location("_verl_torchvision_ops", HERE.parent / "torchvision_ops.py"))
-sys.modules["_verl_torchvision_ops"].install()
+_run(spec_from_file_location("_verl_cuda_builds", HERE.parent / "cuda_builds.py"))
+sys.modules["_verl_cuda_builds"].repair_cuda_builds()
 
 _others = [path for path in sys.path if path and Path(path).resolve() != HERE]
 _own = PathFinder.find_spec("sitecustomize", _others)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA builds beside a CPU-only torch, in fresh processes with made-up packages and with the real ones."""
+"""CUDA builds next to a CPU-only torch, in fresh processes, with made-up packages and with the real ones."""
 
 import json
 import os
@@ -67,16 +67,17 @@ def run(code, *paths):
     return result.stdout
 
 
+REPAIR = "from verl.utils.cuda_builds import repair_cuda_builds; repair_cuda_builds()\n"
 IN_A_CHILD = "print(subprocess.check_output([sys.executable, '-c', CODE], text=True))"
 
 
 @pytest.mark.parametrize("where", ["this process", "a child that does not know verl"])
-def test_cuda_builds_beside_a_cpu_only_torch_are_repaired_or_hidden(where, tmp_path):
+def test_cuda_builds_are_repaired_or_hidden_if_torch_is_cpu_only(where, tmp_path):
     site = make_site(tmp_path, torch_cuda=None, linked_to_cuda=True)
     ending = "print(json.dumps(report))"
-    code = "import verl\n" + REPORT + ending
+    code = REPAIR + REPORT + ending
     if where != "this process":
-        code = f"import verl\nCODE = {REPORT + ending!r}\nimport subprocess, sys, torchvision\n" + IN_A_CHILD
+        code = REPAIR + f"CODE = {REPORT + ending!r}\nimport subprocess, sys\n" + IN_A_CHILD
 
     report = json.loads(run(code, site, ROOT))
 
@@ -91,16 +92,34 @@ def test_cuda_builds_beside_a_cpu_only_torch_are_repaired_or_hidden(where, tmp_p
 def test_builds_that_fit_torch_are_left_alone(torch_cuda, linked_to_cuda, tmp_path):
     site = make_site(tmp_path, torch_cuda=torch_cuda, linked_to_cuda=linked_to_cuda)
 
-    report = json.loads(run("import verl\n" + REPORT + "print(json.dumps(report))", site, ROOT))
+    report = json.loads(run(REPAIR + REPORT + "print(json.dumps(report))", site, ROOT))
 
     assert all(report["found"].values())
     assert report["imported"] == {"torchvision": [], "torchaudio": "works", "torchcodec": "works"}
 
 
 def test_importing_the_package_imports_neither_torch_nor_torchvision():
-    code = "import verl, sys; print({'torch', 'torchvision', 'numpy'} & set(sys.modules))"
+    code = REPAIR + "import sys; print({'torch', 'torchvision', 'numpy'} & set(sys.modules))"
 
     assert run(code, ROOT).strip() == "set()"
+
+
+def test_importing_the_package_leaves_the_import_machinery_alone(tmp_path):
+    site = make_site(tmp_path, torch_cuda=None, linked_to_cuda=True)
+    code = "import os, sys; before = list(sys.meta_path), dict(os.environ); import verl\n"
+    code += "print(before == (sys.meta_path, dict(os.environ)))"
+
+    assert run(code, site, ROOT).strip() == "True"
+
+
+@pytest.mark.parametrize(("linked_to_cuda", "is_warned"), [(True, True), (False, False)])
+def test_a_script_that_imports_transformers_first_is_told_what_to_do(linked_to_cuda, is_warned, tmp_path):
+    site = make_site(tmp_path, torch_cuda=None, linked_to_cuda=linked_to_cuda)
+    (site / "transformers.py").touch()
+    code = "import warnings\nwith warnings.catch_warnings(record=True) as caught:\n"
+    code += "    import transformers, verl\nprint([str(one.message) for one in caught])"
+
+    assert ("`verl.utils.cuda_builds.repair_cuda_builds()` before" in run(code, site, ROOT)) == is_warned
 
 
 def test_the_installed_torchvision_works_in_a_process_that_only_inherits_the_environment():
@@ -110,8 +129,6 @@ def test_the_installed_torchvision_works_in_a_process_that_only_inherits_the_env
         "print(F.resize(torch.zeros(1, 3, 8, 8), [4, 4]).shape[-1])"
     )
 
-    # Asking for vLLM is what prepares the environment: vLLM starts such processes.
-    start = "import verl, importlib.util, subprocess, sys\nimportlib.util.find_spec('vllm')\n"
-    start += f"CODE = {code!r}\n"
+    start = REPAIR + f"import subprocess, sys\nCODE = {code!r}\n"
 
     assert run(start + IN_A_CHILD, ROOT).strip().splitlines()[-1] == "4"

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make CUDA builds of torchvision, torchaudio and torchcodec harmless beside a CPU-only torch.
+"""Make CUDA builds of torchvision, torchaudio and torchcodec harmless next to a CPU-only torch.
 
-The package index has one Linux wheel of each, linked to CUDA. Beside a CPU-only torch, importing torchvision
-fails on the missing operator `torchvision::nms`, and importing torchaudio or torchcodec (and so vLLM, which
-asks for them) on `libc10_cuda.so`. Image and video processors need only torchvision's transforms, which are
-pure torch.
+The package index has one Linux wheel of each, linked to CUDA. Next to a CPU-only torch, importing torchvision
+(and so every model and image processor of transformers) fails on the missing operator `torchvision::nms`, and
+importing torchaudio or torchcodec (and so vLLM) on `libc10_cuda.so`. Image and video processors need only
+torchvision's transforms, which are pure torch.
 
-`install` puts one finder in front of Python's own. It acts when one of the three (or vLLM) is first looked
-for, and only where torch is CPU-only and the package is linked to CUDA:
+Commands, tests and benchmarks call `repair_cuda_builds` before they import transformers. Unless
+torch is CPU-only and one of the packages is linked to CUDA, that does nothing. Otherwise it replaces Python's
+path finder:
 
 - torchvision: its two operators are declared before it is executed, which makes the import work;
 - torchaudio, torchcodec: they are not found, as if they were not installed;
-- child processes that never import this package (vLLM starts some) get the same finder through `PYTHONPATH`.
-
-A CPU build of any of them, and every machine whose torch has CUDA, is left untouched. Nothing heavy is
-imported here.
+- child processes (Ray's workers, vLLM's helpers) get the same finder through `PYTHONPATH`.
 """
 
 import mmap
 import os
 import re
 import sys
+import warnings
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -34,37 +33,49 @@ OPERATORS = {
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
 CHILD_SITE = Path(__file__).parent / "child_site"  # holds a `sitecustomize.py` for child processes
+UNREPAIRED = (
+    "torchvision was built for CUDA and torch for CPUs, so transformers cannot load models or image"
+    " processors: install a CPU build of torchvision, or call"
+    " `verl.utils.cuda_builds.repair_cuda_builds()` before you import transformers"
+)
 
 
-def install() -> None:
-    """Put the repairing finder in place of Python's path finder, once for each process."""
+def repair_cuda_builds() -> None:
+    """Make the packages importable, or hide them, in this process and its children. Imports nothing heavy."""
+    if not any(map(is_broken, ("torchvision", *HIDDEN))):
+        return
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(CHILD_SITE) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD_SITE), *filter(None, paths)])
     for position, finder in enumerate(sys.meta_path):
         if isinstance(finder, type) and finder.__name__ == PathFinder.__name__:
             sys.meta_path[position] = RepairingFinder(finder)
-            return
 
 
-def is_needed(package: str) -> bool:
-    """Whether an installed package is linked to CUDA while torch is CPU-only; imports neither."""
+def is_broken(package: str) -> bool:
+    """Return whether a package is linked to CUDA while torch is CPU-only. Imports neither."""
     return _torch_is_cpu_only() and _is_linked_to_cuda(package)
 
 
+def warn_if_broken() -> None:
+    """Say what to do if a script has imported transformers before anything could be repaired."""
+    is_repaired = any(isinstance(finder, RepairingFinder) for finder in sys.meta_path)
+    if not is_repaired and is_broken("torchvision"):
+        warnings.warn(UNREPAIRED, stacklevel=3)
+
+
 class RepairingFinder:
-    """Finds modules as the path finder does, except for the packages that cannot work here."""
+    """Find modules as the path finder does, except for packages that cannot work here."""
 
     def __init__(self, finder: Any) -> None:
         self.finder = finder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's spec; None for a package that would only fail."""
+        """Return the spec of a module; None for a package that would only fail."""
         if "." not in name and path is None:
-            if name == "vllm" and any(is_needed(package) for package in ("torchvision", *HIDDEN)):
-                _repair_child_processes()
-            if name in HIDDEN and is_needed(name):
-                _repair_child_processes()
+            if name in HIDDEN and is_broken(name):
                 return None
-            if name == "torchvision" and is_needed(name):
-                _repair_child_processes()
+            if name == "torchvision" and is_broken(name):
                 spec = self.finder.find_spec(name, path, target)
                 assert spec is not None, "its folder was found"
                 spec.loader = OperatorsFirstLoader(spec.loader)
@@ -76,13 +87,12 @@ class RepairingFinder:
 
 
 class OperatorsFirstLoader:
-    """Loads torchvision with its own loader after its operators are declared."""
+    """Load torchvision with its own loader after declaring its operators."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """What the package's own loader makes: Python's default module."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -98,24 +108,14 @@ class OperatorsFirstLoader:
 
 @lru_cache(maxsize=1)
 def declare_torchvision_operators() -> Any:
-    """Declare the operators that torchvision's Python code registers shapes for; they have no kernel.
-
-    Returns:
-        The operator library; the cache keeps it, and so the declarations, alive.
-    """
-    import torch  # noqa: PLC0415 - seconds; whoever comes here is importing torchvision, which imports torch
+    """Declare the operators that torchvision's Python code registers shapes for; they have no kernel."""
+    import torch  # noqa: PLC0415 - takes seconds; the caller imports torchvision, which imports torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in OPERATORS.items():
         if not hasattr(torch.ops.torchvision, name):
             library.define(schema)
-    return library
-
-
-def _repair_child_processes() -> None:
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(CHILD_SITE) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD_SITE), *filter(None, paths)])
+    return library  # the cache keeps it alive, and so the declarations
 
 
 @lru_cache
