@@ -7,8 +7,8 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
+from scripts.rollouts_to_sft import Selection, main, select_rollouts
 from tests.helpers.rollouts import rollout
-from verl.cli.rollouts_to_sft import Selection, main, select_rollouts
 from verl.viewer.rollout_store import FOLDER, MEDIA, RolloutStore
 
 PROMPT = [{"role": "user", "content": "Where is the square?"}]
@@ -35,7 +35,7 @@ def answers(tmp_path, **selection):
     return [(one["step"], one["messages"][-1]["content"]) for one in rows], dict(left_out)
 
 
-def test_finished_responses_that_are_good_enough_are_taken_and_the_others_counted(tmp_path):
+def test_finished_responses_that_reach_the_score_are_kept_and_the_others_counted(tmp_path):
     write(
         tmp_path,
         row(1, 0, "left", 1.0),
@@ -47,7 +47,7 @@ def test_finished_responses_that_are_good_enough_are_taken_and_the_others_counte
 
     assert answers(tmp_path, min_score=0.9) == (
         [(1, "left"), (1, "it is left")],
-        {"below 0.9": 1, "cut off at the longest response that was allowed": 1, "without a score": 1},
+        {"below 0.9": 1, "cut off at the response length limit": 1, "without a score": 1},
     )
 
 
@@ -115,10 +115,10 @@ def test_media_are_the_runs_own_files_or_the_copies_of_what_rows_held(tmp_path):
 
     assert rows[0]["messages"][0] == {"role": "user", "content": "<image>And <image>"}
     assert rows[0]["images"] == ["/data/1.png", str(tmp_path / FOLDER / MEDIA / "b.jpg")]
-    assert list(left_out) == ["with a video that was given as bytes, of which single frames are kept"]
+    assert list(left_out) == ["with a video that was given as bytes: only single frames were kept"]
 
 
-def test_the_command_writes_rows_and_says_how_many(tmp_path, capsys):
+def test_the_command_writes_rows_and_reports_their_number(tmp_path, capsys):
     write(tmp_path, row(1, 0, "left", 1.0), row(2, 1, "right", 0.0))
     output = tmp_path / "data" / "sft.parquet"
 
@@ -137,13 +137,13 @@ def test_the_command_writes_rows_and_says_how_many(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("switches", "reason"),
     [
-        (["--min_score", "2"], "no rollout of .* is good enough: 1 below 2"),
+        (["--min_score", "2"], "no rollout of .* can be used: 1 below 2"),
         (["--steps", "7"], "its rollouts are of steps 1 to 1"),
         (["--key", "length"], r"`--key length`: the reward function returned \['accuracy', 'overall'\]"),
         (["--output", "a.csv"], r"`--output` must end in .parquet, got a.csv"),
     ],
 )
-def test_what_is_wrong_is_told_and_nothing_is_written(switches, reason, tmp_path, capsys):
+def test_an_error_is_reported_and_nothing_is_written(switches, reason, tmp_path, capsys):
     write(tmp_path, row(1, 0, "left", 1.0))
     output = tmp_path / "sft.parquet"
 
