@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.data.row_scan import scan_rows
 from verl.data.tokenizer import load_processor, load_tokenizer

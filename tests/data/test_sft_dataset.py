@@ -10,7 +10,8 @@ import torch
 from tests.helpers.media import save_image, save_video
 from verl.config.data import DataConfig
 from verl.config.sft import SFTDataConfig
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer

@@ -17,7 +17,8 @@ from tests.helpers.training import ROOT
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTDataConfig
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer

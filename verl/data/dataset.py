@@ -23,7 +23,8 @@ from torch.utils.data import Dataset
 from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
 from verl.data.files import Row, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
-from verl.data.media.loader import MediaData, MediaLoader, MediaShape, expand_prompt
+from verl.data.media.loader import MediaData, MediaLoader
+from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message, RowMedia, check_counts, references
 from verl.data.prompt_template import PromptFormat
 from verl.data.row_scan import scan_rows

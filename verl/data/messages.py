@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from verl.data.bad_rows import BadRowError
-from verl.data.media.media_urls import is_url
+from verl.data.media.references import is_url
 from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]

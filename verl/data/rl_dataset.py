@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.data.bad_rows import BadRowError
 from verl.data.dataset import Item, Rendered, RowDataset, joined_columns, media_data
 from verl.data.files import Row
-from verl.data.media.loader import MediaShape, expand_prompt
+from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import build_messages
 from verl.utils.rank_logger import get_logger
 

@@ -19,7 +19,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import ConversationTokenizer
 from verl.data.dataset import Item, Rendered, RowDataset, media_data
 from verl.data.files import Row
-from verl.data.media.loader import MediaShape, expand_prompt
+from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message, build_conversation, build_messages
 from verl.utils.plain_data import objects
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.file_server import FileServer, content, for_ever, in_turn, silence, status
 from verl.data.media import download as web_download
-from verl.data.media.download import DownloadLimits, download, is_public
+from verl.data.media.download import DownloadOptions, download, is_public
 
 LOCAL = ("127.0.0.1",)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -21,7 +21,7 @@ SLACK_S = 1.5  # of a machine that does other things too
 
 def fetch(url, hosts=LOCAL, timeout_s=20.0, max_bytes=1 << 20):
     file = io.BytesIO()
-    download(url, file, DownloadLimits(hosts, timeout_s, max_bytes))
+    download(url, file, DownloadOptions(hosts, timeout_s, max_bytes))
     return file.getvalue()
 
 
@@ -77,7 +77,7 @@ def test_a_redirect_is_followed_and_each_hop_is_looked_at():
 
 def test_redirects_in_a_circle_end():
     with FileServer(a=status(301, Location="/b"), b=status(307, Location="/a")) as server:
-        assert refusal(server.url("a")) == "it is redirected more than 5 times"
+        assert refusal(server.url("a")) == "there are more than 5 redirects"
         assert server.asked.total() == 6
 
 
@@ -130,7 +130,7 @@ def test_secrets_of_the_cloud_are_out_of_reach_of_listed_hosts_too(address, monk
 
     reason = refusal("http://mine.test/a", hosts=("mine.test",))
 
-    assert f"stands for {address}, a link-local address" in reason
+    assert f"resolves to {address}, a link-local address" in reason
 
 
 def answers_in_turn(*answers):
@@ -146,7 +146,7 @@ def answers_in_turn(*answers):
 def test_one_private_address_among_those_of_a_host_is_enough(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", answers_in_turn("93.184.215.14 10.0.0.7"))
 
-    assert "stands for 10.0.0.7, which is not a public address" in refusal("http://two.test/a", hosts=())
+    assert "resolves to 10.0.0.7, which is not a public address" in refusal("http://two.test/a", hosts=())
 
 
 def test_a_name_is_looked_up_once_and_the_connection_goes_to_that_address(monkeypatch):
@@ -229,7 +229,7 @@ def test_a_file_of_exactly_the_size_is_taken():
 def test_headers_without_end_are_left():
     answer = for_ever(b"Name: value\r\n", start=b"HTTP/1.1 200 OK\r\n")
     with FileServer(a=answer) as server:
-        assert "127.0.0.1 cannot be talked to" in refusal(server.url("a"))
+        assert "the request to 127.0.0.1 failed" in refusal(server.url("a"))
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_headers_without_end_are_left():
         (status(302), "127.0.0.1 answered 302 Found"),
         (status(599), "127.0.0.1 answered 599"),
         (content(b"sign in", Content_Type="text/html; charset=utf-8"), "127.0.0.1 sent a web page"),
-        (content(b"\x1f\x8b", Content_Encoding="gzip"), "127.0.0.1 sent it with .*'gzip', which was not .*"),
-        (lambda handler: handler.wfile.write(b"SSH-2.0-x\r\n"), "127.0.0.1 cannot be talked to: .*"),
+        (content(b"\x1f\x8b", Content_Encoding="gzip"), "127.0.0.1 used .*'gzip', which was not .*"),
+        (lambda handler: handler.wfile.write(b"SSH-2.0-x\r\n"), "the request to 127.0.0.1 failed: .*"),
     ],
 )
 def test_an_answer_without_the_file_is_an_error_and_final(answer, reason):
@@ -286,7 +286,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
 def test_a_disk_without_room_is_no_failure_of_the_server():
     with FileServer(a=b"x" * 100_000) as server, open("/dev/full", "wb", buffering=0) as full:
         with pytest.raises(OSError, match="No space left"):
-            download(server.url("a"), full, DownloadLimits(LOCAL))
+            download(server.url("a"), full, DownloadOptions(LOCAL))
         assert server.asked["a"] == 1
 
 

@@ -13,8 +13,9 @@ from PIL import Image
 
 from tests.helpers.media import image_bytes, noise, save_image, save_video
 from verl.data.media.cache import MediaCache
-from verl.data.media.loader import MediaLoader, MediaOptions, expand_prompt
-from verl.data.media.sizes import process_image, resized_size
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions, process_image, resized_size
+from verl.data.media.tokens import expand_prompt
 from verl.data.media.video import VideoOptions, choose_frames, probe_video, read_video
 from verl.data.tokenizer import load_processor
 from verl.models.tiny import save_tiny_model

@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from verl.data.media.cache import Entry
-from verl.data.media.media_folder import MediaFolder
+from verl.data.media.cache import Entry, MediaFolder
 
 FORK = multiprocessing.get_context("fork")
 

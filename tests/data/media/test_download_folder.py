@@ -17,13 +17,12 @@ from tests.helpers.file_server import FileServer, content, in_turn, status
 from tests.helpers.media import image_bytes, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow, BadRowReport
-from verl.data.media.download import DownloadLimits
-from verl.data.media.media_urls import UrlFolder, UrlOptions, is_url
+from verl.data.media.download import DownloadFolder, DownloadOptions
+from verl.data.media.references import is_url
 from verl.data.rl_dataset import collate_fn
 from verl.models.tiny import save_tiny_model
 
 FORK = multiprocessing.get_context("fork")
-LIMITS = DownloadLimits(hosts=("127.0.0.1",), timeout_s=20.0, max_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,8 @@ def media_model(tmp_path_factory):
 
 
 def open_folder(path, run_id="run", max_bytes=None):
-    return UrlFolder(UrlOptions(str(path), LIMITS), run_id, max_bytes)
+    options = DownloadOptions(("127.0.0.1",), 20.0, 1 << 20, str(path))
+    return DownloadFolder(options, run_id, max_bytes)
 
 
 def files_in(folder):
@@ -140,16 +140,16 @@ def test_the_folder_of_nobodys_choice_is_this_users_alone(tmp_path, monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     name = f"verl-media-urls-{os.getuid()}"
 
-    assert UrlFolder(UrlOptions(), "run").directory == tmp_path / name
+    assert DownloadFolder(DownloadOptions(), "run").directory == tmp_path / name
     (tmp_path / name).chmod(0o777)
-    with pytest.raises(RuntimeError, match="not a folder of this user alone: set"):
-        UrlFolder(UrlOptions(), "run")
+    with pytest.raises(RuntimeError, match="is not private to this user: set"):
+        DownloadFolder(DownloadOptions(), "run")
 
     (tmp_path / name).rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RuntimeError, match="not a folder of this user alone"):
-        UrlFolder(UrlOptions(), "run")
+    with pytest.raises(RuntimeError, match="is not private to this user"):
+        DownloadFolder(DownloadOptions(), "run")
 
 
 # --- rows
