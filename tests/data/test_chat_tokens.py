@@ -105,8 +105,8 @@ def test_a_token_that_begins_before_a_span_or_ends_behind_it_is_not_inside():
 @pytest.mark.parametrize(
     ("template", "turns", "reason"),
     [
-        (THINKING, "all", "writes message 2, of the assistant, otherwise once other messages follow"),
-        (OPENED, "all", "does not begin message 2, of the assistant, as it asks for an answer"),
+        (THINKING, "all", "renders message 2, of the assistant, differently when other messages follow"),
+        (OPENED, "all", "does not start message 2, of the assistant, with its generation prompt"),
         (UNCLOSED, "last", "ends message 4, of the assistant, with"),
     ],
 )

@@ -130,7 +130,7 @@ def test_turns_after_further_media_stay_marked(tmp_path, folders):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": CHAT[:1]}, "no message has the role `assistant`: there is nothing to learn from"),
+        ({"messages": CHAT[:1]}, "no message has the role `assistant`: there is nothing to train on"),
         ({"messages": []}, "must be a string or a list of chat messages"),
         ({"messages": [{"role": "user"}]}, "message 0 must have a `content`"),
         ({"messages": [{"from": ["gpt"], "value": "three"}]}, "message 0 must be a dictionary whose `role`"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of prompt data from files, directories and the hub, behind one list-like object.
+"""Data rows from files, directories and the hub, as one list-like object.
 
 A source is `PATH[@split]`: a file (`.parquet`, `.arrow`, `.json`, `.jsonl`, `.csv`, `.pkl`), a directory of
-such files, a directory written by `Dataset.save_to_disk`, or the id of a data set on the hub. `split` is a
-name (`train`, `test`) and may carry a slice (`train[:10%]`). Sources of different kinds and columns can be
-joined. To add a kind of file: one entry in `READERS`.
+such files, a directory written by `Dataset.save_to_disk`, or a data set on the hub. `split` is a name such as
+`train` with an optional slice (`train[:10%]`). Sources of different kinds and columns can be joined. To add a
+kind of file, add a reader to `READERS`.
 """
 
 import csv
@@ -27,22 +27,17 @@ SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
 
 
 class Source:
-    """The rows of one file (or hub data set), with the names that errors need.
-
-    Attributes:
-        name: The file as the user can find it.
-        rows: A sequence whose items are dictionaries.
-        columns: Names of the columns, sorted; of a file without a schema, those of any row.
-    """
+    """The rows of one file or hub data set, with its name for errors and its sorted columns."""
 
     def __init__(self, name: str, rows: Any, columns: list[str] | None = None) -> None:
         self.name = name
         self.rows = rows
+        # A file without a schema has the columns of all its rows.
         self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
 
 
 class Rows:
-    """The rows of all sources, one after the other."""
+    """The rows of all sources, concatenated."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
@@ -58,7 +53,7 @@ class Rows:
         return dict(source.rows[offset])
 
     def where(self, index: int) -> str:
-        """`file, row number` of a row; rows are counted from 0 within their file."""
+        """Return `file, row number`; rows are counted from 0 within their file."""
         source, offset = self._locate(index)
         return f"{source.name}, row {offset}"
 
@@ -70,16 +65,11 @@ class Rows:
 
 
 def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
-    """Open every source; tables stay on disk, memory-mapped.
-
-    Args:
-        files: One source or several, each `PATH[@split]`.
-        option: The option that named them, for errors.
+    """Open one or several sources; tables stay on disk, memory-mapped.
 
     Raises:
-        FileNotFoundError: A path does not exist and is not the id of a data set.
-        ValueError: No source is named, a file cannot be read, a kind or a split is unknown, or there are no
-            rows.
+        FileNotFoundError: A path does not exist and is not a data set on the hub.
+        ValueError: No source, an unreadable file, an unknown kind or split, or no rows.
     """
     names = [files] if isinstance(files, str) else list(files)
     names = [name.strip() for name in names if name.strip()]
@@ -92,7 +82,7 @@ def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> R
 
 
 def _open(name: str, option: str) -> list[Source]:
-    path, split = _split_off(name)
+    path, split = _parse_source(name)
     local = Path(os.path.expanduser(path))
     if os.path.isfile(local):
         return [_open_file(local, split, option)]
@@ -103,8 +93,8 @@ def _open(name: str, option: str) -> list[Source]:
     return [_open_hub(path, split or DEFAULT_SPLIT, option)]
 
 
-def _split_off(name: str) -> tuple[str, str | None]:
-    """`PATH@split` into its parts; a path that itself holds an @ is kept whole where it exists."""
+def _parse_source(name: str) -> tuple[str, str | None]:
+    # An existing path may contain an @ itself.
     if os.path.exists(os.path.expanduser(name)) or "@" not in name:
         return name, None
     path, _, split = name.rpartition("@")
@@ -118,7 +108,7 @@ def _open_file(path: Path, split: str | None, option: str) -> Source:
         raise ValueError(f"`{option}`: {path} is one file and has the split `train` only, got `@{split}`")
     try:
         source = READERS[path.suffix](path)
-    except Exception as error:  # readers of four formats raise whatever they like
+    except Exception as error:  # the readers of four formats raise many types
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"`{option}`: {path} cannot be read: {reason}") from error
     return _sliced(source, split)
@@ -148,7 +138,7 @@ def _open_directory(path: Path, split: str | None, option: str) -> list[Source]:
 
 
 def _files_of_split(path: Path, files: list[Path], split: str, option: str) -> list[Path]:
-    """The files whose name or folder holds the split's name; all are `train` where none holds any."""
+    """Select the files whose name or folder contains the split name; others are `train`."""
     patterns = {
         "train": r"train(ing)?",
         "validation": r"valid(ation)?|val|dev",
@@ -184,7 +174,7 @@ def _open_hub(name: str, split: str, option: str) -> Source:
 
 
 def use_modelscope_hub_if_asked() -> None:
-    """Load models and data sets from ModelScope where the environment says `USE_MODELSCOPE_HUB=1`."""
+    """Load models and data sets from ModelScope if the environment variable `USE_MODELSCOPE_HUB` is 1."""
     if os.environ.get("USE_MODELSCOPE_HUB", "0").lower() not in ("1", "true", "y", "yes"):
         return
     try:
@@ -202,7 +192,7 @@ def _split_name(split: str) -> str:
 
 
 def _sliced(source: Source, split: str | None) -> Source:
-    """Apply the slice of `train[10:20]` or `train[:5%]` to a source that is the whole split."""
+    """Apply the slice of a split such as `train[:5%]` to the whole split."""
     if split is None or "[" not in split:
         return source
     name = _split_name(split)
@@ -214,7 +204,7 @@ def _sliced(source: Source, split: str | None) -> Source:
 
 
 def _table(name: str, table: datasets.Dataset) -> Source:
-    """A table whose media columns hand out bytes or paths, not decoded pixels."""
+    # Media columns return bytes or paths instead of decoded pixels.
     for column, feature in table.features.items():
         undecoded = _undecoded(feature)
         if undecoded is not feature:
@@ -240,7 +230,7 @@ def _read_arrow(path: Path) -> Source:
 
 
 def _read_jsonl(path: Path) -> Source:
-    """Rows keep their own types: a prompt may be a string in one row and messages in another."""
+    # Rows keep their own types: a prompt may be a string in one row and a list of messages in another.
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
@@ -254,7 +244,7 @@ def _read_jsonl(path: Path) -> Source:
 
 
 def _read_json(path: Path) -> Source:
-    """A list of rows, `{"data": [rows]}`, columns as lists, or one row for each line."""
+    """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text)
@@ -277,8 +267,8 @@ def _read_csv(path: Path) -> Source:
 
 
 def _read_pickle(path: Path) -> Source:
-    """A pickle can run code when it is opened: load only files you trust."""
     with path.open("rb") as file:
+        # A pickle can run code when it is opened: the documentation says to load trusted files only.
         return _from_object(path, pickle.load(file))
 
 
@@ -297,7 +287,7 @@ def _from_object(path: Path, content: Any) -> Source:
 
 def _listed(path: Path, rows: Any) -> Source:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it must hold a list of rows, each a dictionary from column to value")
+        raise ValueError("it must contain a list of rows, each a dictionary of columns")
     odd = next((key for row in rows for key in row if not isinstance(key, str)), None)
     if odd is not None:
         raise ValueError(f"the names of columns must be text, got {odd!r:.80}")

@@ -72,10 +72,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 class MediaFolder:
-    """A bounded folder of entries, shared by processes without locks.
-
-    Entries that have not been read for the longest time are removed first; a process that has one mapped
-    keeps it. Processes that miss the same entry at the same time all make it.
+    """A bounded folder of entries, shared by processes without locks; entries unread for longest go first.
 
     Example::
 
@@ -133,10 +130,6 @@ class MediaCache:
 
     An unpickled copy opens the directory of the same run on its own node.
 
-    Every user of the directory holds a shared lock on its `alive` file, which the kernel releases when the
-    process dies. The owner removes the directory when it closes, otherwise the last user does; a directory
-    without users is left over from a dead run and is removed by the next run on the node.
-
     Example::
 
         cache = MediaCache("run-7", owner=True)
@@ -145,7 +138,7 @@ class MediaCache:
 
     Args:
         run_id: Equal in all processes of a run. None keeps entries in this process only.
-        owner: Whether closing removes the directory at once.
+        owner: Whether closing removes the directory at once; otherwise the last user does.
         max_bytes: Bound of the directory; None is a quarter of the free space, at most 32 GiB.
         local_bytes: Bound of the entries that this process keeps open.
         root: Parent of the directory; None is shared memory, or the temporary folder if that is too small.
@@ -185,12 +178,7 @@ class MediaCache:
         return None if self._folder is None else self._folder.directory
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
-        """Return the entry under `key`; if missing, one process of the node calls `make`.
-
-        Args:
-            key: Hexadecimal digest of the content and of every option that affects the entry.
-            make: Its exceptions are passed on, and nothing is kept.
-        """
+        """Return the entry under `key`, a hexadecimal digest; if missing, one process makes it."""
         if key in self._local:
             self._local.move_to_end(key)
             return self._local[key]
@@ -267,7 +255,8 @@ def _choose_root() -> Path:
 
 
 def _hold(directory: Path) -> int:
-    """Create the directory and lock its `alive` file; repeat if another run removed it in between."""
+    # Every user of a directory holds a shared lock on its `alive` file, which the kernel releases when the
+    # process dies: a directory without locks belongs to a dead run. Repeat if one was removed in between.
     while True:
         directory.mkdir(mode=0o700, exist_ok=True)
         try:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Media named by URL: fetch each file once, then treat it like any other file.
 
-The URL comes from a data row that may be hostile, so a download is limited: by time (DNS lookup, redirects
-and retries included), by size, and by address. Only http and https are allowed, every address of the host
-must be public, and the connection uses exactly the addresses that were checked. This protects the machine,
-its network and cloud metadata services. No credentials, cookies or proxies are used. If the user lists hosts,
-only these are reachable, and they may be private.
-
-Files are kept in a `shared_folder` under a digest of their URL. A lock file next to each one ensures that
-processes sharing the folder fetch it once, and records failures so that a run does not ask again.
+A URL comes from a data row that may be hostile, so a download is limited by time (DNS lookup, redirects and
+retries included), by size, and by address: only http and https, every address of the host must be public, and
+the connection uses exactly the addresses that were checked. This protects the machine, its network and cloud
+metadata services. If the user lists hosts, only these are reachable, and they may be private.
 """
 
 import asyncio
@@ -62,9 +58,7 @@ class DownloadOptions:
 
 
 class DownloadFolder:
-    """The files that URLs name, kept from run to run.
-
-    A URL is assumed to name the same content as long as its file exists.
+    """The files that URLs name, kept from run to run in a `shared_folder` under a digest of their URL.
 
     Example::
 
@@ -107,6 +101,7 @@ class DownloadFolder:
 
     def _fetch_once(self, url: str, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
+        # The lock makes processes that share the folder fetch the file once; its file records a failure.
         with _locked(path.with_suffix(".failed")) as record:
             if path.exists():  # another process has fetched it
                 return
@@ -135,12 +130,7 @@ class DownloadFolder:
 
 
 def download(url: str, file: BinaryIO, options: DownloadOptions) -> None:
-    """Write the content of a URL to an empty file; after an error its content is undefined.
-
-    Raises:
-        ValueError: The URL is refused, the server fails, or a limit is exceeded.
-        OSError: The file cannot be written.
-    """
+    """Write the content of a URL to an empty file; raises ValueError if it is refused or fails."""
     asyncio.run(_download(URL(url), file, options))
 
 
@@ -197,6 +187,7 @@ async def _get(url: URL, addresses: Sequence[ResolveResult], file: BinaryIO, max
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(resolver=_FixedResolver(addresses)),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # the caller has a deadline
+            # No credentials, cookies or proxies are used.
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=HEADERS,
             auto_decompress=False,  # a few bytes can expand to gigabytes before the header is refused

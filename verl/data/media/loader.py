@@ -93,12 +93,7 @@ class MediaLoader:
     # --- files
 
     def on_disk(self, ref: Reference) -> Reference:
-        """Return a local reference: a URL is fetched unless its file exists.
-
-        Raises:
-            ValueError: The URL cannot be fetched.
-            RuntimeError: The folder of downloads cannot be written.
-        """
+        """Return a local reference: a URL is fetched unless its file exists."""
         source = payload(ref)
         if not is_url(source):
             return ref
@@ -112,11 +107,7 @@ class MediaLoader:
     # --- sizes, without pixels
 
     def measure(self, media: MediaData) -> MediaShape:
-        """Read the shapes of a row's media from file headers, without decoding.
-
-        Raises:
-            ValueError: A file is missing or is not an image or video.
-        """
+        """Read the shapes of a row's media from file headers, without decoding."""
         images = [self._header_size(ref) for ref in self._local(media, "images")]
         videos = [self._header_video(ref) for ref in self._local(media, "videos")]
         return self._shape(images, videos)
@@ -164,11 +155,7 @@ class MediaLoader:
     # --- pixels
 
     def decode(self, media: MediaData) -> DecodedMedia:
-        """Decode a row's media, once per node while the cache keeps them.
-
-        Raises:
-            ValueError: A file is missing or corrupt.
-        """
+        """Decode a row's media, once per node while the cache keeps them."""
         return DecodedMedia(
             [Image.fromarray(self._image(ref).numpy()) for ref in self._local(media, "images")],
             [
