@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from verl.data.bad_rows import BadRowError
 from verl.data.messages import Message
 
-ALL, LAST = "all", "last"  # values of `data.train_turns`
-
 Render = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt
 
 
@@ -93,7 +91,7 @@ def learned_spans(
     text = render(messages, False)
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     spans = []
-    for number in numbers if turns == ALL else numbers[-1:]:
+    for number in numbers if turns == "all" else numbers[-1:]:
         asked, answered = render(messages[:number], True), render(messages[: number + 1], False).rstrip()
         if not text.startswith(answered):
             raise BadRowError(
