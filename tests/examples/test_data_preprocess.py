@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of each data set, as the hub has them, become rows that are read and scored here."""
+"""Rows of public data sets are converted to rows of this project."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_gsm8k_takes_the_result_without_commas_and_the_solution_without_calculat
         (r"So $\boxed 5$.", "5"),
     ],
 )
-def test_math_takes_the_last_box_in_each_way_that_the_solutions_write_it(solution, answer):
+def test_math_takes_the_last_box_in_every_notation_of_the_solutions(solution, answer):
     row = {"problem": "p", "solution": solution, "level": "Level 3", "type": "Algebra"}
 
     converted = convert("math", row)
@@ -97,7 +97,7 @@ def test_math_without_a_level_has_none():
     assert "level" not in convert("math", row)
 
 
-def test_dapo_cuts_its_instructions_off_and_nothing_else():
+def test_dapo_removes_its_instructions_and_nothing_else():
     problem = "Let $a=1$.\n\nRemember that $b=2$. Find $a+b$."
 
     row = convert("dapo17k", dapo_row(DAPO_PROMPT.format(problem)))
@@ -145,12 +145,12 @@ def test_answers_are_the_same_with_and_without_tags(name, tags):
         ("longvideo_reason", longvideo_row(reasoning="x</think>y"), "contains tags of the response format"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(name, row, reason):
+def test_an_unusable_row_gives_the_reason(name, row, reason):
     with pytest.raises(BadRowError, match=reason.replace("\\", r"\\").replace("{}", r"\{\}")):
         convert(name, row)
 
 
-def test_the_columns_of_every_converter_have_types():
+def test_every_converted_column_has_a_type():
     image = {"bytes": b"png", "path": None}
     rows = {
         "gsm8k": {"question": "q", "answer": "#### 1"},

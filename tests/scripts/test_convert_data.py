@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/convert_data.py`: from files as the hub has them to prompts of a run and full scores."""
+"""`scripts/convert_data.py`: from files of the hub to prompts of a run and full scores."""
 
 import json
 
@@ -101,7 +101,7 @@ def open_as_a_run_does(name, file, folder, monkeypatch, *options):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_ground_truth_of_converted_rows_gets_the_full_score_in_the_example_that_is_named(
+def test_converted_ground_truths_get_the_full_score_in_the_example_run(
     name, folder, tmp_path, monkeypatch, capsys
 ):
     rows, features, answers = SOURCES[name]
@@ -128,7 +128,7 @@ def test_the_ground_truth_of_converted_rows_gets_the_full_score_in_the_example_t
     ] * len(answers)
 
 
-def test_questions_about_videos_with_reasoning_are_prompts_and_conversations(
+def test_video_questions_with_reasoning_work_as_prompts_and_conversations(
     folder, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "longvila_videos").mkdir()
@@ -157,7 +157,7 @@ def test_questions_about_videos_with_reasoning_are_prompts_and_conversations(
     assert reward.score([response])[0]["overall"] == 1.0
 
 
-def test_a_problem_stands_once_and_each_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
+def test_each_problem_occurs_once_and_rows_left_out_are_counted_by_reason(tmp_path, capsys):
     rows = [{"question": f"{n}?", "answer": "#### 3"} for n in (1, 2, 1, 1)]  # "3": texts that Python shares
     rows += [{"question": "1?", "answer": "#### 4"}, {"question": "5?", "answer": "five"}]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -172,7 +172,7 @@ def test_a_problem_stands_once_and_each_row_that_is_left_out_is_counted_with_its
     assert f"1 the answer has no result behind ####; the first is {source}, row 5" in output
 
 
-def test_the_same_question_about_another_image_is_another_problem(tmp_path):
+def test_the_same_question_about_another_image_is_kept(tmp_path):
     images = [{"bytes": image_bytes(8, 8, seed), "path": None} for seed in (1, 2, 1)]
     rows = [{"images": [image], "problem": "<image>How many?", "answer": "3"} for image in images]
     source = write_parquet(tmp_path / "rows.parquet", rows, SOURCES["geoqa8k"][1])
@@ -182,7 +182,7 @@ def test_the_same_question_about_another_image_is_another_problem(tmp_path):
     assert [row.get("answer") for row in read("a.parquet")] == ["3", "3"]
 
 
-def test_rows_for_validation_are_drawn_by_the_seed_and_stand_in_one_file_only(tmp_path):
+def test_validation_rows_are_drawn_by_the_seed_and_are_in_one_file_only(tmp_path):
     rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(20)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
     drawn = {}
@@ -197,7 +197,7 @@ def test_rows_for_validation_are_drawn_by_the_seed_and_stand_in_one_file_only(tm
     assert drawn["a"] == drawn["b"] != drawn["c"]
 
 
-def test_images_by_path_are_kept_as_their_bytes_however_many_row_groups_there_are(tmp_path, monkeypatch):
+def test_images_by_path_are_stored_as_bytes_over_several_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr("examples.data_preprocess.common.ROW_GROUP_BYTES", 3000)
     contents = [image_bytes(20, 20, seed) for seed in range(5)]  # some 1.2 kB each
     for number, content in enumerate(contents):
@@ -216,7 +216,7 @@ def test_images_by_path_are_kept_as_their_bytes_however_many_row_groups_there_ar
     assert [row["images"][0]["bytes"] for row in table] == contents
 
 
-def test_a_column_that_is_missing_is_an_error_with_found_and_needed(tmp_path, capsys):
+def test_a_missing_column_is_an_error_with_found_and_needed(tmp_path, capsys):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"question": "1?", "result": "1"}])
 
     assert main(["gsm8k", "--input", source, "--output", "a.parquet"]) == 1
@@ -239,7 +239,7 @@ def test_a_column_that_is_missing_is_an_error_with_found_and_needed(tmp_path, ca
         (["--output", "a.parquet", "--input", "bad.jsonl"], "none of the rows of bad.jsonl can be used"),
     ],
 )
-def test_what_is_wrong_with_the_switches_is_said_and_nothing_is_written(switches, message, tmp_path, capsys):
+def test_wrong_switches_are_reported_and_nothing_is_written(switches, message, tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "1?", "answer": "#### 1"}])
     write_jsonl(tmp_path / "bad.jsonl", [{"question": "1?", "answer": "1"}])
 
@@ -264,9 +264,7 @@ def test_no_file_is_replaced_before_all_are_written(tmp_path):
     }
 
 
-def test_of_a_data_set_with_several_subsets_the_one_that_is_meant_is_read_from_the_hubs_cache(
-    tmp_path, monkeypatch
-):
+def test_the_right_subset_of_a_data_set_is_read_from_the_hub_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "hub" / "datasets--openai--gsm8k"
@@ -282,7 +280,7 @@ def test_of_a_data_set_with_several_subsets_the_one_that_is_meant_is_read_from_t
     assert [row["problem"] for row in read("a.parquet")] == ["main test?"]
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_input(tmp_path, monkeypatch, capsys):
+def test_an_unreachable_hub_is_an_error_that_names_the_input(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
@@ -291,7 +289,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_input(tmp_path,
     assert "`--input`: openai/gsm8k is no local file or directory" in capsys.readouterr().err
 
 
-def test_the_list_names_every_data_set_its_columns_and_an_example_that_is_there(capsys):
+def test_the_list_names_every_data_set_its_columns_and_an_existing_example(capsys):
     assert main(["--list"]) == 0
 
     listed = capsys.readouterr().out

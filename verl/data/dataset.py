@@ -9,7 +9,6 @@ workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or into a convers
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,19 +37,14 @@ MEDIA_ROWS_FOR_ONE_PROCESS = 200
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Text and tokens of a row before its media are opened."""
 
     text: str
     raw_ids: list[int]  # one token for each image and video, as the engine expects
     media: RowMedia
     messages: list[Message]
-
-    @property
-    def num_learned(self) -> int:
-        """Number of trained tokens; 0 for a prompt."""
-        return 0
+    is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
 
 
 class RowCheck(NamedTuple):
@@ -147,10 +141,10 @@ class RowDataset(Dataset, ABC):
         try:
             rendered = self.render(self.rows[index])
             if not any(rendered.media) or not self.config.filter_overlong_prompts:
-                return RowCheck(None, len(rendered.raw_ids), rendered.num_learned)
+                return RowCheck(None, len(rendered.raw_ids), sum(rendered.is_trained))
             shape = self._media_reader.measure(media_data(rendered.media))
             length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
-            return RowCheck(None, length, rendered.num_learned)
+            return RowCheck(None, length, sum(rendered.is_trained))
         except ValueError as error:
             return RowCheck(str(error))
 

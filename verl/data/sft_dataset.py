@@ -6,7 +6,6 @@ A batch has the keys that the policy update reads: `responses` are all tokens af
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,6 @@ from verl.data.messages import Message, build_conversation, build_messages
 from verl.utils.plain_data import objects
 
 HIDDEN = -1  # replaces tokens of the assistant while media are expanded; not a token of any tokenizer
-
-
-@dataclass(frozen=True)
-class RenderedConversation(Rendered):
-    """A conversation before its media are opened."""
-
-    is_trained: list[bool]  # for each of `raw_ids`
-
-    @property
-    def num_learned(self) -> int:
-        """Number of trained tokens: the assistant's, which contain no media."""
-        return sum(self.is_trained)
 
 
 class SFTDataset(RowDataset):
@@ -60,15 +47,15 @@ class SFTDataset(RowDataset):
         self._tokenize = ConversationTokenizer(tokenizer, template, config.train_turns)
         super().__init__(files, tokenizer, processor, config, **options)
 
-    def render(self, row: Row) -> RenderedConversation:
+    def render(self, row: Row) -> Rendered:
         messages = self._messages(row)
         media = self.media_of(row, messages)
         text, ids, is_trained = self._tokenize(messages)
         if self.processor is not None:
-            learned = {token for token, is_so in zip(ids, is_trained, strict=True) if is_so}
+            learned = {token for token, trained in zip(ids, is_trained, strict=True) if trained}
             if learned & {self.processor.image_token_id, self.processor.video_token_id}:
-                raise BadRowError("the assistant shows an image or a video, which cannot be trained on")
-        return RenderedConversation(text, ids, media, messages, is_trained)
+                raise BadRowError("an assistant turn contains an image or a video, which cannot be trained on")
+        return Rendered(text, ids, media, messages, is_trained)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
         """Join conversations, padded on the right to T = `data.max_length`."""
@@ -103,7 +90,6 @@ class SFTDataset(RowDataset):
         return [*prompt, *build_conversation([{"role": "assistant", "content": response}], has_media)]
 
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
-        assert isinstance(rendered, RenderedConversation), "`render` makes it"
         ids, is_trained = rendered.raw_ids, rendered.is_trained
         if shape is not None:
             ids, is_trained = self._expanded(ids, is_trained, shape)
@@ -121,21 +107,21 @@ class SFTDataset(RowDataset):
         }
 
     def _expanded(
-        self, ids: list[int], is_trained: list[bool], shape: MediaShape
+        self, ids: list[int], is_trained: Sequence[bool], shape: MediaShape
     ) -> tuple[list[int], list[bool]]:
         """Expand media tokens outside of the trained tokens, which only move."""
         pairs = list(zip(ids, is_trained, strict=True))
-        learned = iter([token for token, is_so in pairs if is_so])
-        hidden = [HIDDEN if is_so else token for token, is_so in pairs]
+        learned = iter([token for token, trained in pairs if trained])
+        hidden = [HIDDEN if trained else token for token, trained in pairs]
         expanded = expand_prompt(hidden, self.processor, shape)
         moved = [token == HIDDEN for token in expanded]
         return [next(learned) if token == HIDDEN else token for token in expanded], moved
 
     def _check_columns(self, option: str) -> None:
         config = self.config
-        ways = [{config.messages_key}, {config.prompt_key, config.response_key}]
+        alternatives = [{config.messages_key}, {config.prompt_key, config.response_key}]
         for source in self.rows.sources:
-            if not any(way <= set(source.columns) for way in ways):
+            if not any(columns <= set(source.columns) for columns in alternatives):
                 raise ValueError(
                     f"`{option}`: {source.name} has neither a column `{config.messages_key}` nor"
                     f" `{config.prompt_key}` and `{config.response_key}`: it has {source.columns}; set"

@@ -71,7 +71,7 @@ def test_an_entry_is_made_once_and_read_back_as_it_was(tmp_path):
     first.close()
 
 
-def test_what_a_reader_writes_into_an_entry_stays_its_own(tmp_path):
+def test_writing_into_a_read_entry_does_not_change_the_cache(tmp_path):
     cache = MediaCache("r", owner=True, root=tmp_path)
     cache.get_or_make(key_of(0), lambda: entry(7))
     MediaCache("r", root=tmp_path).get_or_make(key_of(0), refuse).tensors["x"].zero_()
@@ -80,7 +80,7 @@ def test_what_a_reader_writes_into_an_entry_stays_its_own(tmp_path):
     cache.close()
 
 
-def test_many_processes_at_once_make_each_entry_once_and_read_it_right(tmp_path):
+def test_concurrent_processes_make_each_entry_once_and_read_it_correctly(tmp_path):
     cache = MediaCache("r", owner=True, root=tmp_path)
     results = FORK.Queue()
     pickled = pickle.dumps(cache)
@@ -98,7 +98,7 @@ def test_many_processes_at_once_make_each_entry_once_and_read_it_right(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_oldest_entries_leave_when_the_bound_is_reached_and_open_ones_stay_readable(tmp_path):
+def test_the_oldest_entries_are_removed_at_the_bound_and_open_ones_stay_readable(tmp_path):
     cache = MediaCache("r", owner=True, root=tmp_path, max_bytes=20_000, local_bytes=1)
     for number in range(40):
         made = cache.get_or_make(key_of(number), lambda number=number: entry(number))
@@ -115,7 +115,7 @@ def test_the_oldest_entries_leave_when_the_bound_is_reached_and_open_ones_stay_r
     cache.close()
 
 
-def test_an_entry_that_leaves_while_it_is_opened_is_read_all_the_same(tmp_path, monkeypatch):
+def test_an_entry_removed_while_it_is_opened_is_still_read(tmp_path, monkeypatch):
     path = tmp_path / "key.safetensors"
     path.write_bytes(encode_entry(Entry({"pixels": torch.arange(3)}, {"frames": 1})))
     safe_open = media_cache.safe_open
@@ -156,7 +156,7 @@ def test_an_error_while_making_an_entry_leaves_nothing_behind(tmp_path):
     cache.close()
 
 
-def test_the_owner_removes_the_directory_and_others_go_on_without_it(tmp_path):
+def test_the_owner_removes_the_directory_and_others_continue_without_it(tmp_path):
     owner, other = MediaCache("r", owner=True, root=tmp_path), MediaCache("r", root=tmp_path)
 
     owner.close()
@@ -176,7 +176,7 @@ def test_without_an_owner_the_last_user_removes_the_directory(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_run_removes_what_a_killed_run_left_and_nothing_of_a_living_one(tmp_path):
+def test_the_next_run_removes_the_directory_of_a_killed_run_only(tmp_path):
     ready = FORK.Event()
     process = FORK.Process(target=hold_until_killed, args=(tmp_path, ready))
     cache = MediaCache("living", owner=True, root=tmp_path)

@@ -40,27 +40,18 @@ class MediaOptions:
         tokens_per_frame: int | None = None,
     ) -> "MediaOptions":
         """Take them from the `data` section of a config, and from options elsewhere."""
+        urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
         return cls(
-            data.min_pixels,
-            data.max_pixels,
-            data.video_fps,
-            run_id,
-            num_video_frames,
-            tokens_per_frame,
-            data.cache_dir,
-            DownloadOptions.from_data(data) if data.allow_media_urls else None,
-        )
+            data.min_pixels, data.max_pixels, data.video_fps, run_id, num_video_frames, tokens_per_frame,
+            data.cache_dir, urls,
+        )  # fmt: skip
 
     def of_videos(self, factor: int) -> VideoOptions:
         """Video options for a model whose merged patches are `factor` pixels wide."""
         return VideoOptions(
-            self.min_pixels,
-            self.max_pixels,
-            factor,
-            self.video_fps,
-            self.num_video_frames,
+            self.min_pixels, self.max_pixels, factor, self.video_fps, self.num_video_frames,
             self.tokens_per_frame,
-        )
+        )  # fmt: skip
 
     def check_budget(self, video_processor: Any) -> None:
         """Raise a ValueError if the processor itself would enlarge frames beyond `tokens_per_frame`."""
