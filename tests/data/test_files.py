@@ -140,12 +140,12 @@ def test_image_columns_of_parquet_are_returned_as_bytes_not_pixels(folder):
         ("./absent", "no file or directory"),
         ("", "names no file"),
         ("notes.txt", "must end in one of"),
-        ("empty.jsonl", "holds no rows"),
+        ("empty.jsonl", "has no rows"),
         ("bad.jsonl", "bad.jsonl cannot be read: line 2 is not JSON"),
         ("bad.parquet", "bad.parquet cannot be read"),
         ("bad.pkl", "bad.pkl cannot be read"),
         ("a.jsonl@test", "has the split `train` only, got `@test`"),
-        ("void", "holds no file that ends in"),
+        ("void", "has no file that ends in"),
     ],
 )
 def test_an_unreadable_source_is_named(name, message, folder, monkeypatch):

@@ -35,8 +35,6 @@ class BadRowReport:
     Example::
 
         {"file": "train.jsonl", "row": 17, "reason": "the image 17.png cannot be read: ..."}
-
-    The file and its folder are created with the first row.
     """
 
     def __init__(self, path: Path) -> None:

@@ -60,8 +60,7 @@ class RowDataset(Dataset, ABC):
 
     Args:
         files: `PATH[@split]`, or a list of them.
-        tokenizer: Tokenizer with a chat template.
-        processor: Processor of a model that reads images and videos, else None.
+        processor: None for a text model.
         config: The `data` section.
         media: Decodes the rows' media; required with a processor.
         position_ids: Called with token ids (L,) and media grids; None counts from 0.

@@ -23,6 +23,11 @@ from datasets.exceptions import DatasetsError
 
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"
+SPLIT_NAMES = {
+    "train": r"train(ing)?",
+    "validation": r"valid(ation)?|val|dev",
+    "test": r"test(ing)?|eval(uation)?",
+}
 SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
 
 
@@ -65,32 +70,32 @@ class Rows:
 
 
 def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
-    """Open one or several sources; tables stay on disk, memory-mapped.
-
-    Raises:
-        FileNotFoundError: A path does not exist and is not a data set on the hub.
-        ValueError: No source, an unreadable file, an unknown kind or split, or no rows.
-    """
+    """Open one or several sources; tables stay on disk, memory-mapped. Errors name the `option`."""
     names = [files] if isinstance(files, str) else list(files)
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise ValueError(f"`{option}` names no file: give one path, or a list of paths")
-    rows = Rows([source for name in names for source in _open(name, option)])
+    try:
+        rows = Rows([source for name in names for source in _open(name)])
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"`{option}`: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"`{option}`: {error}") from error
     if len(rows) == 0:
-        raise ValueError(f"`{option}` ({', '.join(names)}) holds no rows")
+        raise ValueError(f"`{option}` ({', '.join(names)}) has no rows")
     return rows
 
 
-def _open(name: str, option: str) -> list[Source]:
+def _open(name: str) -> list[Source]:
     path, split = _parse_source(name)
     local = Path(os.path.expanduser(path))
     if os.path.isfile(local):
-        return [_open_file(local, split, option)]
+        return [_open_file(local, split)]
     if os.path.isdir(local):
-        return _open_directory(local, split, option)
+        return _open_directory(local, split)
     if local.suffix in READERS or path.count("/") > 1 or path.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"`{option}`: no file or directory {path}")
-    return [_open_hub(path, split or DEFAULT_SPLIT, option)]
+        raise FileNotFoundError(f"no file or directory {path}")
+    return [_open_hub(path, split or DEFAULT_SPLIT)]
 
 
 def _parse_source(name: str) -> tuple[str, str | None]:
@@ -101,73 +106,64 @@ def _parse_source(name: str) -> tuple[str, str | None]:
     return path, split
 
 
-def _open_file(path: Path, split: str | None, option: str) -> Source:
+def _open_file(path: Path, split: str | None) -> Source:
     if path.suffix not in READERS:
-        raise ValueError(f"`{option}`: {path} must end in one of {sorted(READERS)}")
+        raise ValueError(f"{path} must end in one of {sorted(READERS)}")
     if split is not None and _split_name(split) != DEFAULT_SPLIT:
-        raise ValueError(f"`{option}`: {path} is one file and has the split `train` only, got `@{split}`")
+        raise ValueError(f"{path} is one file and has the split `train` only, got `@{split}`")
     try:
         source = READERS[path.suffix](path)
     except Exception as error:  # the readers of four formats raise many types
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"`{option}`: {path} cannot be read: {reason}") from error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
     return _sliced(source, split)
 
 
-def _open_directory(path: Path, split: str | None, option: str) -> list[Source]:
+def _open_directory(path: Path, split: str | None) -> list[Source]:
     if (path / "dataset_dict.json").is_file():
         splits = datasets.DatasetDict.load_from_disk(str(path))
         name = _split_name(split or DEFAULT_SPLIT)
         if name not in splits:
-            raise ValueError(
-                f"`{option}`: {path} has the splits {sorted(splits)}, got `@{split or DEFAULT_SPLIT}`"
-            )
+            raise ValueError(f"{path} has the splits {sorted(splits)}, got `@{split or DEFAULT_SPLIT}`")
         return [_sliced(_table(f"{path}@{name}", splits[name]), split)]
     if (path / "state.json").is_file():
         return [_sliced(_table(str(path), datasets.Dataset.load_from_disk(str(path))), split)]
 
     found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     if not found:
-        raise ValueError(
-            f"`{option}`: the directory {path} holds no file that ends in one of {sorted(READERS)}"
-        )
-    files = _files_of_split(path, found, split or DEFAULT_SPLIT, option)
+        raise ValueError(f"the directory {path} has no file that ends in one of {sorted(READERS)}")
+    files = _files_of_split(path, found, split or DEFAULT_SPLIT)
     if split is not None and "[" in split and len(files) > 1:
-        raise ValueError(f"`{option}`: a slice (`@{split}`) needs a single file, {path} has {len(files)}")
-    return [_sliced(_open_file(file, None, option), split) for file in files]
+        raise ValueError(f"a slice (`@{split}`) needs a single file, {path} has {len(files)}")
+    return [_sliced(_open_file(file, None), split) for file in files]
 
 
-def _files_of_split(path: Path, files: list[Path], split: str, option: str) -> list[Path]:
+def _files_of_split(path: Path, files: list[Path], split: str) -> list[Path]:
     """Select the files whose name or folder contains the split name; others are `train`."""
-    patterns = {
-        "train": r"train(ing)?",
-        "validation": r"valid(ation)?|val|dev",
-        "test": r"test(ing)?|eval(uation)?",
-    }
-    wanted = next(
-        (name for name, pattern in patterns.items() if re.fullmatch(pattern, _split_name(split))), None
-    )
+    wanted = _named_split([_split_name(split)])
     by_split: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", str(file.relative_to(path)).lower())
-        named = [
-            name for name, pattern in patterns.items() if any(re.fullmatch(pattern, word) for word in words)
-        ]
-        by_split.setdefault(named[0] if named else DEFAULT_SPLIT, []).append(file)
+        by_split.setdefault(_named_split(words) or DEFAULT_SPLIT, []).append(file)
     if wanted not in by_split:
-        raise ValueError(
-            f"`{option}`: the directory {path} has the splits {sorted(by_split)}, got `@{split}`"
-        )
+        raise ValueError(f"the directory {path} has the splits {sorted(by_split)}, got `@{split}`")
     return by_split[wanted]
 
 
-def _open_hub(name: str, split: str, option: str) -> Source:
+def _named_split(words: list[str]) -> str | None:
+    for name, pattern in SPLIT_NAMES.items():
+        if any(re.fullmatch(pattern, word) for word in words):
+            return name
+    return None
+
+
+def _open_hub(name: str, split: str) -> Source:
     use_modelscope_hub_if_asked()
     try:
         table = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise FileNotFoundError(
-            f"`{option}`: {name} is no local file or directory, and the hub has no such data set or cannot be"
+            f"{name} is no local file or directory, and the hub has no such data set or cannot be"
             f" reached: {error}"
         ) from error
     return _table(f"{name}@{split}", table)

@@ -37,13 +37,9 @@ def build_messages(
 ) -> list[Message]:
     """Return the chat messages of a row; content becomes a list of parts where it has media.
 
-    Args:
-        prompt: A string, or a list of messages with `role` and `content` (or ShareGPT's `from` and `value`);
-            content is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type": "image"}`,
-            `{"type": "video"}`).
-        row: Every column, for the template.
-        prompt_format: Rewrites a string prompt, or the last user message.
-        has_media: Whether the model reads media; if not, `<image>` and `<video>` are plain text.
+    `prompt` is a string, or a list of messages with `role` and `content` (or ShareGPT's `from` and `value`);
+    content is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type": "image"}`). Without
+    `has_media`, `<image>` and `<video>` are plain text.
     """
     messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if messages[-1]["role"] == "assistant":

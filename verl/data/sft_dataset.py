@@ -54,7 +54,9 @@ class SFTDataset(RowDataset):
         if self.processor is not None:
             learned = {token for token, trained in zip(ids, is_trained, strict=True) if trained}
             if learned & {self.processor.image_token_id, self.processor.video_token_id}:
-                raise BadRowError("an assistant turn contains an image or a video, which cannot be trained on")
+                raise BadRowError(
+                    "an assistant turn contains an image or a video, which cannot be trained on"
+                )
         return Rendered(text, ids, media, messages, is_trained)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:

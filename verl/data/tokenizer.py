@@ -16,10 +16,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that can pad and render chats.
 
-    Args:
-        model_path: A model folder or a hub name.
-        override_chat_template: Path of a Jinja file that replaces the tokenizer's own template.
-        trust_remote_code: Run code that comes with the model.
+    `model_path` is a folder or a hub name; `override_chat_template` is the path of a Jinja file.
     """
     use_modelscope_hub_if_asked()
     try:

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +75,7 @@ def read_entry(path: Path) -> Entry | None:
 class MediaFolder:
     """A bounded folder of entries, shared by processes without locks; entries unread for longest go first.
 
-    Example::
-
-        folder = MediaFolder("/scratch/frames")
-        entry = folder.get_or_make("3fa9...", lambda: Entry({"frames": decode(path)}, {"fps": 24.0}))
-
     Args:
-        directory: Created if missing.
         max_bytes: Bound of the folder; each process may exceed it by 1/16 before it notices. None is half of
             the disk space available to it.
         is_temporary: The directory belongs to one run: files need not survive a system crash, and nothing is
@@ -170,7 +165,8 @@ class MediaCache:
             atexit.register(self.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.run_id, self.max_bytes, self.local_bytes, self.root)
+        reopen = partial(MediaCache, max_bytes=self.max_bytes, local_bytes=self.local_bytes, root=self.root)
+        return reopen, (self.run_id,)
 
     @property
     def directory(self) -> Path | None:
@@ -242,10 +238,6 @@ def remove_stale_directories(root: Path) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(alive)
-
-
-def _reopen(run_id: str | None, max_bytes: int | None, local_bytes: int, root: Path | None) -> MediaCache:
-    return MediaCache(run_id, max_bytes=max_bytes, local_bytes=local_bytes, root=root)
 
 
 def _choose_root() -> Path:

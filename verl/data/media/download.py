@@ -66,7 +66,6 @@ class DownloadFolder:
         path = folder.path("https://example.org/cat.png")
 
     Args:
-        options: Limits and directory.
         run_id: A failed URL is not requested again by the same run; None is this object and its copies.
         max_bytes: Bound of the folder; None is half of the disk space available to it.
     """
@@ -79,12 +78,7 @@ class DownloadFolder:
         self._room = Room(self.directory, FILE, max_bytes)
 
     def path(self, url: str) -> str:
-        """Return the path of the file, fetching it if needed.
-
-        Raises:
-            ValueError: The URL cannot be fetched, or failed earlier in this run.
-            RuntimeError: The folder is not writable.
-        """
+        """Return the path of the file, fetching it if needed; raises ValueError if that fails."""
         digest = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
         path = self.directory / digest[:2] / digest[2:]
         if not _mark_as_read(path):

@@ -66,12 +66,7 @@ class SampledVideo(NamedTuple):
 
 
 def probe_video(source: str | bytes) -> VideoInfo:
-    """Read frame count, rate and size, without decoding.
-
-    Raises:
-        ValueError: The file is not a video, or has no frame rate.
-        OSError: The file cannot be opened.
-    """
+    """Read frame count, rate and size, without decoding."""
     return _probe(source)[0]
 
 
@@ -117,12 +112,7 @@ def video_meta(info: VideoInfo, indices: list[int]) -> dict[str, Any]:
 
 
 def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
-    """Decode and resize the chosen frames, skipping the others where possible.
-
-    Raises:
-        ValueError: The video cannot be decoded, or ends long before its announced length.
-        OSError: The file cannot be opened.
-    """
+    """Decode and resize the chosen frames, skipping the others where possible."""
     info, packets = _probe(source)
     numbers = choose_frames(info, options)
     try:
