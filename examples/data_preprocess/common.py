@@ -99,7 +99,9 @@ class Survey:
         return f"{self.left_out.total()} rows are left out:\n{''.join(lines)}"
 
 
-def main(data_sets: Sequence[DataSet], description: str, arguments: Sequence[str] | None = None) -> int:
+def main(
+    data_sets: Sequence[DataSet], description: str | None, arguments: Sequence[str] | None = None
+) -> int:
     """Run the command for these data sets; the exit status is 1 if nothing was written."""
     parser = make_parser(data_sets, description)
     options = parser.parse_args(arguments)
@@ -117,7 +119,7 @@ def main(data_sets: Sequence[DataSet], description: str, arguments: Sequence[str
     return 0
 
 
-def make_parser(data_sets: Sequence[DataSet], description: str) -> argparse.ArgumentParser:
+def make_parser(data_sets: Sequence[DataSet], description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

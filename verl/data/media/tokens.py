@@ -24,24 +24,19 @@ def expand_prompt(prompt_ids: list[int], processor: Any, shape: MediaShape) -> l
     Raises:
         ValueError: The numbers of tokens and media differ.
     """
-    images, videos = image_tokens(processor, shape), video_tokens(processor, shape)
-    for kind, token, media in (
-        ("image", processor.image_token_id, images),
-        ("video", processor.video_token_id, videos),
-    ):
-        if prompt_ids.count(token) != len(media):
-            found = prompt_ids.count(token)
-            raise ValueError(f"the rendered prompt has {found} {kind} tokens for {len(media)} {kind}s")
+    media = {
+        processor.image_token_id: ("image", image_tokens(processor, shape)),
+        processor.video_token_id: ("video", video_tokens(processor, shape)),
+    }
+    for token, (kind, tokens) in media.items():
+        found = prompt_ids.count(token)
+        if found != len(tokens):
+            raise ValueError(f"the rendered prompt has {found} {kind} tokens for {len(tokens)} {kind}s")
 
+    remaining = {token: iter(tokens) for token, (_, tokens) in media.items()}
     expanded: list[int] = []
-    next_image, next_video = iter(images), iter(videos)
     for token in prompt_ids:
-        if token == processor.image_token_id:
-            expanded += next(next_image)
-        elif token == processor.video_token_id:
-            expanded += next(next_video)
-        else:
-            expanded.append(token)
+        expanded += next(remaining[token]) if token in remaining else [token]
     return expanded if _keeps_video_edges(processor) else _without_outer_edges(expanded, processor)
 
 
