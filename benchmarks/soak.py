@@ -238,7 +238,7 @@ def media_cache_bytes(controller: int) -> int:
     """Bytes of the media cache of a run."""
     roots = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     folders = [folder for root in roots for folder in root.glob(f"{PREFIX}-{os.getuid()}-{controller}-*")]
-    files = [file for folder in folders for file in folder.glob("*.safetensors")]
+    files = [file for folder in folders for file in folder.rglob("*.safetensors")]
     return sum(file.stat().st_size for file in files)
 
 

@@ -1,12 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a public data set to rows of this project: `verl/cli/convert_data/command.py`."""
+"""Convert a public data set to a parquet file that a run reads.
+
+    python3 scripts/convert_data.py gsm8k --input openai/gsm8k@train --output data/gsm8k/train.parquet
+
+`--input` takes the same as `data.train_files`: a file, a folder or a data set on the hub, each with `@split`.
+With `--val-rows 200`, 200 rows drawn by `--seed` go to `val.parquet` in the folder of the output. Rows that
+cannot be used and rows that repeat a problem are left out and counted. `--list` names the data sets; each has
+a file in `examples/data_preprocess/`.
+"""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
-from verl.cli.convert_data.command import main
+from examples.data_preprocess import (
+    clevr,
+    common,
+    dapo17k,
+    geometry3k,
+    geoqa8k,
+    gsm8k,
+    longvideo_reason,
+    math_dataset,
+)
+
+MODULES = (clevr, dapo17k, geometry3k, geoqa8k, gsm8k, longvideo_reason, math_dataset)
+DATA_SETS = {module.DATA_SET.name: module.DATA_SET for module in MODULES}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return common.main(list(DATA_SETS.values()), __doc__, arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

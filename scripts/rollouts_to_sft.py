@@ -1,12 +1,243 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the rollouts of a run into data for supervised fine-tuning: `verl/cli/rollouts_to_sft.py`."""
+"""Turn the rollouts that a run kept into data for supervised fine-tuning (rejection sampling).
 
+    python3 scripts/rollouts_to_sft.py checkpoints/math/first --output sft.parquet --min_score 0.9
+
+Keeps finished, scored responses with at least `--min_score`, without duplicates. With `--key accuracy`, that
+value of the reward function counts instead of the score. A row has `messages` (the prompt and the response as
+the assistant's message), `images` and `videos` as paths, `score` and `step`; train on it with
+`python3 -m verl.trainer.sft data.train_files=sft.parquet`. `trainer.rollouts_to_keep` of the run decides how
+many prompts of a step have rollouts.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
 import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
-from verl.cli.rollouts_to_sft import main
+from verl.trainer.command import at_least
+from verl.viewer.rollout_store import FOLDER, MEDIA, step_files
+
+STEPS = re.compile(r"(\d+)(?:-(\d+))?")
+MARKERS = {"image": "<image>", "video": "<video>"}
+COLUMNS = [
+    "step", "sample", "score", "finish_reason", "messages", "response", "tokens", "reward_values", "media",
+]  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        pa.field(
+            "messages", pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
+        ),
+        pa.field("images", pa.list_(pa.string())),
+        pa.field("videos", pa.list_(pa.string())),
+        pa.field("score", pa.float32()),
+        pa.field("step", pa.int32()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rules for the responses to keep; None sets no limit."""
+
+    min_score: float | None = None
+    max_per_prompt: int | None = None  # keeps the best ones
+    steps: range | None = None
+    key: str | None = None  # a value of the reward function; None is the score
+
+
+class Candidate(NamedTuple):
+    """A response that reached the score."""
+
+    value: float
+    step: int
+    sample: int
+    row: dict[str, Any]  # of `SCHEMA`
+
+    @property
+    def prompt(self) -> str:
+        return prompt_of(self.row)
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """Sort key: the best first, the newest of equals."""
+        return -self.value, -self.step, self.sample
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 1 if nothing was written."""
+    options = make_parser().parse_args(arguments)
+    selection = Selection(options.min_score, options.max_per_prompt, options.steps, options.key)
+    try:
+        if options.output.suffix != ".parquet":
+            raise ValueError(f"`--output` must end in .parquet, got {options.output}")
+        rows, left_out = select_rollouts(options.run_folder, selection)
+        write_rows(options.output, rows)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"rollouts_to_sft: {error}\n")
+        return 1
+    for reason, count in left_out.most_common():
+        sys.stdout.write(f"left out: {count} {reason}\n")
+    prompts = len({prompt_of(row) for row in rows})
+    sys.stdout.write(f"wrote {options.output}: {len(rows)} responses to {prompts} prompts\n")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollouts_to_sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_folder", type=Path, help="`trainer.save_checkpoint_path` of the run")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.parquet", help="replaced if it exists"
+    )
+    parser.add_argument("--min_score", type=float, help="lowest score to keep (default: any)")
+    parser.add_argument(
+        "--max_per_prompt", type=at_least(1), help="keep at most this many, the best ones (default: all)"
+    )
+    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="steps of the run (default: all)")
+    parser.add_argument("--key", help="value of the reward function that `--min_score` applies to")
+    return parser
+
+
+def select_rollouts(run_folder: Path, selection: Selection) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Return the selected responses as rows of `SCHEMA`, and the reasons why others were left out.
+
+    Raises:
+        ValueError: No rollouts, none with that key, or none that reaches the score.
+    """
+    files = step_files(run_folder)
+    steps = files if selection.steps is None else [step for step in files if step in selection.steps]
+    chosen = [files[step] for step in steps]
+    if not chosen:
+        found = f"its rollouts are of steps {min(files)} to {max(files)}" if files else "it kept no rollouts"
+        raise ValueError(f"{run_folder} has no rollouts to select from: {found} (`trainer.rollouts_to_keep`)")
+    left_out: Counter[str] = Counter()
+    candidates = []
+    for rollout in _rollouts(chosen):
+        made = _candidate(rollout, selection, run_folder / FOLDER / MEDIA)
+        if isinstance(made, str):
+            left_out[made] += 1
+        else:
+            candidates.append(made)
+    rows = [one.row for one in _best(candidates, selection.max_per_prompt, left_out)]
+    if not rows:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+        raise ValueError(f"no rollout of {run_folder} can be used: {reasons}")
+    return rows, left_out
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows of `SCHEMA` atomically, without media columns that are empty in all rows."""
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    unused = [name for name in ("images", "videos") if not any(row[name] for row in rows)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    pq.write_table(table.drop_columns(unused), partial)
+    os.replace(partial, path)
+
+
+def prompt_of(row: dict[str, Any]) -> str:
+    """Identity of a prompt: its messages and media."""
+    return json.dumps([row["messages"][:-1], row["images"], row["videos"]])
+
+
+def _rollouts(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        if "messages" not in pq.read_schema(file).names:
+            raise ValueError(
+                f"{file} was kept by an earlier version, without the messages of its prompts: run"
+                " again to get new rollouts"
+            )
+        yield from pq.read_table(file, columns=COLUMNS).to_pylist()
+
+
+def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path) -> Candidate | str:
+    """Return the response as a row, or the reason why it is left out."""
+    if rollout["score"] is None:
+        return "without a score"
+    values = dict(rollout["reward_values"])
+    if selection.key is not None and selection.key not in values:
+        raise ValueError(f"`--key {selection.key}`: the reward function returned {sorted(values)}")
+    value = rollout["score"] if selection.key is None else values[selection.key]
+    if math.isnan(value):  # the reward function returned it for other responses only
+        return f"without {selection.key}"
+    if rollout["finish_reason"] != "stop":
+        return "cut off at the response length limit"
+    if selection.min_score is not None and not value >= np.float32(selection.min_score):  # as it is stored
+        return f"below {selection.min_score:g}"
+    media: dict[str, list[str]] = {"image": [], "video": []}
+    for medium in rollout["media"] or []:
+        source = _path_of(medium, media_folder)
+        if source is None:
+            return "with a video that was given as bytes: only single frames were kept"
+        media[medium["kind"]].append(source)
+    response = rollout["response"].removesuffix(rollout["tokens"][-1])  # end token, where it is visible
+    prompt = [_with_markers(message) for message in json.loads(rollout["messages"])]
+    row = {
+        "messages": [*prompt, {"role": "assistant", "content": response}],
+        "images": media["image"],
+        "videos": media["video"],
+        "score": value,
+        "step": rollout["step"],
+    }
+    return Candidate(value, rollout["step"], rollout["sample"], row)
+
+
+def _path_of(medium: dict[str, Any], folder: Path) -> str | None:
+    """The path that the run read, or its downscaled copy if the row held bytes; None if there is none."""
+    if not medium["source"].startswith("of "):
+        return medium["source"]
+    copies = medium["files"] or []
+    return str((folder / copies[0]).absolute()) if medium["kind"] == "image" and copies else None
+
+
+def _with_markers(message: dict[str, Any]) -> dict[str, str]:
+    """Join the parts of a message to text with a marker for each image and video."""
+    content = message["content"]
+    if not isinstance(content, str):
+        texts = [part["text"] if part["type"] == "text" else MARKERS[part["type"]] for part in content]
+        content = "".join(texts)
+    return {"role": message["role"], "content": content}
+
+
+def _best(candidates: list[Candidate], limit: int | None, left_out: Counter[str]) -> list[Candidate]:
+    """Drop duplicates, keep the best of each prompt, and sort by step."""
+    by_prompt: dict[str, dict[str, Candidate]] = {}
+    for one in candidates:
+        responses = by_prompt.setdefault(one.prompt, {})
+        response = one.row["messages"][-1]["content"]
+        if response in responses:
+            left_out["the same response to the same prompt"] += 1
+        responses[response] = min(one, responses.get(response, one), key=lambda each: each.rank)
+    kept = []
+    for responses in by_prompt.values():
+        ranked = sorted(responses.values(), key=lambda each: each.rank)
+        kept += ranked[:limit]
+    if len(kept) < sum(map(len, by_prompt.values())):
+        left_out["beyond `--max_per_prompt`"] = sum(map(len, by_prompt.values())) - len(kept)
+    return sorted(kept, key=lambda each: (each.step, each.prompt, each.sample))
+
+
+def _steps(text: str) -> range:
+    match = STEPS.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a step or FIRST-LAST, got {text!r}")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
 
 if __name__ == "__main__":
     sys.exit(main())

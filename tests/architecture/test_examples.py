@@ -9,8 +9,9 @@ import yaml
 from jinja2.sandbox import SandboxedEnvironment
 from ray.runtime_env import RuntimeEnv
 
+from examples.data_preprocess.common import make_parser
+from scripts.convert_data import DATA_SETS
 from tests.architecture.source import ROOT
-from verl.cli.convert_data.command import make_parser
 from verl.trainer.main import main
 from verl.trainer.sft import __main__ as sft
 
@@ -65,13 +66,13 @@ def test_every_example_script_passes_a_dry_run(script, tmp_path, monkeypatch, ca
     assert "note:" not in capsys.readouterr().err
 
 
-def test_every_conversion_of_an_example_script_has_switches_and_a_data_set_that_there_are():
+def test_every_conversion_in_an_example_script_names_a_known_data_set_and_known_switches():
     texts = [script.read_text() for script in SCRIPTS]
     commands = re.findall(r"^python3 scripts/convert_data\.py (.*)$", "\n".join(texts), re.MULTILINE)
 
     assert commands
     for command in commands:
-        make_parser().parse_args(shlex.split(command))
+        make_parser(list(DATA_SETS.values()), "").parse_args(shlex.split(command))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

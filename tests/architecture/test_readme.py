@@ -20,7 +20,7 @@ def named_folders():
 def test_the_readme_names_every_folder_of_the_package():
     packages = {path.parent.name for path in source_files(pattern="__init__.py")}
 
-    assert packages - named_folders() - {"ray", "convert_data"} == set()
+    assert packages - named_folders() - {"ray"} == set()
 
 
 def test_the_readme_tree_names_nothing_that_is_not_there():

@@ -131,5 +131,5 @@ def test_a_report_that_cannot_be_used_is_a_warning_and_stays_as_it_is(content, t
 
     BadRowReport(path).add([BadRow(0, "rows.jsonl, row 0", "cut")])
 
-    assert f"bad rows are not listed: path={path}" in caplog.text
+    assert f"bad rows could not be listed: path={path}" in caplog.text
     assert content is None or path.read_text() == content

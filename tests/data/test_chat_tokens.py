@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a conversation are learned."""
+"""The tokens of a conversation to train on."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def texts(tokenizer, messages, turns="all", template=None):
     return [tokenizer.decode(run) for run in runs]
 
 
-def test_the_assistants_words_and_the_end_of_its_turn_are_learned_and_nothing_else(tokenizer):
+def test_only_the_assistants_text_and_its_end_token_are_trained(tokenizer):
     assert texts(tokenizer, TWO_TURNS) == ["one<|im_end|>", "two<|im_end|>"]
 
 
@@ -55,19 +55,19 @@ def test_with_last_turns_the_earlier_ones_are_context(tokenizer):
     assert texts(tokenizer, TWO_TURNS, "last") == ["two<|im_end|>"]
 
 
-def test_what_follows_the_last_answer_is_not_learned(tokenizer):
+def test_text_after_the_last_turn_is_not_trained(tokenizer):
     messages = [*TWO_TURNS[:3], {"role": "user", "content": "Thanks."}]
 
     assert texts(tokenizer, messages) == ["one<|im_end|>"]
 
 
-def test_an_empty_answer_is_learned_as_the_end_of_the_turn(tokenizer):
+def test_an_empty_turn_trains_its_end_token(tokenizer):
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": ""}]
 
     assert texts(tokenizer, messages) == ["<|im_end|>"]
 
 
-def test_the_tokens_before_an_answer_are_those_that_a_rollout_begins_with(tokenizer):
+def test_the_tokens_before_a_turn_equal_the_prompt_of_a_rollout(tokenizer):
     prompt = tokenizer.apply_chat_template(TWO_TURNS[:4], add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
 
@@ -94,7 +94,7 @@ def test_spans_are_counted_in_characters_of_the_text():
     assert spans == [Span(6, 10), Span(16, 20)]
 
 
-def test_a_token_that_begins_before_a_span_or_ends_behind_it_is_not_inside():
+def test_a_token_that_overlaps_the_edge_of_a_span_is_outside():
     offsets = [(0, 2), (2, 4), (3, 6), (4, 4), (4, 6), (6, 8), (8, 10), (9, 11), (12, 13)]
 
     inside = tokens_inside(offsets, [Span(4, 8), Span(8, 10), Span(12, 13)])
@@ -105,8 +105,8 @@ def test_a_token_that_begins_before_a_span_or_ends_behind_it_is_not_inside():
 @pytest.mark.parametrize(
     ("template", "turns", "reason"),
     [
-        (THINKING, "all", "writes message 2, of the assistant, otherwise once other messages follow"),
-        (OPENED, "all", "does not begin message 2, of the assistant, as it asks for an answer"),
+        (THINKING, "all", "renders message 2, of the assistant, differently when other messages follow"),
+        (OPENED, "all", "does not start message 2, of the assistant, with its generation prompt"),
         (UNCLOSED, "last", "ends message 4, of the assistant, with"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_template_that_hides_what_was_sampled_is_an_error(tokenizer, template,
         ConversationTokenizer(tokenizer, template, turns)(TWO_TURNS)
 
 
-def test_a_template_that_rewrites_earlier_turns_can_be_learned_turn_by_turn(tokenizer):
+def test_a_template_that_rewrites_earlier_turns_works_with_the_last_turn(tokenizer):
     assert texts(tokenizer, TWO_TURNS, "last", THINKING) == ["<think></think>two<|im_end|>"]
 
 

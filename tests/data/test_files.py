@@ -62,13 +62,13 @@ def test_files_of_different_kinds_are_joined_in_order_and_rows_know_their_file(f
 
 
 @pytest.mark.parametrize("content", [{"data": ROWS}, {key: [row[key] for row in ROWS] for key in ROWS[0]}])
-def test_json_may_hold_a_data_list_or_columns(content, folder):
+def test_json_may_contain_a_data_list_or_columns(content, folder):
     (folder / "a.json").write_text(json.dumps(content))
 
     assert all_rows(str(folder / "a.json")) == ROWS
 
 
-def test_a_pickled_data_frame_is_rows(folder):
+def test_a_pickled_data_frame_is_read_as_rows(folder):
     pandas.DataFrame(ROWS).to_pickle(folder / "a.pkl")
 
     assert all_rows(str(folder / "a.pkl")) == ROWS
@@ -119,7 +119,7 @@ def test_rows_of_json_lines_keep_their_own_types(folder):
     assert all_rows(write(folder / "a.jsonl", rows)) == rows
 
 
-def test_image_columns_of_parquet_are_handed_out_as_bytes_not_pixels(folder):
+def test_image_columns_of_parquet_are_returned_as_bytes_not_pixels(folder):
     image = Image.fromarray(noise(8, 6))
     for column in (datasets.Image(), datasets.List(datasets.Image())):
         value = image if isinstance(column, datasets.Image) else [image]
@@ -140,15 +140,15 @@ def test_image_columns_of_parquet_are_handed_out_as_bytes_not_pixels(folder):
         ("./absent", "no file or directory"),
         ("", "names no file"),
         ("notes.txt", "must end in one of"),
-        ("empty.jsonl", "holds no rows"),
+        ("empty.jsonl", "has no rows"),
         ("bad.jsonl", "bad.jsonl cannot be read: line 2 is not JSON"),
         ("bad.parquet", "bad.parquet cannot be read"),
         ("bad.pkl", "bad.pkl cannot be read"),
         ("a.jsonl@test", "has the split `train` only, got `@test`"),
-        ("void", "holds no file that ends in"),
+        ("void", "has no file that ends in"),
     ],
 )
-def test_what_cannot_be_read_is_named(name, message, folder, monkeypatch):
+def test_an_unreadable_source_is_named(name, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
     write(folder / "a.jsonl")
     (folder / "notes.txt").write_text("hello")

@@ -283,7 +283,7 @@ def test_what_the_loader_decoded_is_in_the_cache_for_the_workers(media_model, tm
 
     list(loader)
 
-    assert len(list(cache.directory.glob("*.safetensors"))) == 24
+    assert len(list(cache.directory.rglob("*.safetensors"))) == 24
     cache.close()
 
 
@@ -327,13 +327,13 @@ def film_loader(model, tmp_path, cache, count, num_workers):
 
 def films_in(cache):
     """The numbers of the films whose frames stand in the cache."""
-    entries = [read_entry(path) for path in cache.directory.glob("*.safetensors")]
+    entries = [read_entry(path) for path in cache.directory.rglob("*.safetensors")]
     return {(entry.meta["total_num_frames"] - 24) // 2 for entry in entries if entry is not None}
 
 
 def bytes_in(cache):
     total = 0
-    for path in cache.directory.glob("*.safetensors"):
+    for path in cache.directory.rglob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # a process has just made room
             total += path.stat().st_size
     return total
@@ -365,7 +365,7 @@ def test_at_the_end_of_an_epoch_the_frames_of_the_next_one_are_decoded(media_mod
     for ahead in ({2, 3}, {4, 5}, {6, 7}):  # two rows ahead
         next(batches)
         wait_until(lambda ahead=ahead: films_in(cache) >= ahead)
-        for path in cache.directory.glob("*.safetensors"):
+        for path in cache.directory.rglob("*.safetensors"):
             path.unlink()
 
     last = next(batches)

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.data.row_scan import scan_rows
 from verl.data.tokenizer import load_processor, load_tokenizer
@@ -86,7 +87,7 @@ def test_a_text_row_becomes_a_left_padded_prompt_with_all_its_columns(text_model
     batch.check()
 
 
-def test_rows_with_images_videos_both_and_neither_stand_in_one_file(media_model, tmp_path):
+def test_one_file_may_mix_rows_with_images_videos_both_and_neither(media_model, tmp_path):
     image, video = save_image(tmp_path / "a.png", 60, 50), save_video(tmp_path / "a.mp4", 56, 56, 8)
     rows = [
         {"problem": "text only", "answer": "a", "images": None, "videos": []},
@@ -234,7 +235,7 @@ def test_an_unusable_row_is_an_error_that_names_file_row_and_reason(row, message
     assert len(dataset) == 1 and [bad.index for bad in dataset.bad_rows] == [1]
 
 
-def test_a_missing_column_is_named_with_those_there_are_and_the_option(text_model, tmp_path):
+def test_a_missing_column_is_named_with_the_existing_ones_and_the_option(text_model, tmp_path):
     message = r"rows.jsonl has no column `problem`: it has \['answer', 'question'\]; set `data.prompt_key`"
     with pytest.raises(ValueError, match=message):
         open_text(text_model, tmp_path, [{"question": "1?", "answer": "1"}])
@@ -261,7 +262,7 @@ def test_prompts_that_are_too_long_are_filtered_by_their_expanded_length(media_m
         assert (len(dataset), dataset.num_overlong) == (kept, 2 - kept)
 
 
-def test_a_long_prompt_that_is_not_filtered_is_a_bad_row_never_cut(text_model, tmp_path):
+def test_a_long_prompt_without_the_filter_is_a_bad_row_and_never_truncated(text_model, tmp_path):
     rows = [{"problem": "1 2 3 " * 50, "answer": "1"}]
     options = dict(filter_overlong_prompts=False, max_prompt_length=32)
 

@@ -10,7 +10,8 @@ import torch
 from tests.helpers.media import save_image, save_video
 from verl.config.data import DataConfig
 from verl.config.sft import SFTDataConfig
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
@@ -39,7 +40,7 @@ def learned(dataset, item):
     return dataset.tokenizer.decode(item["input_ids"][item["is_trained"].bool()])
 
 
-def test_a_prompt_and_its_response_are_the_conversation_of_both(tmp_path, folders):
+def test_a_prompt_and_its_response_form_a_conversation(tmp_path, folders):
     row = {"prompt": "How many?", "response": "three"}
     (tmp_path / "format.jinja").write_text("{{ content }}")
     config = replace(CONFIG, format_prompt=str(tmp_path / "format.jinja"))
@@ -49,7 +50,7 @@ def test_a_prompt_and_its_response_are_the_conversation_of_both(tmp_path, folder
     assert all(single[name].equal(chat[name]) for name in SFTDataset.tensors)
 
 
-def test_conversations_in_sharegpt_form_are_the_same_conversations(tmp_path, folders):
+def test_sharegpt_conversations_equal_chat_conversations(tmp_path, folders):
     said = [{"from": "system", "value": "Count."}, {"from": "human", "value": "How many?"}]
     said.append({"from": "gpt", "value": "three"})
     config = replace(CONFIG, messages_key="conversations")
@@ -60,7 +61,7 @@ def test_conversations_in_sharegpt_form_are_the_same_conversations(tmp_path, fol
     assert all(sharegpt[name].equal(chat[name]) for name in SFTDataset.tensors)
 
 
-def test_a_prompt_is_formatted_as_for_rollouts(tmp_path, folders):
+def test_a_prompt_uses_the_same_template_as_a_rollout(tmp_path, folders):
     (tmp_path / "format.jinja").write_text("{{ content }} Think.")
     config = replace(CONFIG, format_prompt=str(tmp_path / "format.jinja"))
     dataset = open_rows(tmp_path, folders["qwen2"], [{"prompt": "2 + 3", "response": "5"}], config=config)
@@ -91,7 +92,7 @@ def test_a_batch_pads_on_the_right_and_shifts_by_one(tmp_path, folders):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_the_tokens_of_a_prompt_with_media_are_those_of_a_rollout(family, tmp_path, folders):
+def test_a_prompt_with_media_has_the_same_tokens_as_a_rollout(family, tmp_path, folders):
     media = {
         "images": [save_image(tmp_path / "one.png", 56, 84), save_image(tmp_path / "two.png", 84, 56)],
         "videos": [save_video(tmp_path / "film.mp4", 56, 56, 8)],
@@ -129,7 +130,7 @@ def test_turns_after_further_media_stay_marked(tmp_path, folders):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": CHAT[:1]}, "no message has the role `assistant`: there is nothing to learn from"),
+        ({"messages": CHAT[:1]}, "no message has the role `assistant`: there is nothing to train on"),
         ({"messages": []}, "must be a string or a list of chat messages"),
         ({"messages": [{"role": "user"}]}, "message 0 must have a `content`"),
         ({"messages": [{"from": ["gpt"], "value": "three"}]}, "message 0 must be a dictionary whose `role`"),
@@ -140,20 +141,20 @@ def test_turns_after_further_media_stay_marked(tmp_path, folders):
         ({"messages": CHAT, "images": ["a.png"]}, "has images or videos, which the model cannot read"),
     ],
 )
-def test_a_row_that_cannot_be_learned_from_is_an_error_that_names_it(row, reason, tmp_path, folders):
+def test_an_unusable_row_is_an_error_that_names_it(row, reason, tmp_path, folders):
     with pytest.raises(ValueError, match=rf"rows.jsonl, row 1: .*{reason}"):
         open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}, row])
 
 
-def test_an_answer_that_shows_an_image_is_an_error(tmp_path, folders):
+def test_an_assistant_turn_with_an_image_is_an_error(tmp_path, folders):
     chat = [CHAT[0], {"role": "assistant", "content": "<image>"}]
     row = {"messages": chat, "images": [save_image(tmp_path / "one.png", 56, 56)]}
 
-    with pytest.raises(ValueError, match="the assistant shows an image or a video"):
+    with pytest.raises(ValueError, match="an assistant turn contains an image or a video"):
         open_rows(tmp_path, folders["qwen2_5_vl"], [row])
 
 
-def test_bad_rows_are_left_out_if_asked_for(tmp_path, folders):
+def test_bad_rows_are_skipped_on_request(tmp_path, folders):
     rows = [{"messages": CHAT[:1]}, {"messages": CHAT}]
 
     dataset = open_rows(tmp_path, folders["qwen2"], rows, config=replace(CONFIG, on_bad_row="skip"))
@@ -161,7 +162,7 @@ def test_bad_rows_are_left_out_if_asked_for(tmp_path, folders):
     assert dataset.indices == [1]
 
 
-def test_a_conversation_that_is_too_long_is_left_out_or_an_error_never_cut(tmp_path, folders):
+def test_a_long_conversation_is_filtered_or_an_error_but_never_truncated(tmp_path, folders):
     long = [CHAT[0], {"role": "assistant", "content": "three " * 80}]
     rows = [{"messages": CHAT}, {"messages": long}]
 
@@ -174,19 +175,19 @@ def test_a_conversation_that_is_too_long_is_left_out_or_an_error_never_cut(tmp_p
     assert "the conversation has" in strict[1].reason and "`data.max_length` is 64" in strict[1].reason
 
 
-def test_columns_that_are_missing_are_named(tmp_path, folders):
+def test_missing_columns_are_named(tmp_path, folders):
     with pytest.raises(ValueError, match="neither a column `messages` nor `prompt` and `response`"):
         open_rows(tmp_path, folders["qwen2"], [{"text": "a"}])
 
 
-def test_a_template_for_prompts_has_no_effect_on_conversations_which_is_an_error(tmp_path, folders):
+def test_a_prompt_template_without_effect_on_conversations_is_an_error(tmp_path, folders):
     config = replace(CONFIG, format_prompt="examples/format_prompt/math.jinja")
 
     with pytest.raises(ValueError, match=r"`data.format_prompt`.*has no effect"):
         open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}], config=config)
 
 
-def test_position_ids_of_several_rows_are_padded_alike(tmp_path, folders):
+def test_position_ids_of_several_rows_are_padded_to_the_same_length(tmp_path, folders):
     dataset = open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}])
     dataset.position_ids = lambda ids: torch.arange(len(ids)).repeat(4, 1)
 

@@ -14,8 +14,9 @@ from tests.equivalence.test_packed_forward_fsdp import sharded
 from tests.helpers.distributed import run_distributed
 from tests.helpers.media import save_image, save_video
 from verl.data.media.cache import MediaCache
-from verl.data.media.loader import MediaLoader, expand_prompt
-from verl.data.media.media_options import MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.data.media.tokens import expand_prompt
 from verl.data.tokenizer import load_processor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for

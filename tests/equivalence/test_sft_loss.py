@@ -18,7 +18,8 @@ from tests.equivalence.test_update import RecordingOptimizer, relative_errors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.media import save_image
 from verl.config.sft import SFTDataConfig
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.hub_names import auto_class

@@ -205,7 +205,8 @@ def rank_rows(rank, world_size):
 
 def build_forward(kind, folder, checkpointing, world_size):
     from verl.config.model import FSDPConfig, ModelConfig
-    from verl.data.media.loader import MediaLoader, MediaOptions
+    from verl.data.media.loader import MediaLoader
+    from verl.data.media.sizes import MediaOptions
     from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from verl.config.ppo import DataConfig
 from verl.data.files import READERS
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model

@@ -37,7 +37,8 @@ def update_once(root, kind, dtype, device):
 
     from verl.config.model import FSDPConfig, ModelConfig
     from verl.config.worker import ActorConfig
-    from verl.data.media.loader import MediaLoader, MediaOptions
+    from verl.data.media.loader import MediaLoader
+    from verl.data.media.sizes import MediaOptions
     from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward

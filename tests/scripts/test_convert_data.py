@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/convert_data.py`: from files as the hub has them to prompts of a run and full scores."""
+"""`scripts/convert_data.py`: from files of the hub to prompts of a run and full scores."""
 
 import json
-import runpy
 
 import datasets
 import huggingface_hub
 import pytest
 from pyarrow import parquet
 
+from examples.data_preprocess.common import CONTRADICTING, REPEATED, write_files
+from scripts.convert_data import DATA_SETS, main
 from tests.architecture.test_examples import command_of
-from tests.cli.convert_data.test_converters import DAPO_PROMPT, dapo_row, longvideo_row
+from tests.examples.test_data_preprocess import DAPO_PROMPT, dapo_row, longvideo_row
 from tests.helpers.media import image_bytes, save_video
 from tests.helpers.training import ROOT
-from verl.cli.convert_data.conversion import CONTRADICTING, REPEATED, write_files
-from verl.cli.convert_data.converters import CONVERTERS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTDataConfig
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.rewards.function import load_reward_function
-
-convert = runpy.run_path(str(ROOT / "scripts" / "convert_data.py"))["main"]
 
 PNG = {"bytes": image_bytes(60, 50), "path": "a.png"}
 IMAGES = {"images": datasets.List(datasets.Image()), "problem": datasets.Value("string")}
@@ -91,10 +89,10 @@ def open_as_a_run_does(name, file, folder, monkeypatch, *options):
     monkeypatch.chdir(ROOT)
     overrides = [f"data.train_files={file}", "data.filter_overlong_prompts_workers=1", *options]
     config = load_config(
-        PPOConfig, [*command_of(ROOT / "examples" / f"{CONVERTERS[name].example}.sh"), *overrides]
+        PPOConfig, [*command_of(ROOT / "examples" / f"{DATA_SETS[name].example}.sh"), *overrides]
     )
     model, media, processor = folder / "vl", None, None
-    if "_vl_" in CONVERTERS[name].example:
+    if "_vl_" in DATA_SETS[name].example:
         processor = load_processor(model)
         media = MediaLoader(processor, MediaOptions.from_data(config.data))
     dataset = RLHFDataset(config.data.train_files, load_tokenizer(model), processor, config.data, media=media)
@@ -103,13 +101,13 @@ def open_as_a_run_does(name, file, folder, monkeypatch, *options):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_ground_truth_of_converted_rows_gets_the_full_score_in_the_example_that_is_named(
+def test_converted_ground_truths_get_the_full_score_in_the_example_run(
     name, folder, tmp_path, monkeypatch, capsys
 ):
     rows, features, answers = SOURCES[name]
     source = write_parquet(tmp_path / "train.parquet", rows, features)
 
-    assert convert([name, "--input", source, "--output", "out/train.parquet"]) == 0, capsys.readouterr().err
+    assert main([name, "--input", source, "--output", "out/train.parquet"]) == 0, capsys.readouterr().err
     command = capsys.readouterr().out.splitlines()[-1]
     dataset, reward = open_as_a_run_does(name, tmp_path / "out/train.parquet", folder, monkeypatch)
     items = [dataset[index] for index in range(len(dataset))]
@@ -123,14 +121,14 @@ def test_the_ground_truth_of_converted_rows_gets_the_full_score_in_the_example_t
 
     assert [item["ground_truth"] for item in items] == answers
     assert [score["overall"] for score in scores] == [1.0] * len(answers)
-    assert f"bash examples/{CONVERTERS[name].example}.sh data.train_files=out/train.parquet" in command
+    assert f"bash examples/{DATA_SETS[name].example}.sh data.train_files=out/train.parquet" in command
     has_images = features is not None
     assert [item["multi_modal_data"] for item in items] == [
         {"images": [PNG["bytes"]], "videos": []} if has_images else None
     ] * len(answers)
 
 
-def test_questions_about_videos_with_reasoning_are_prompts_and_conversations(
+def test_video_questions_with_reasoning_work_as_prompts_and_conversations(
     folder, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "longvila_videos").mkdir()
@@ -138,7 +136,7 @@ def test_questions_about_videos_with_reasoning_are_prompts_and_conversations(
     other = longvideo_row(videos="longvila_videos/b.mp4")  # the same question: another problem, not there
     source = write_jsonl(tmp_path / "rows.jsonl", [longvideo_row(), longvideo_row(), other])
 
-    assert convert(["longvideo_reason", "--input", source, "--output", "train.parquet"]) == 0
+    assert main(["longvideo_reason", "--input", source, "--output", "train.parquet"]) == 0
     file = tmp_path / "train.parquet"
     skip = ("data.on_bad_row=skip", f"data.video_dir={tmp_path}")
     prompts, reward = open_as_a_run_does("longvideo_reason", file, folder, monkeypatch, *skip)
@@ -159,12 +157,12 @@ def test_questions_about_videos_with_reasoning_are_prompts_and_conversations(
     assert reward.score([response])[0]["overall"] == 1.0
 
 
-def test_a_problem_stands_once_and_each_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
+def test_each_problem_occurs_once_and_rows_left_out_are_counted_by_reason(tmp_path, capsys):
     rows = [{"question": f"{n}?", "answer": "#### 3"} for n in (1, 2, 1, 1)]  # "3": texts that Python shares
     rows += [{"question": "1?", "answer": "#### 4"}, {"question": "5?", "answer": "five"}]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
 
-    assert convert(["gsm8k", "--input", source, "--output", "a.parquet"]) == 0
+    assert main(["gsm8k", "--input", source, "--output", "a.parquet"]) == 0
 
     output = capsys.readouterr().out
     assert [(row["problem"], row["answer"]) for row in read("a.parquet")] == [("1?", "3"), ("2?", "3")]
@@ -174,23 +172,23 @@ def test_a_problem_stands_once_and_each_row_that_is_left_out_is_counted_with_its
     assert f"1 the answer has no result behind ####; the first is {source}, row 5" in output
 
 
-def test_the_same_question_about_another_image_is_another_problem(tmp_path):
+def test_the_same_question_about_another_image_is_kept(tmp_path):
     images = [{"bytes": image_bytes(8, 8, seed), "path": None} for seed in (1, 2, 1)]
     rows = [{"images": [image], "problem": "<image>How many?", "answer": "3"} for image in images]
     source = write_parquet(tmp_path / "rows.parquet", rows, SOURCES["geoqa8k"][1])
 
-    assert convert(["clevr", "--input", source, "--output", "a.parquet"]) == 0
+    assert main(["clevr", "--input", source, "--output", "a.parquet"]) == 0
 
     assert [row.get("answer") for row in read("a.parquet")] == ["3", "3"]
 
 
-def test_rows_for_validation_are_drawn_by_the_seed_and_stand_in_one_file_only(tmp_path):
+def test_validation_rows_are_drawn_by_the_seed_and_are_in_one_file_only(tmp_path):
     rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(20)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
     drawn = {}
     for folder, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         switches = ["--val-rows", "5", "--seed", seed, "--output", f"{folder}/train.parquet"]
-        assert convert(["gsm8k", "--input", source, *switches]) == 0
+        assert main(["gsm8k", "--input", source, *switches]) == 0
         train, val = read(f"{folder}/train.parquet"), read(f"{folder}/val.parquet")
         assert len(val) == 5
         assert sorted(int(row["answer"]) for row in train + val) == list(range(20))
@@ -199,8 +197,8 @@ def test_rows_for_validation_are_drawn_by_the_seed_and_stand_in_one_file_only(tm
     assert drawn["a"] == drawn["b"] != drawn["c"]
 
 
-def test_images_by_path_are_kept_as_their_bytes_however_many_row_groups_there_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.cli.convert_data.conversion.ROW_GROUP_BYTES", 3000)
+def test_images_by_path_are_stored_as_bytes_over_several_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("examples.data_preprocess.common.ROW_GROUP_BYTES", 3000)
     contents = [image_bytes(20, 20, seed) for seed in range(5)]  # some 1.2 kB each
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.png").write_bytes(content)
@@ -209,7 +207,7 @@ def test_images_by_path_are_kept_as_their_bytes_however_many_row_groups_there_ar
     monkeypatch.chdir(ROOT)
 
     output = tmp_path / "a.parquet"
-    assert convert(["clevr", "--input", source, "--output", str(output), "--image-dir", str(tmp_path)]) == 0
+    assert main(["clevr", "--input", source, "--output", str(output), "--image-dir", str(tmp_path)]) == 0
 
     assert parquet.ParquetFile(output).metadata.num_row_groups == 2
     table = datasets.Dataset.from_parquet(str(output)).cast_column(
@@ -218,10 +216,10 @@ def test_images_by_path_are_kept_as_their_bytes_however_many_row_groups_there_ar
     assert [row["images"][0]["bytes"] for row in table] == contents
 
 
-def test_a_column_that_is_missing_is_an_error_with_found_and_needed(tmp_path, capsys):
+def test_a_missing_column_is_an_error_with_found_and_needed(tmp_path, capsys):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"question": "1?", "result": "1"}])
 
-    assert convert(["gsm8k", "--input", source, "--output", "a.parquet"]) == 1
+    assert main(["gsm8k", "--input", source, "--output", "a.parquet"]) == 1
 
     assert (
         f"`--input`: {source} has no column `answer`: gsm8k needs `question`, `answer`, found `question`,"
@@ -241,11 +239,11 @@ def test_a_column_that_is_missing_is_an_error_with_found_and_needed(tmp_path, ca
         (["--output", "a.parquet", "--input", "bad.jsonl"], "none of the rows of bad.jsonl can be used"),
     ],
 )
-def test_what_is_wrong_with_the_switches_is_said_and_nothing_is_written(switches, message, tmp_path, capsys):
+def test_wrong_switches_are_reported_and_nothing_is_written(switches, message, tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "1?", "answer": "#### 1"}])
     write_jsonl(tmp_path / "bad.jsonl", [{"question": "1?", "answer": "1"}])
 
-    assert convert(["gsm8k", "--input", "rows.jsonl", *switches]) == 1
+    assert main(["gsm8k", "--input", "rows.jsonl", *switches]) == 1
 
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "rows.jsonl"]
@@ -266,9 +264,7 @@ def test_no_file_is_replaced_before_all_are_written(tmp_path):
     }
 
 
-def test_of_a_data_set_with_several_subsets_the_one_that_is_meant_is_read_from_the_hubs_cache(
-    tmp_path, monkeypatch
-):
+def test_the_right_subset_of_a_data_set_is_read_from_the_hub_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "hub" / "datasets--openai--gsm8k"
@@ -279,25 +275,25 @@ def test_of_a_data_set_with_several_subsets_the_one_that_is_meant_is_read_from_t
             file = repository / "snapshots" / ("1" * 40) / subset / f"{split}-00000-of-00001.parquet"
             write_parquet(file, [{"question": f"{subset} {split}?", "answer": "#### 1"}])
 
-    assert convert(["gsm8k", "--input", "openai/gsm8k@test", "--output", "a.parquet"]) == 0
+    assert main(["gsm8k", "--input", "openai/gsm8k@test", "--output", "a.parquet"]) == 0
 
     assert [row["problem"] for row in read("a.parquet")] == ["main test?"]
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_input(tmp_path, monkeypatch, capsys):
+def test_an_unreachable_hub_is_an_error_that_names_the_input(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-    assert convert(["gsm8k", "--input", "openai/gsm8k@train", "--output", "a.parquet"]) == 1
+    assert main(["gsm8k", "--input", "openai/gsm8k@train", "--output", "a.parquet"]) == 1
 
     assert "`--input`: openai/gsm8k is no local file or directory" in capsys.readouterr().err
 
 
-def test_the_list_names_every_data_set_its_columns_and_an_example_that_is_there(capsys):
-    assert convert(["--list"]) == 0
+def test_the_list_names_every_data_set_its_columns_and_an_existing_example(capsys):
+    assert main(["--list"]) == 0
 
     listed = capsys.readouterr().out
-    for name in CONVERTERS:
-        assert f"{name}: {CONVERTERS[name].summary}" in listed
-        assert all(hub_name in listed for hub_name in CONVERTERS[name].hub_names)
-        assert (ROOT / "examples" / f"{CONVERTERS[name].example}.sh").exists()
+    for name in DATA_SETS:
+        assert f"{name}: {DATA_SETS[name].summary}" in listed
+        assert all(hub_name in listed for hub_name in DATA_SETS[name].hub_names)
+        assert (ROOT / "examples" / f"{DATA_SETS[name].example}.sh").exists()

@@ -77,7 +77,7 @@ def test_a_conversation_is_shown_with_what_is_learned_of_it(check, rows, folder,
 
 
 def test_tokens_are_counted_over_the_rows_that_are_used(check, rows):
-    rows[1]["messages"].pop()  # nothing to learn from
+    rows[1]["messages"].pop()  # nothing to train on
     rows[2]["messages"][0]["content"] += " and again?" * 30
     rows[3]["images"] = ["missing.png"]
 
@@ -89,7 +89,7 @@ def test_tokens_are_counted_over_the_rows_that_are_used(check, rows):
     assert "8 rows, 5 used" in text
     assert num_learned == 5 * ANSWER and f"({num_learned / num_all:.1%})" in sums
     assert "longer than `data.max_length`: 1 rows" in text
-    assert "row 1: no message has the role `assistant`: there is nothing to learn from" in text
+    assert "row 1: no message has the role `assistant`: there is nothing to train on" in text
     assert "row 3: the image" in text and "missing.png cannot be read" in text
 
 

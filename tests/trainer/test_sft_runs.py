@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from scripts.rollouts_to_sft import main as rollouts_to_sft
 from tests.faults.runs import saved_tensors
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, read_metrics, train
-from verl.cli.rollouts_to_sft import main as rollouts_to_sft
 from verl.models.tiny import save_tiny_model
 
 

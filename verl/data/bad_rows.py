@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that cannot be used: how they are named, and the file that lists them."""
+"""Rows that cannot be used, and the file that lists them."""
 
 import json
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ logger = get_logger(__name__)
 
 
 class BadRowError(ValueError):
-    """A row of the data cannot be used; the message says where it is and why."""
+    """A data row cannot be used; the message gives the reason."""
 
 
 class BadRow(NamedTuple):
-    """A row that is left out: where it stands and why it cannot be used."""
+    """A row that is left out, its location and the reason."""
 
     index: int
     where: str
@@ -30,22 +30,19 @@ class BadRow(NamedTuple):
 
 
 class BadRowReport:
-    """The bad rows of a run and of those that resume it, one line for each, for whoever repairs the data.
+    """The file of bad rows: one line per row, over a run and all runs that resume it.
 
     Example::
 
         {"file": "train.jsonl", "row": 17, "reason": "the image 17.png cannot be read: ..."}
-
-    Args:
-        path: Of the file; it and its folder are made when there is something to list.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._listed: set[tuple[str, int]] | None = None  # file and row; None before the file was read
+        self._listed: set[tuple[str, int]] | None = None  # (file, row); None until the file is read
 
     def add(self, rows: Iterable[BadRow]) -> None:
-        """Append the rows that are not listed yet. A file that cannot be written is a warning."""
+        """Append the rows that are not listed yet. An error only logs a warning."""
         lines = []
         try:
             if self._listed is None:
@@ -59,12 +56,14 @@ class BadRowReport:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a") as report:
                     report.write("".join(f"{line}\n" for line in lines))
-        except (OSError, ValueError, KeyError, TypeError) as error:  # no room, or lines of somebody else's
+        except (OSError, ValueError, KeyError, TypeError) as error:  # full disk, or foreign lines
             self._listed = None
-            logger.warning("bad rows are not listed: path=%s rows=%d error=%s", self.path, len(lines), error)
+            logger.warning(
+                "bad rows could not be listed: path=%s rows=%d error=%s", self.path, len(lines), error
+            )
 
     def _read(self) -> set[tuple[str, int]]:
-        """What earlier runs listed; the line that a run was writing when it was killed is removed."""
+        """Read the rows of earlier runs; an incomplete last line of a killed run is removed."""
         if not self.path.exists():
             return set()
         text = self.path.read_text()

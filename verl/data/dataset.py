@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of data as items of a batch: opened, checked once, read with their media by reference.
+"""Base class of data sets: open files, check every row once, read rows with their media by reference.
 
-`RowDataset` opens the files, checks every row and leaves out (or refuses) those that cannot be used. Nothing
-here keeps pixels: a row's media are decoded to be sure that they can be and to know their size, and the media
-cache keeps the result for the workers. Media are opened in a process beside the one that reads
-(`MediaReader`): a file that crashes or hangs its decoder is a bad row like any other.
-
-What a row becomes is a subclass: a prompt (`dataset.py`), or a conversation to learn from (`sft_dataset.py`).
+`RowDataset` leaves out (or refuses) rows that cannot be used. It keeps no pixels: a separate process
+(`MediaReader`) decodes media once, to check and measure them, and the media cache keeps the result for the
+workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or into a conversation to train on
+(`sft_dataset.py`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +20,8 @@ from torch.utils.data import Dataset
 from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
 from verl.data.files import Row, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
-from verl.data.media.loader import MediaData, MediaLoader, MediaShape, expand_prompt
+from verl.data.media.loader import MediaData, MediaLoader
+from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message, RowMedia, check_counts, references
 from verl.data.prompt_template import PromptFormat
 from verl.data.row_scan import scan_rows
@@ -32,32 +30,27 @@ from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
 MAX_LISTED = 10
-# With fewer rows, starting processes takes longer than checking the rows (text 0.2 ms, a video 10 ms).
+# Below this number of rows, starting processes takes longer than checking (0.2 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A row on its way to an item: text and media, before the media are opened."""
+class Rendered(NamedTuple):
+    """Text and tokens of a row before its media are opened."""
 
     text: str
-    raw_ids: list[int]  # one for each image and video, as the engine takes them
+    raw_ids: list[int]  # one token for each image and video, as the engine expects
     media: RowMedia
     messages: list[Message]
-
-    @property
-    def num_learned(self) -> int:
-        """Tokens that are learned; none of a prompt."""
-        return 0
+    is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
 
 
-class Finding(NamedTuple):
-    """What the check of a row found: why it cannot be used, or how many tokens it has and are learned."""
+class RowCheck(NamedTuple):
+    """Result of checking a row."""
 
-    reason: str | None
+    reason: str | None  # why it cannot be used
     length: int = 0
     num_learned: int = 0
 
@@ -67,31 +60,21 @@ class RowDataset(Dataset, ABC):
 
     Args:
         files: `PATH[@split]`, or a list of them.
-        tokenizer: With a chat template.
-        processor: Of a model that reads images and videos, else None.
+        processor: None for a text model.
         config: The `data` section.
         media: Decodes the rows' media; required with a processor.
-        position_ids: Positions of tokens, called with their ids (L,) and the grids of their media; None
-            counts from 0.
+        position_ids: Called with token ids (L,) and media grids; None counts from 0.
         option: The option that named the files, for errors.
-        row_timeout_s: Seconds that reading a row's media may take; None is without limit.
+        row_timeout_s: Seconds for reading the media of a row; None is unlimited.
         report: Lists the rows that cannot be used.
-
-    Attributes:
-        bad_rows: Rows left out when the files were checked.
-        num_overlong: Rows left out because they have more tokens than the limit.
-        lengths: Tokens of each row, 0 of a bad row; those of media only count with
-            `data.filter_overlong_prompts`, which is what measures media.
-        num_learned: Tokens of each row that are learned, 0 of a bad row and of a prompt.
-        indices: The rows that are used, by their number over all files.
 
     Raises:
         ValueError: A column is missing, a row cannot be used (`data.on_bad_row=error`), or no row is left.
     """
 
-    tensors: ClassVar[tuple[str, ...]]  # what of an item is a tensor
-    limit_option: ClassVar[str]  # how many tokens it may have
-    too_long: ClassVar[str]  # says of several that they have more
+    tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
+    limit_option: ClassVar[str]  # name of the option for the maximum number of tokens
+    too_long: ClassVar[str]  # error text after the number of overlong rows
 
     def __init__(
         self,
@@ -114,19 +97,19 @@ class RowDataset(Dataset, ABC):
         self.rows = load_rows(files, option)
         self._check_columns(option)
         self.bad_rows: list[BadRow] = []
-        self.num_overlong = 0
+        self.num_overlong = 0  # rows left out because they exceed the token limit
+        # Tokens of each row, 0 for a bad row. Media tokens only count with `data.filter_overlong_prompts`,
+        # because only the filter measures media.
         self.lengths: list[int] = []
-        self.num_learned: list[int] = []
-        self.indices = self._usable_rows(option)
+        self.num_learned: list[int] = []  # trained tokens of each row; 0 for a prompt
+        self.indices = self._usable_rows(option)  # usable rows, numbered over all files
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Item | BadRow:
-        """One item, or a `BadRow` in place of one that cannot be used.
-
-        It is returned rather than raised: an exception in a loader process reaches the user as a traceback.
-        """
+        """Return an item, or a `BadRow` if it cannot be used."""
+        # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
             return self._item(self.rows[row_index])
@@ -135,47 +118,37 @@ class RowDataset(Dataset, ABC):
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:
-        """The text of a row and its tokens, one for each image and video.
-
-        Raises:
-            ValueError: A column or the template is wrong.
-        """
+        """Render the text of a row and tokenize it, with one token for each image and video."""
 
     @abstractmethod
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-        """Join items to a batch: tensors (B, ...), the rest as object arrays."""
+        """Join items into a batch: tensors (B, ...), other values as object arrays."""
 
     @abstractmethod
-    def _made(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
-        """The item of a row whose media were decoded."""
+    def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item: ...
 
     @abstractmethod
-    def _check_columns(self, option: str) -> None:
-        """Raise a ValueError if a file lacks a column."""
+    def _check_columns(self, option: str) -> None: ...
 
     @property
     def limit(self) -> int:
-        """Tokens of an item at most."""
+        """Maximum number of tokens of an item."""
         return getattr(self.config, self.limit_option)
 
-    def inspect(self, index: int) -> Finding:
-        """Check a row of the files without decoding its media, and count its tokens."""
+    def inspect(self, index: int) -> RowCheck:
+        """Check a row and count its tokens, without decoding its media."""
         try:
             rendered = self.render(self.rows[index])
             if not any(rendered.media) or not self.config.filter_overlong_prompts:
-                return Finding(None, len(rendered.raw_ids), rendered.num_learned)
+                return RowCheck(None, len(rendered.raw_ids), sum(rendered.is_trained))
             shape = self._media_reader.measure(media_data(rendered.media))
             length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
-            return Finding(None, length, rendered.num_learned)
+            return RowCheck(None, length, sum(rendered.is_trained))
         except ValueError as error:
-            return Finding(str(error))
+            return RowCheck(str(error))
 
     def media_of(self, row: Row, messages: list[Message]) -> RowMedia:
-        """References to a row's media, as many as its messages show.
-
-        Raises:
-            BadRowError: The numbers differ, or the model reads no media.
-        """
+        """Return the references to a row's media; their number must match the markers in the messages."""
         config = self.config
         read = partial(references, allow_urls=config.allow_media_urls)
         media = RowMedia(
@@ -190,7 +163,7 @@ class RowDataset(Dataset, ABC):
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's, which may differ from the tokenizer's; None is the tokenizer's."""
+        """The processor's template, which may differ from the tokenizer's; None uses the tokenizer's."""
         return None if self.processor is None else self.processor.chat_template
 
     @property
@@ -201,12 +174,11 @@ class RowDataset(Dataset, ABC):
     def _item(self, row: Row) -> Item:
         rendered = self.render(row)
         media = media_data(rendered.media)
-        return self._made(row, rendered, self._media_reader.decode(media) if media else None)
+        return self._make_item(row, rendered, self._media_reader.decode(media) if media else None)
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
-        """(L,) or (4, L)."""
         if self.position_ids is None:
-            return torch.arange(len(ids))
+            return torch.arange(len(ids))  # (L,)
         grids = {}
         if shape is not None:
             grids = {
@@ -214,64 +186,65 @@ class RowDataset(Dataset, ABC):
                 "video_grid_thw": shape.video_grid_thw,
                 "second_per_grid_ts": shape.second_per_grid_ts,
             }
-        return self.position_ids(ids, **grids)
+        return self.position_ids(ids, **grids)  # (L,) or (4, L)
 
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
-        findings = scan_rows(partial(_inspect_part, self), len(self.rows), workers, rows_for_one)
-        self.prompt_format.close()  # processes that are forked from this one have their own
+        checks = scan_rows(partial(_inspect_part, self), len(self.rows), workers, rows_for_one)
+        # Forked loader processes start their own template and media processes.
+        self.prompt_format.close()
         if self._reader is not None:
             self._reader.close()
-        self.lengths = [finding.length for finding in findings]
-        self.num_learned = [finding.num_learned for finding in findings]
-        for index, finding in enumerate(findings):
-            if finding.reason is not None:
-                self.bad_rows.append(BadRow(index, self.rows.where(index), finding.reason))
-        self._tell_bad_rows(option)
-        bad = {row.index for row in self.bad_rows}
-        usable = [index for index in range(len(self.rows)) if index not in bad]
-        if self.config.filter_overlong_prompts:
-            fitting = [index for index in usable if findings[index].length <= self.limit]
-            self.num_overlong = len(usable) - len(fitting)
-            usable = fitting
+        self.lengths = [check.length for check in checks]
+        self.num_learned = [check.num_learned for check in checks]
+        usable = []
+        for index, check in enumerate(checks):
+            if check.reason is not None:
+                self.bad_rows.append(BadRow(index, self.rows.where(index), check.reason))
+            elif self.config.filter_overlong_prompts and check.length > self.limit:
+                self.num_overlong += 1
+            else:
+                usable.append(index)
+        self._report_bad_rows(option)
         logger.info(
             "data opened: option=%s rows=%d overlong=%d bad=%d used=%d",
-            option, len(self.rows), self.num_overlong, len(bad), len(usable),
+            option, len(self.rows), self.num_overlong, len(self.bad_rows), len(usable),
         )  # fmt: skip
         if not usable:
             raise ValueError(
                 f"`{option}` has {len(self.rows)} rows and none can be used: {self.num_overlong}"
-                f" {self.too_long} ({self.limit}), {len(bad)} rows are bad"
+                f" {self.too_long} ({self.limit}), {len(self.bad_rows)} rows are bad"
             )
         return usable
 
-    def _tell_bad_rows(self, option: str) -> None:
+    def _report_bad_rows(self, option: str) -> None:
         if not self.bad_rows:
             return
+        is_error = self.config.on_bad_row == "error"
         listed = [str(row) for row in self.bad_rows[:MAX_LISTED]]
         if len(self.bad_rows) > MAX_LISTED:
             listed.append(f"... and {len(self.bad_rows) - MAX_LISTED} more")
-        is_told = self.config.on_bad_row == "error" and len(self.bad_rows) <= MAX_LISTED
-        if self.report is not None and not is_told:  # a run that never began leaves nothing behind
+        # An error that shows all rows needs no report: a run that never started leaves no files.
+        if self.report is not None and (not is_error or len(self.bad_rows) > MAX_LISTED):
             self.report.add(self.bad_rows)
             listed.append(f"all of them: {self.report.path}")
         text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *listed])
-        if self.config.on_bad_row == "error":
+        if is_error:
             raise ValueError(text + BAD_ROW_REMEDY)
         logger.warning(text)
 
 
 def joined_columns(items: Sequence[Item]) -> dict[str, np.ndarray]:
-    """All columns of items as object arrays; one that an item lacks is None there."""
+    """Join all columns of items as object arrays; missing values are None."""
     names = dict.fromkeys(name for item in items for name in item)
     return {name: objects(item.get(name) for item in items) for name in names}
 
 
 def media_data(media: RowMedia) -> MediaData:
-    """A row's media as batches hold them."""
+    """Return a row's media in the form that batches use; None without media."""
     return {"images": media.images, "videos": media.videos} if any(media) else None
 
 
-def _inspect_part(dataset: RowDataset, part: range) -> list[Finding]:
+def _inspect_part(dataset: RowDataset, part: range) -> list[RowCheck]:
     return [dataset.inspect(index) for index in part]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of prompt data from files, directories and the hub, behind one list-like object.
+"""Data rows from files, directories and the hub, as one list-like object.
 
 A source is `PATH[@split]`: a file (`.parquet`, `.arrow`, `.json`, `.jsonl`, `.csv`, `.pkl`), a directory of
-such files, a directory written by `Dataset.save_to_disk`, or the id of a data set on the hub. `split` is a
-name (`train`, `test`) and may carry a slice (`train[:10%]`). Sources of different kinds and columns can be
-joined. To add a kind of file: one entry in `READERS`.
+such files, a directory written by `Dataset.save_to_disk`, or a data set on the hub. `split` is a name such as
+`train` with an optional slice (`train[:10%]`). Sources of different kinds and columns can be joined. To add a
+kind of file, add a reader to `READERS`.
 """
 
 import csv
@@ -23,26 +23,26 @@ from datasets.exceptions import DatasetsError
 
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"
+SPLIT_NAMES = {
+    "train": r"train(ing)?",
+    "validation": r"valid(ation)?|val|dev",
+    "test": r"test(ing)?|eval(uation)?",
+}
 SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
 
 
 class Source:
-    """The rows of one file (or hub data set), with the names that errors need.
-
-    Attributes:
-        name: The file as the user can find it.
-        rows: A sequence whose items are dictionaries.
-        columns: Names of the columns, sorted; of a file without a schema, those of any row.
-    """
+    """The rows of one file or hub data set, with its name for errors and its sorted columns."""
 
     def __init__(self, name: str, rows: Any, columns: list[str] | None = None) -> None:
         self.name = name
         self.rows = rows
+        # A file without a schema has the columns of all its rows.
         self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
 
 
 class Rows:
-    """The rows of all sources, one after the other."""
+    """The rows of all sources, concatenated."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
@@ -58,7 +58,7 @@ class Rows:
         return dict(source.rows[offset])
 
     def where(self, index: int) -> str:
-        """`file, row number` of a row; rows are counted from 0 within their file."""
+        """Return `file, row number`; rows are counted from 0 within their file."""
         source, offset = self._locate(index)
         return f"{source.name}, row {offset}"
 
@@ -70,121 +70,107 @@ class Rows:
 
 
 def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
-    """Open every source; tables stay on disk, memory-mapped.
-
-    Args:
-        files: One source or several, each `PATH[@split]`.
-        option: The option that named them, for errors.
-
-    Raises:
-        FileNotFoundError: A path does not exist and is not the id of a data set.
-        ValueError: No source is named, a file cannot be read, a kind or a split is unknown, or there are no
-            rows.
-    """
+    """Open one or several sources; tables stay on disk, memory-mapped. Errors name the `option`."""
     names = [files] if isinstance(files, str) else list(files)
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise ValueError(f"`{option}` names no file: give one path, or a list of paths")
-    rows = Rows([source for name in names for source in _open(name, option)])
+    try:
+        rows = Rows([source for name in names for source in _open(name)])
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"`{option}`: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"`{option}`: {error}") from error
     if len(rows) == 0:
-        raise ValueError(f"`{option}` ({', '.join(names)}) holds no rows")
+        raise ValueError(f"`{option}` ({', '.join(names)}) has no rows")
     return rows
 
 
-def _open(name: str, option: str) -> list[Source]:
-    path, split = _split_off(name)
+def _open(name: str) -> list[Source]:
+    path, split = _parse_source(name)
     local = Path(os.path.expanduser(path))
     if os.path.isfile(local):
-        return [_open_file(local, split, option)]
+        return [_open_file(local, split)]
     if os.path.isdir(local):
-        return _open_directory(local, split, option)
+        return _open_directory(local, split)
     if local.suffix in READERS or path.count("/") > 1 or path.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"`{option}`: no file or directory {path}")
-    return [_open_hub(path, split or DEFAULT_SPLIT, option)]
+        raise FileNotFoundError(f"no file or directory {path}")
+    return [_open_hub(path, split or DEFAULT_SPLIT)]
 
 
-def _split_off(name: str) -> tuple[str, str | None]:
-    """`PATH@split` into its parts; a path that itself holds an @ is kept whole where it exists."""
+def _parse_source(name: str) -> tuple[str, str | None]:
+    # An existing path may contain an @ itself.
     if os.path.exists(os.path.expanduser(name)) or "@" not in name:
         return name, None
     path, _, split = name.rpartition("@")
     return path, split
 
 
-def _open_file(path: Path, split: str | None, option: str) -> Source:
+def _open_file(path: Path, split: str | None) -> Source:
     if path.suffix not in READERS:
-        raise ValueError(f"`{option}`: {path} must end in one of {sorted(READERS)}")
+        raise ValueError(f"{path} must end in one of {sorted(READERS)}")
     if split is not None and _split_name(split) != DEFAULT_SPLIT:
-        raise ValueError(f"`{option}`: {path} is one file and has the split `train` only, got `@{split}`")
+        raise ValueError(f"{path} is one file and has the split `train` only, got `@{split}`")
     try:
         source = READERS[path.suffix](path)
-    except Exception as error:  # readers of four formats raise whatever they like
+    except Exception as error:  # the readers of four formats raise many types
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"`{option}`: {path} cannot be read: {reason}") from error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
     return _sliced(source, split)
 
 
-def _open_directory(path: Path, split: str | None, option: str) -> list[Source]:
+def _open_directory(path: Path, split: str | None) -> list[Source]:
     if (path / "dataset_dict.json").is_file():
         splits = datasets.DatasetDict.load_from_disk(str(path))
         name = _split_name(split or DEFAULT_SPLIT)
         if name not in splits:
-            raise ValueError(
-                f"`{option}`: {path} has the splits {sorted(splits)}, got `@{split or DEFAULT_SPLIT}`"
-            )
+            raise ValueError(f"{path} has the splits {sorted(splits)}, got `@{split or DEFAULT_SPLIT}`")
         return [_sliced(_table(f"{path}@{name}", splits[name]), split)]
     if (path / "state.json").is_file():
         return [_sliced(_table(str(path), datasets.Dataset.load_from_disk(str(path))), split)]
 
     found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     if not found:
-        raise ValueError(
-            f"`{option}`: the directory {path} holds no file that ends in one of {sorted(READERS)}"
-        )
-    files = _files_of_split(path, found, split or DEFAULT_SPLIT, option)
+        raise ValueError(f"the directory {path} has no file that ends in one of {sorted(READERS)}")
+    files = _files_of_split(path, found, split or DEFAULT_SPLIT)
     if split is not None and "[" in split and len(files) > 1:
-        raise ValueError(f"`{option}`: a slice (`@{split}`) needs a single file, {path} has {len(files)}")
-    return [_sliced(_open_file(file, None, option), split) for file in files]
+        raise ValueError(f"a slice (`@{split}`) needs a single file, {path} has {len(files)}")
+    return [_sliced(_open_file(file, None), split) for file in files]
 
 
-def _files_of_split(path: Path, files: list[Path], split: str, option: str) -> list[Path]:
-    """The files whose name or folder holds the split's name; all are `train` where none holds any."""
-    patterns = {
-        "train": r"train(ing)?",
-        "validation": r"valid(ation)?|val|dev",
-        "test": r"test(ing)?|eval(uation)?",
-    }
-    wanted = next(
-        (name for name, pattern in patterns.items() if re.fullmatch(pattern, _split_name(split))), None
-    )
+def _files_of_split(path: Path, files: list[Path], split: str) -> list[Path]:
+    """Select the files whose name or folder contains the split name; others are `train`."""
+    wanted = _named_split([_split_name(split)])
     by_split: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", str(file.relative_to(path)).lower())
-        named = [
-            name for name, pattern in patterns.items() if any(re.fullmatch(pattern, word) for word in words)
-        ]
-        by_split.setdefault(named[0] if named else DEFAULT_SPLIT, []).append(file)
+        by_split.setdefault(_named_split(words) or DEFAULT_SPLIT, []).append(file)
     if wanted not in by_split:
-        raise ValueError(
-            f"`{option}`: the directory {path} has the splits {sorted(by_split)}, got `@{split}`"
-        )
+        raise ValueError(f"the directory {path} has the splits {sorted(by_split)}, got `@{split}`")
     return by_split[wanted]
 
 
-def _open_hub(name: str, split: str, option: str) -> Source:
+def _named_split(words: list[str]) -> str | None:
+    for name, pattern in SPLIT_NAMES.items():
+        if any(re.fullmatch(pattern, word) for word in words):
+            return name
+    return None
+
+
+def _open_hub(name: str, split: str) -> Source:
     use_modelscope_hub_if_asked()
     try:
         table = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise FileNotFoundError(
-            f"`{option}`: {name} is no local file or directory, and the hub has no such data set or cannot be"
+            f"{name} is no local file or directory, and the hub has no such data set or cannot be"
             f" reached: {error}"
         ) from error
     return _table(f"{name}@{split}", table)
 
 
 def use_modelscope_hub_if_asked() -> None:
-    """Load models and data sets from ModelScope where the environment says `USE_MODELSCOPE_HUB=1`."""
+    """Load models and data sets from ModelScope if the environment variable `USE_MODELSCOPE_HUB` is 1."""
     if os.environ.get("USE_MODELSCOPE_HUB", "0").lower() not in ("1", "true", "y", "yes"):
         return
     try:
@@ -202,7 +188,7 @@ def _split_name(split: str) -> str:
 
 
 def _sliced(source: Source, split: str | None) -> Source:
-    """Apply the slice of `train[10:20]` or `train[:5%]` to a source that is the whole split."""
+    """Apply the slice of a split such as `train[:5%]` to the whole split."""
     if split is None or "[" not in split:
         return source
     name = _split_name(split)
@@ -214,7 +200,7 @@ def _sliced(source: Source, split: str | None) -> Source:
 
 
 def _table(name: str, table: datasets.Dataset) -> Source:
-    """A table whose media columns hand out bytes or paths, not decoded pixels."""
+    # Media columns return bytes or paths instead of decoded pixels.
     for column, feature in table.features.items():
         undecoded = _undecoded(feature)
         if undecoded is not feature:
@@ -240,7 +226,7 @@ def _read_arrow(path: Path) -> Source:
 
 
 def _read_jsonl(path: Path) -> Source:
-    """Rows keep their own types: a prompt may be a string in one row and messages in another."""
+    # Rows keep their own types: a prompt may be a string in one row and a list of messages in another.
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
@@ -254,7 +240,7 @@ def _read_jsonl(path: Path) -> Source:
 
 
 def _read_json(path: Path) -> Source:
-    """A list of rows, `{"data": [rows]}`, columns as lists, or one row for each line."""
+    """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text)
@@ -277,8 +263,8 @@ def _read_csv(path: Path) -> Source:
 
 
 def _read_pickle(path: Path) -> Source:
-    """A pickle can run code when it is opened: load only files you trust."""
     with path.open("rb") as file:
+        # A pickle can run code when it is opened: the documentation says to load trusted files only.
         return _from_object(path, pickle.load(file))
 
 
@@ -297,7 +283,7 @@ def _from_object(path: Path, content: Any) -> Source:
 
 def _listed(path: Path, rows: Any) -> Source:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it must hold a list of rows, each a dictionary from column to value")
+        raise ValueError("it must contain a list of rows, each a dictionary of columns")
     odd = next((key for row in rows for key in row if not isinstance(key, str)), None)
     if odd is not None:
         raise ValueError(f"the names of columns must be text, got {odd!r:.80}")

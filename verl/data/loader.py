@@ -32,7 +32,8 @@ from verl.config.ppo import PPOConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
 from verl.data.dataset import RowDataset
 from verl.data.media.cache import MediaCache
-from verl.data.media.loader import MediaLoader, MediaOptions
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.models.position_ids import MropeConstants, position_ids_for

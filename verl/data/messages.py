@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row of data to the chat messages of a prompt and the media they mention.
+"""Turn a data row into the chat messages of a prompt and references to its media.
 
-A prompt is a string (one user message) or a list of chat messages. `<image>` and `<video>` in a text stand
-for the row's images and videos, in order. A template (`PromptFormat`) may rewrite the text.
+A prompt is a string (one user message) or a list of chat messages. `<image>` and `<video>` in a text mark the
+row's images and videos, in order. A template (`PromptFormat`) may rewrite the text.
 """
 
 import io
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from verl.data.bad_rows import BadRowError
-from verl.data.media.media_urls import is_url
+from verl.data.media.references import is_url
 from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
@@ -35,21 +35,11 @@ class RowMedia(NamedTuple):
 def build_messages(
     prompt: Any, row: dict[str, Any], prompt_format: PromptFormat, has_media: bool
 ) -> list[Message]:
-    """The chat messages of a row.
+    """Return the chat messages of a row; content becomes a list of parts where it has media.
 
-    Args:
-        prompt: A string, or a list of messages with `role` and `content` (or ShareGPT's `from` and
-            `value`); contents are strings or lists of parts (`{"type": "text", "text": ...}`,
-            `{"type": "image"}`, `{"type": "video"}`).
-        row: Every column, for the template.
-        prompt_format: Rewrites the text of a string prompt, or of the last user message.
-        has_media: Whether the model reads media; if not, `<image>` and `<video>` are plain text.
-
-    Returns:
-        Messages whose content is a string, or a list of parts where the message holds media.
-
-    Raises:
-        BadRowError: The prompt has another shape.
+    `prompt` is a string, or a list of messages with `role` and `content` (or ShareGPT's `from` and `value`);
+    content is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type": "image"}`). Without
+    `has_media`, `<image>` and `<video>` are plain text.
     """
     messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if messages[-1]["role"] == "assistant":
@@ -66,18 +56,10 @@ def build_messages(
 
 
 def build_conversation(conversation: Any, has_media: bool) -> list[Message]:
-    """The chat messages of a row that holds the assistant's turns too.
-
-    Args:
-        conversation: A list of messages, as `build_messages` takes them.
-        has_media: Whether the model reads media.
-
-    Raises:
-        BadRowError: The messages have another shape, or none is the assistant's.
-    """
+    """Like `build_messages`, for a list of messages that includes the assistant's turns."""
     messages = _check_messages(conversation)
     if all(message["role"] != "assistant" for message in messages):
-        raise BadRowError("no message has the role `assistant`: there is nothing to learn from")
+        raise BadRowError("no message has the role `assistant`: there is nothing to train on")
     return [message | {"content": _parts(message["content"], has_media)} for message in messages]
 
 
@@ -97,7 +79,7 @@ def _check_messages(prompt: Any) -> list[Message]:
 
 
 def _as_message(message: Any) -> Any:
-    """ShareGPT's and LLaVA's `from` and `value` are `role` and `content`; anything else stays what it is."""
+    # ShareGPT and LLaVA write `from` and `value` instead of `role` and `content`.
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
         return message
     speaker = str(message["from"])
@@ -119,7 +101,7 @@ def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, st
             parts.append({"type": kind})
         else:
             raise BadRowError(
-                "a part of a message must be a text, or an image or a video without payload (media stand in"
+                "a part of a message must be a text, or an image or a video without payload (media go into"
                 f" their columns), got {part!r:.80}"
             )
     if all(part["type"] == "text" for part in parts):
@@ -133,11 +115,7 @@ def _split_at_markers(text: str) -> list[dict[str, str]]:
 
 
 def check_counts(messages: list[Message], media: RowMedia, image_key: str, video_key: str) -> None:
-    """Every image and video has one marker and every marker one image or video.
-
-    Raises:
-        BadRowError: The numbers differ.
-    """
+    """Raise a BadRowError unless the numbers of markers and media are equal."""
     kinds = [
         p["type"] for message in messages if isinstance(message["content"], list) for p in message["content"]
     ]
@@ -148,22 +126,15 @@ def check_counts(messages: list[Message], media: RowMedia, image_key: str, video
         if kinds.count(kind) != len(refs):
             raise BadRowError(
                 f"the prompt has {kinds.count(kind)} {marker} but the row has {len(refs)} {kind}s"
-                f" in column `{key}` (`{option}`): write {marker} where each stands, in the rows or by a"
+                f" in column `{key}` (`{option}`): write {marker} where each belongs, in the rows or with a"
                 " template (`data.format_prompt`)"
             )
 
 
 def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = False) -> list[str | bytes]:
-    """A media column of a row as paths, URLs and bytes.
+    """Read a media column (a single value, a list, or None) as paths, URLs and bytes.
 
-    Args:
-        value: None, an empty list, one medium or a list of them.
-        kind: `image` or `video`.
-        folder: Relative paths start here; None is the working directory.
-        allow_urls: Whether URLs may stand in the column.
-
-    Raises:
-        BadRowError: Something else stands in the column.
+    Relative paths start in `folder`; None is the working directory.
     """
     return [_reference(item, kind, folder, allow_urls) for item in _as_list(value)]
 
@@ -177,14 +148,13 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> str | bytes:
-    """A path, a URL or the bytes of a file; an image in memory becomes the bytes of a PNG."""
+    """Return a path, a URL or bytes; an image in memory becomes a PNG."""
     if isinstance(item, dict):
         item = item.get("bytes") or item.get("path") or item.get(kind)
     if isinstance(item, str) and is_url(item):
         if not allow_urls:
             raise BadRowError(
-                f"{item} is on the web: set `data.allow_media_urls=true` to have {kind}s fetched,"
-                " or give paths"
+                f"{item} is on the web: set `data.allow_media_urls=true` to fetch {kind}s, or give paths"
             )
         return item
     if isinstance(item, str) and item:

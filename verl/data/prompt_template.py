@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The template of a prompt: a Jinja file that sees the text as `content` and every column of the row.
-
-Jinja's sandbox keeps a template from files and processes, not from endless work: loops in one another or
-`'a' * 10**10` hold up or fill the process that renders them, some of them when they are compiled already. A
-template that only puts values into a text is rendered here; any other one in a process beside this one, whose
-time and memory are limited, which takes some 40 microseconds more. To let another filter or test be rendered
-here, add it to `PLAIN_FILTERS` or `PLAIN_TESTS`: its result must be no longer than its input.
-"""
+"""Prompt templates: Jinja files that see the prompt as `content` and every column of the row."""
 
 import os
 import resource
@@ -23,6 +16,10 @@ from verl.data.media.isolated_calls import IsolatedCalls
 MAX_RENDERED = 10_000_000  # characters of a prompt; tokenizing them takes seconds
 RENDER_TIMEOUT_S = 10.0
 RENDER_MEMORY = 1 << 28  # bytes that rendering may take
+# Jinja's sandbox keeps a template away from files and processes, but does not limit its work: nested loops or
+# `'a' * 10**10` can block or fill the process. A template that only inserts values is rendered in this
+# process; any other one in a separate process with limited time and memory, which adds about 40 microseconds.
+# To render another filter or test here, add it below; its result must not be longer than its input.
 PLAIN_NODES = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.If, nodes.CondExpr,
     nodes.Compare, nodes.Operand, nodes.Not, nodes.And, nodes.Or, nodes.Getattr, nodes.Getitem,
@@ -32,21 +29,17 @@ PLAIN_TESTS = {"defined", "undefined", "none", "string", "number", "mapping", "s
 
 
 class PromptFormat:
-    """A Jinja template that turns a row's prompt into the text of the user's message.
+    """A Jinja template that turns the prompt of a row into the user message.
 
     Args:
         path: The template file; None keeps prompts as they are.
-        timeout_s: Seconds that a row may take, where the template may be endless.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It cannot be read, or is no template.
+        timeout_s: Seconds for a row, if the template may not terminate.
     """
 
     def __init__(self, path: str | None, timeout_s: float = RENDER_TIMEOUT_S) -> None:
         self.path, self.timeout_s = path, timeout_s
         self._source = ""
-        self._names: set[str] = set()  # of the columns that the template may read, and of its own
+        self._names: set[str] = set()  # names that the template reads
         self._is_plain = True
         self._render: _Renderer | IsolatedCalls[dict[str, Any], str] | None = None
         if path is not None:
@@ -55,11 +48,9 @@ class PromptFormat:
             self._is_plain = all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node)))
 
     def __call__(self, content: str, row: dict[str, Any]) -> str:
-        """Render the template; a column named `content` is hidden by the prompt.
+        """Render the template; the prompt hides a column named `content`.
 
-        Raises:
-            BadRowError: The template fails for this row.
-            TimeoutError: It does not end. That is the template's fault, and every row would take as long.
+        A TimeoutError is not a BadRowError: the template is at fault, and every row would take as long.
         """
         if self.path is None:
             return content
@@ -69,14 +60,18 @@ class PromptFormat:
         except TimeoutError as error:
             raise TimeoutError(
                 f"the template `data.format_prompt` ({self.path}) {error} for a prompt of {len(content)}"
-                " characters: does it loop for ever?"
+                " characters: does it loop forever?"
             ) from error
-        except (ValueError, RuntimeError, ChildProcessError) as error:  # values too deep to be sent, too
+        except (
+            ValueError,
+            RuntimeError,
+            ChildProcessError,
+        ) as error:  # also values nested too deeply to be sent
             raise BadRowError(f"the template `data.format_prompt` ({self.path}) failed: {error}") from error
         if len(text) > MAX_RENDERED:
             raise BadRowError(
                 f"the template `data.format_prompt` ({self.path}) makes a prompt of {len(text)} characters,"
-                f" at most {MAX_RENDERED} can be read"
+                f" the limit is {MAX_RENDERED}"
             )
         return text
 
@@ -84,7 +79,7 @@ class PromptFormat:
         return self.__dict__ | {"_render": None}  # neither compiled templates nor processes can be pickled
 
     def close(self) -> None:
-        """End the process beside this one, if there is one; the next row starts another."""
+        """End the separate process, if any; the next row starts another."""
         if isinstance(self._render, IsolatedCalls):
             self._render.close()
 
@@ -96,12 +91,12 @@ class PromptFormat:
             )
         try:
             return self._render(values)
-        except ChildProcessError:  # of the memory that others use, perhaps; a guilty row does it again
+        except ChildProcessError:  # perhaps memory used by others; a guilty row fails again
             return self._render(values)
 
 
 class _Renderer:
-    """Compiles a template when it is first called; raises ValueError whatever goes wrong."""
+    """Compiles a template on the first call; every failure is a ValueError."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -138,7 +133,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _is_plain(node: nodes.Node) -> bool:
-    """Whether a part of a template takes no more time and room than what it puts into the text."""
+    # Plain parts take no more time and memory than the text they insert.
     if isinstance(node, nodes.Filter):
         return node.name in PLAIN_FILTERS and not (node.args or node.kwargs)
     if isinstance(node, nodes.Test):

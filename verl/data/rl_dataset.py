@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from rows of data: rendered, tokenized, measured, with their media by reference.
+"""Prompts from data rows: rendered, tokenized, measured, with their media by reference.
 
-One item of `RLHFDataset` is one prompt; `collate_fn` joins items to a batch. How rows are opened and checked
-stands in `row_dataset.py`.
+An item of `RLHFDataset` is one prompt; `collate_fn` joins items into a batch.
 """
 
 from collections.abc import Container, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 from verl.data.bad_rows import BadRowError
 from verl.data.dataset import Item, Rendered, RowDataset, joined_columns, media_data
 from verl.data.files import Row
-from verl.data.media.loader import MediaShape, expand_prompt
+from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import build_messages
 from verl.utils.rank_logger import get_logger
 
@@ -29,7 +28,7 @@ logger = get_logger(__name__)
 class RLHFDataset(RowDataset):
     """Prompts of one or more data files; see `RowDataset` for arguments and attributes.
 
-    An item holds `prompts`, `prompt_mask` (P,) int64 and `prompt_position_ids` (P,) or (4, P), left-padded;
+    An item has `prompts` and `prompt_mask` (P,) int64, `prompt_position_ids` (P,) or (4, P), all left-padded,
     the `COLUMNS`, and every other column of the row.
 
     Example::
@@ -43,22 +42,11 @@ class RLHFDataset(RowDataset):
     too_long = "prompts are longer than `data.max_prompt_length`"
 
     def __init__(self, *arguments: Any, reserved: Container[str] = (), **options: Any) -> None:
-        """Open and check the rows.
-
-        Args:
-            *arguments: Of `RowDataset`.
-            reserved: Names that columns may not have in a batch.
-            **options: Of `RowDataset`.
-        """
+        # `reserved` are names that columns must not use in a batch.
         super().__init__(*arguments, **options)
         self._names = self._column_names(reserved)
 
     def render(self, row: Row) -> Rendered:
-        """The text of a row's prompt and its tokens, one for each image and video, as the engine takes them.
-
-        Raises:
-            ValueError: The prompt, the template or the media column is wrong.
-        """
         config = self.config
         for key in ("prompt_key", "answer_key"):
             if getattr(config, key) not in row:
@@ -71,17 +59,16 @@ class RLHFDataset(RowDataset):
             text = self.tokenizer.apply_chat_template(
                 messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
             )
-            text.encode()  # the tokenizer speaks of types where half a character is alone
+            text.encode()  # the tokenizer's own error for a lone surrogate is misleading
             raw_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # the template is code of its own
+        except Exception as error:  # a template can raise anything
             raise BadRowError(f"the chat template cannot render the prompt: {error}") from error
         return Rendered(text, raw_ids, media, messages)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-        """Join prompts: tensors (B, ...), the rest as object arrays; a column that a row lacks is None."""
         return collate_fn(items)
 
-    def _made(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
+    def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
         prompt_ids = rendered.raw_ids
         if shape is not None:
             prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
@@ -114,7 +101,7 @@ class RLHFDataset(RowDataset):
                     )
 
     def _column_names(self, reserved: Container[str]) -> dict[str, str]:
-        """The columns that travel with the prompt and their names in the batch."""
+        """Map the columns that travel with the prompt to their names in the batch."""
         config, names = self.config, {}
         used = {config.prompt_key, config.answer_key, config.image_key, config.video_key}
         for column in dict.fromkeys(column for source in self.rows.sources for column in source.columns):
@@ -130,7 +117,7 @@ class RLHFDataset(RowDataset):
 
 
 def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-    """Join prompts: tensors (B, ...), the rest as object arrays; a column that a row lacks is None."""
+    """Join prompts into a batch: tensors (B, ...), other values as object arrays; missing values are None."""
     stacked = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
     return {**joined_columns(items), **stacked}
 

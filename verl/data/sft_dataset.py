@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations to learn from: chat messages with the assistant's turns, or a prompt and its response.
+"""Conversations to train on: chat messages with the assistant's turns, or a prompt and its response.
 
-An item of `SFTDataset` is one conversation as tokens, with its media by reference. A batch has the keys that
-the policy's update reads: the tokens after the first one are its `responses`, those of the assistant their
-`response_mask`. How rows are opened and checked stands in `row_dataset.py`.
+A batch has the keys that the policy update reads: `responses` are all tokens after the first one, and
+`response_mask` marks the assistant's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,30 +17,18 @@ from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import ConversationTokenizer
 from verl.data.dataset import Item, Rendered, RowDataset, media_data
 from verl.data.files import Row
-from verl.data.media.loader import MediaShape, expand_prompt
+from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message, build_conversation, build_messages
 from verl.utils.plain_data import objects
 
-HIDDEN = -1  # stands for a token of the assistant while media are expanded: no tokenizer has it
-
-
-@dataclass(frozen=True)
-class RenderedConversation(Rendered):
-    """A conversation, before its media are opened."""
-
-    is_trained: list[bool]  # of `raw_ids`
-
-    @property
-    def num_learned(self) -> int:
-        """Tokens that are learned: the assistant's, which hold no media."""
-        return sum(self.is_trained)
+HIDDEN = -1  # replaces tokens of the assistant while media are expanded; not a token of any tokenizer
 
 
 class SFTDataset(RowDataset):
     """Conversations of one or more data files; see `RowDataset` for arguments and attributes.
 
-    An item holds `input_ids` and `is_trained` (L,) int64, `position_ids` (L,) or (4, L), and
-    `multi_modal_data`.
+    An item has `input_ids` and `is_trained` (L,) int64, `position_ids` (L,) or (4, L), and
+    `multi_modal_data`. The tokenizer must be a fast one.
 
     Example::
 
@@ -57,42 +43,32 @@ class SFTDataset(RowDataset):
     def __init__(
         self, files: str | Sequence[str], tokenizer: Any, processor: Any | None, config: Any, **options: Any
     ) -> None:
-        """Open and check the rows, as `RowDataset` does; the tokenizer must be a fast one."""
         template = None if processor is None else processor.chat_template
         self._tokenize = ConversationTokenizer(tokenizer, template, config.train_turns)
         super().__init__(files, tokenizer, processor, config, **options)
 
-    def render(self, row: Row) -> RenderedConversation:
-        """The text of a row's conversation and its tokens, one for each image and video.
-
-        Raises:
-            ValueError: The messages, the template or the media column is wrong.
-        """
+    def render(self, row: Row) -> Rendered:
         messages = self._messages(row)
         media = self.media_of(row, messages)
         text, ids, is_trained = self._tokenize(messages)
         if self.processor is not None:
-            learned = {token for token, is_so in zip(ids, is_trained, strict=True) if is_so}
+            learned = {token for token, trained in zip(ids, is_trained, strict=True) if trained}
             if learned & {self.processor.image_token_id, self.processor.video_token_id}:
-                raise BadRowError("the assistant shows an image or a video, which cannot be learned")
-        return RenderedConversation(text, ids, media, messages, is_trained)
+                raise BadRowError(
+                    "an assistant turn contains an image or a video, which cannot be trained on"
+                )
+        return Rendered(text, ids, media, messages, is_trained)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-        """Join conversations, padded on the right to T = `data.max_length`.
-
-        Returns:
-            `input_ids`, `attention_mask` (B, T), `position_ids` (B, T) or (B, 4, T), `responses`,
-            `response_mask` (B, T - 1): all tokens but the first, and which of them are learned;
-            `multi_modal_data`.
-        """
+        """Join conversations, padded on the right to T = `data.max_length`."""
         ids = self._stacked(items, "input_ids", self.tokenizer.pad_token_id)  # (B, T)
         lengths = torch.tensor([len(item["input_ids"]) for item in items])
         return {
             "input_ids": ids,
             "attention_mask": (torch.arange(self.limit) < lengths.unsqueeze(-1)).long(),  # (B, T)
-            "position_ids": self._stacked(items, "position_ids", 0),
-            "responses": ids[:, 1:],
-            "response_mask": self._stacked(items, "is_trained", 0)[:, 1:],
+            "position_ids": self._stacked(items, "position_ids", 0),  # (B, T) or (B, 4, T)
+            "responses": ids[:, 1:],  # (B, T - 1)
+            "response_mask": self._stacked(items, "is_trained", 0)[:, 1:],  # (B, T - 1)
             "multi_modal_data": objects(item["multi_modal_data"] for item in items),
         }
 
@@ -101,7 +77,7 @@ class SFTDataset(RowDataset):
         return torch.stack([F.pad(one, (0, self.limit - one.shape[-1]), value=padding) for one in values])
 
     def _messages(self, row: Row) -> list[Message]:
-        """Those of the row's conversation; or its prompt, formatted, with the response to it."""
+        """Return the conversation of a row, or its formatted prompt followed by the response."""
         config, has_media = self.config, self.processor is not None
         if row.get(config.messages_key) is not None:
             return build_conversation(row[config.messages_key], has_media)
@@ -115,8 +91,7 @@ class SFTDataset(RowDataset):
         prompt = build_messages(row[config.prompt_key], row, self.prompt_format, has_media)
         return [*prompt, *build_conversation([{"role": "assistant", "content": response}], has_media)]
 
-    def _made(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
-        assert isinstance(rendered, RenderedConversation), "made by `render`"
+    def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
         ids, is_trained = rendered.raw_ids, rendered.is_trained
         if shape is not None:
             ids, is_trained = self._expanded(ids, is_trained, shape)
@@ -134,21 +109,21 @@ class SFTDataset(RowDataset):
         }
 
     def _expanded(
-        self, ids: list[int], is_trained: list[bool], shape: MediaShape
+        self, ids: list[int], is_trained: Sequence[bool], shape: MediaShape
     ) -> tuple[list[int], list[bool]]:
-        """Tokens for the media, which stand nowhere among those that are learned: these are only moved."""
+        """Expand media tokens outside of the trained tokens, which only move."""
         pairs = list(zip(ids, is_trained, strict=True))
-        learned = iter([token for token, is_so in pairs if is_so])
-        hidden = [HIDDEN if is_so else token for token, is_so in pairs]
+        learned = iter([token for token, trained in pairs if trained])
+        hidden = [HIDDEN if trained else token for token, trained in pairs]
         expanded = expand_prompt(hidden, self.processor, shape)
         moved = [token == HIDDEN for token in expanded]
         return [next(learned) if token == HIDDEN else token for token in expanded], moved
 
     def _check_columns(self, option: str) -> None:
         config = self.config
-        ways = [{config.messages_key}, {config.prompt_key, config.response_key}]
+        alternatives = [{config.messages_key}, {config.prompt_key, config.response_key}]
         for source in self.rows.sources:
-            if not any(way <= set(source.columns) for way in ways):
+            if not any(columns <= set(source.columns) for columns in alternatives):
                 raise ValueError(
                     f"`{option}`: {source.name} has neither a column `{config.messages_key}` nor"
                     f" `{config.prompt_key}` and `{config.response_key}`: it has {source.columns}; set"

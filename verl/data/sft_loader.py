@@ -9,7 +9,7 @@ from verl.config.sft import SFTConfig
 from verl.data.bad_rows import REPORT_NAME, BadRowReport
 from verl.data.loader import PromptLoader, media_arguments
 from verl.data.media.cache import MediaCache
-from verl.data.media.loader import MediaOptions
+from verl.data.media.sizes import MediaOptions
 from verl.data.sft_dataset import SFTDataset
 
 

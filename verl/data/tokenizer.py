@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading tokenizers and processors, with the chat template the user wants."""
+"""Load tokenizers and processors, with an optional chat template of the user."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that can pad and render chats.
 
-    Args:
-        model_path: A model folder or a hub name.
-        override_chat_template: A Jinja file to use instead of the tokenizer's own template.
-        trust_remote_code: Run code that comes with the model.
-
-    Raises:
-        ValueError: There is no tokenizer, no chat template, or no token to pad with.
+    `model_path` is a folder or a hub name; `override_chat_template` is the path of a Jinja file.
     """
     use_modelscope_hub_if_asked()
     try:
@@ -48,13 +42,7 @@ def load_tokenizer(
 def load_processor(
     model_path: str | Path, override_chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Any | None:
-    """Load the processor of a model that reads images or videos; None for a text model.
-
-    Args:
-        model_path: A model folder or a hub name.
-        override_chat_template: A Jinja file to use instead of the processor's own template.
-        trust_remote_code: Run code that comes with the model.
-    """
+    """Load the processor of a model that reads images or videos; None for a text model."""
     use_modelscope_hub_if_asked()
     try:
         processor = AutoProcessor.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
@@ -62,7 +50,7 @@ def load_processor(
         if _has_processor_files(model_path):
             raise ValueError(f"the processor of {model_path} does not load: {error}") from error
         return None
-    if not hasattr(processor, "image_processor"):  # of a text model: AutoProcessor gives its tokenizer
+    if not hasattr(processor, "image_processor"):  # AutoProcessor returns the tokenizer of a text model
         return None
     if override_chat_template is not None:
         processor.chat_template = _read_chat_template(override_chat_template)

@@ -46,13 +46,16 @@ def files_of(directory: Path, name: re.Pattern[str]) -> Iterator[SharedFile]:
                     yield SharedFile(Path(file.path), status.st_atime, status.st_size)
 
 
-def write_whole(path: Path, content: bytes, make_room: Callable[[int], None]) -> bool:
+def write_whole(
+    path: Path, content: bytes, make_room: Callable[[int], None], *, is_durable: bool = True
+) -> bool:
     """Write a file that appears complete; False, and nothing is left, if the disk has no room.
 
     Args:
         path: Its folder is made if missing.
         content: Of the file.
         make_room: Called with the bytes that come, once the folder is there.
+        is_durable: Whether the file must survive a crash of the machine.
 
     Raises:
         OSError: It cannot be written for another reason; nothing is left.
@@ -64,7 +67,8 @@ def write_whole(path: Path, content: bytes, make_room: Callable[[int], None]) ->
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # else the name may survive a crash of the machine without content
+            if is_durable:
+                os.fsync(file.fileno())  # else the name may survive a crash of the machine without content
         temporary.replace(path)
     except OSError as error:
         with suppress(FileNotFoundError):

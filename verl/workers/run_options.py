@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.data.media.cache import MediaCache
-from verl.data.media.media_options import MediaOptions
+from verl.data.media.sizes import MediaOptions
 from verl.workers.roles.actor import KLLoss
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a URL of a row may fetch, and what ends within its limit instead."""
+"""Downloads from untrusted URLs: allowed addresses and limits."""
 
 import io
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.file_server import FileServer, content, for_ever, in_turn, silence, status
 from verl.data.media import download as web_download
-from verl.data.media.download import DownloadLimits, download, is_public
+from verl.data.media.download import DownloadOptions, download, is_public
 
 LOCAL = ("127.0.0.1",)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -21,7 +21,7 @@ SLACK_S = 1.5  # of a machine that does other things too
 
 def fetch(url, hosts=LOCAL, timeout_s=20.0, max_bytes=1 << 20):
     file = io.BytesIO()
-    download(url, file, DownloadLimits(hosts, timeout_s, max_bytes))
+    download(url, file, DownloadOptions(hosts, timeout_s, max_bytes))
     return file.getvalue()
 
 
@@ -36,7 +36,7 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(web_download, "WAITS_S", (0.0, 0.0))
 
 
-def test_a_file_arrives_as_it_is():
+def test_a_file_is_downloaded_unchanged():
     body = os.urandom(300_000)
 
     with FileServer(a=body, chunks=for_body_in_chunks(body)) as server:
@@ -55,7 +55,7 @@ def for_body_in_chunks(body):
     return answer
 
 
-def test_a_redirect_is_followed_and_each_hop_is_looked_at():
+def test_redirects_are_followed_and_each_target_is_checked():
     with FileServer(a=b"here", near=status(302, Location="/a")) as server:
         for name, target in (
             ("far", server.url("a", host="localhost")),  # a host that is not listed
@@ -75,9 +75,9 @@ def test_a_redirect_is_followed_and_each_hop_is_looked_at():
         assert server.asked["a"] == 1
 
 
-def test_redirects_in_a_circle_end():
+def test_circular_redirects_end():
     with FileServer(a=status(301, Location="/b"), b=status(307, Location="/a")) as server:
-        assert refusal(server.url("a")) == "it is redirected more than 5 times"
+        assert refusal(server.url("a")) == "there are more than 5 redirects"
         assert server.asked.total() == 6
 
 
@@ -91,7 +91,7 @@ def test_redirects_in_a_circle_end():
         *("１２７。0。0。1", "①②⑦.0.0.1"),  # noqa: RUF001 - digits of other kinds, which become plain ones
     ],
 )
-def test_a_host_that_is_no_public_address_is_refused_however_it_is_written(host):
+def test_a_host_without_a_public_address_is_refused_in_every_notation(host):
     with FileServer(a=b"secret") as server:
         reason = refusal(server.url("a", host=host), hosts=())
 
@@ -114,23 +114,23 @@ def test_a_host_that_is_no_public_address_is_refused_however_it_is_written(host)
         (f"http://{'a' * 300}.org/a", "idna|not one of"),
     ],
 )
-def test_what_is_no_plain_web_address_is_refused(url, reason):
+def test_other_urls_are_refused(url, reason):
     assert re.search(reason, refusal(url))
 
 
-def test_the_listed_hosts_are_the_only_ones_and_may_be_private():
+def test_only_listed_hosts_are_reachable_and_they_may_be_private():
     with FileServer(a=b"mine") as server:
         assert fetch(server.url("a", host="localhost"), hosts=("localhost",)) == b"mine"
         assert "not one of `data.media_url_hosts`" in refusal("http://8.8.8.8/a", hosts=("localhost",))
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "::ffff:169.254.169.254", "fe80::a9fe:a9fe"])
-def test_secrets_of_the_cloud_are_out_of_reach_of_listed_hosts_too(address, monkeypatch):
+def test_cloud_metadata_is_refused_for_listed_hosts_too(address, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", answers_in_turn(address))
 
     reason = refusal("http://mine.test/a", hosts=("mine.test",))
 
-    assert f"stands for {address}, a link-local address" in reason
+    assert f"resolves to {address}, a link-local address" in reason
 
 
 def answers_in_turn(*answers):
@@ -143,13 +143,13 @@ def answers_in_turn(*answers):
     return getaddrinfo
 
 
-def test_one_private_address_among_those_of_a_host_is_enough(monkeypatch):
+def test_a_host_with_one_private_address_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", answers_in_turn("93.184.215.14 10.0.0.7"))
 
-    assert "stands for 10.0.0.7, which is not a public address" in refusal("http://two.test/a", hosts=())
+    assert "resolves to 10.0.0.7, which is not a public address" in refusal("http://two.test/a", hosts=())
 
 
-def test_a_name_is_looked_up_once_and_the_connection_goes_to_that_address(monkeypatch):
+def test_a_name_is_resolved_once_and_the_connection_uses_that_address(monkeypatch):
     # The name server answers with the server's address first; a second question is an IndexError.
     with FileServer(a=b"here") as server:
         monkeypatch.setattr(socket, "getaddrinfo", answers_in_turn("127.0.0.1"))
@@ -157,7 +157,7 @@ def test_a_name_is_looked_up_once_and_the_connection_goes_to_that_address(monkey
         assert fetch(server.url("a", host="moves.test"), hosts=("moves.test",)) == b"here"
 
 
-def test_a_name_server_that_does_not_answer_holds_up_nobody(monkeypatch):
+def test_a_silent_name_server_does_not_block_past_the_limit(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(5) or [])
     started = time.monotonic()
 
@@ -168,9 +168,7 @@ def test_a_name_server_that_does_not_answer_holds_up_nobody(monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "times"), [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 3)])
-def test_a_name_that_is_not_found_is_an_error_and_looked_up_again_only_if_that_may_help(
-    code, times, monkeypatch
-):
+def test_a_failed_lookup_is_retried_only_if_that_may_help(code, times, monkeypatch):
     asked = []
 
     def getaddrinfo(host, *_, **__):
@@ -195,7 +193,7 @@ def test_a_name_that_is_not_found_is_an_error_and_looked_up_again_only_if_that_m
     ],
     ids=["silence", "body", "header", "chunks", "continue", "busy"],
 )
-def test_a_server_that_takes_its_time_is_left_at_the_limit(answer, monkeypatch):
+def test_a_slow_server_is_abandoned_at_the_time_limit(answer, monkeypatch):
     monkeypatch.setattr(web_download, "WAITS_S", (0.2,) * 100)
     with FileServer(a=answer) as server:
         started = time.monotonic()
@@ -215,21 +213,21 @@ def test_a_server_that_takes_its_time_is_left_at_the_limit(answer, monkeypatch):
     ],
     ids=["endless", "endless chunks", "promised"],
 )
-def test_a_file_beyond_the_size_is_left(answer):
+def test_a_file_above_the_size_limit_is_refused(answer):
     with FileServer(a=answer) as server:
         assert refusal(server.url("a"), max_bytes=1 << 20) == "it is larger than `data.media_url_max_mb` (1)"
 
 
-def test_a_file_of_exactly_the_size_is_taken():
+def test_a_file_of_exactly_the_limit_is_accepted():
     with FileServer(a=b"x" * 1000) as server:
         assert len(fetch(server.url("a"), max_bytes=1000)) == 1000
         assert "larger than" in refusal(server.url("a"), max_bytes=999)
 
 
-def test_headers_without_end_are_left():
+def test_endless_headers_are_refused():
     answer = for_ever(b"Name: value\r\n", start=b"HTTP/1.1 200 OK\r\n")
     with FileServer(a=answer) as server:
-        assert "127.0.0.1 cannot be talked to" in refusal(server.url("a"))
+        assert "the request to 127.0.0.1 failed" in refusal(server.url("a"))
 
 
 @pytest.mark.parametrize(
@@ -240,11 +238,11 @@ def test_headers_without_end_are_left():
         (status(302), "127.0.0.1 answered 302 Found"),
         (status(599), "127.0.0.1 answered 599"),
         (content(b"sign in", Content_Type="text/html; charset=utf-8"), "127.0.0.1 sent a web page"),
-        (content(b"\x1f\x8b", Content_Encoding="gzip"), "127.0.0.1 sent it with .*'gzip', which was not .*"),
-        (lambda handler: handler.wfile.write(b"SSH-2.0-x\r\n"), "127.0.0.1 cannot be talked to: .*"),
+        (content(b"\x1f\x8b", Content_Encoding="gzip"), "127.0.0.1 used .*'gzip', which was not .*"),
+        (lambda handler: handler.wfile.write(b"SSH-2.0-x\r\n"), "the request to 127.0.0.1 failed: .*"),
     ],
 )
-def test_an_answer_without_the_file_is_an_error_and_final(answer, reason):
+def test_a_response_without_the_file_is_not_retried(answer, reason):
     with FileServer(a=answer) as server:
         assert re.fullmatch(reason, refusal(server.url("a")), re.DOTALL)
         assert server.asked["a"] == 1
@@ -260,14 +258,14 @@ def test_an_answer_without_the_file_is_an_error_and_final(answer, reason):
     ],
     ids=["503", "429", "cut", "closed"],
 )
-def test_a_failure_that_passes_is_waited_for(failure, asked):
+def test_temporary_failures_are_retried(failure, asked):
     with FileServer(a=in_turn(failure, failure, content(b"whole")), b=failure) as server:
         assert fetch(server.url("a")) == b"whole"
         assert refusal(server.url("b")).endswith(", 3 times")
         assert server.asked == {"a": 3, "b": asked}
 
 
-def test_a_server_that_is_not_there_is_an_error():
+def test_an_unreachable_server_is_an_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/a"
@@ -283,14 +281,14 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
         assert fetch(server.url("a")) == b"direct"
 
 
-def test_a_disk_without_room_is_no_failure_of_the_server():
+def test_a_full_disk_is_not_a_server_failure():
     with FileServer(a=b"x" * 100_000) as server, open("/dev/full", "wb", buffering=0) as full:
         with pytest.raises(OSError, match="No space left"):
-            download(server.url("a"), full, DownloadLimits(LOCAL))
+            download(server.url("a"), full, DownloadOptions(LOCAL))
         assert server.asked["a"] == 1
 
 
-def test_public_addresses_are_those_of_one_machine_on_the_internet():
+def test_public_addresses_belong_to_a_single_machine_on_the_internet():
     public = ["8.8.8.8", "93.184.215.14", "2001:4860:4860::8888", "2606:2800:21f::1"]
     other = [
         *("0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.31.0.1", "192.168.0.1"),

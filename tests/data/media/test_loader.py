@@ -13,8 +13,9 @@ from PIL import Image
 
 from tests.helpers.media import image_bytes, noise, save_image, save_video
 from verl.data.media.cache import MediaCache
-from verl.data.media.loader import MediaLoader, MediaOptions, expand_prompt
-from verl.data.media.sizes import process_image, resized_size
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions, process_image, resized_size
+from verl.data.media.tokens import expand_prompt
 from verl.data.media.video import VideoOptions, choose_frames, probe_video, read_video
 from verl.data.tokenizer import load_processor
 from verl.models.tiny import save_tiny_model
@@ -65,9 +66,7 @@ def processor_inputs(processor, loader, media):
 
 @pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_counted_from_headers_are_those_the_processor_makes_from_pixels(
-    family, options, processors, media
-):
+def test_tokens_counted_from_headers_equal_the_processors(family, options, processors, media):
     processor = processors[family]
     loader = MediaLoader(processor, options)
 
@@ -102,7 +101,7 @@ def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, o
         torch.testing.assert_close(value, torch.as_tensor(expected[name]).to(value.dtype), rtol=0, atol=0)
 
 
-def test_seconds_of_a_temporal_patch_follow_from_the_frames_taken(processors, tmp_path):
+def test_seconds_of_a_temporal_patch_follow_from_the_sampled_frames(processors, tmp_path):
     # 40 frames at 8 per second are 5 seconds; 2 a second take 10, so a patch of 2 frames lasts 1 second.
     loader = MediaLoader(processors["qwen2_5_vl"], OPTIONS)
     media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 40)]}
@@ -113,7 +112,7 @@ def test_seconds_of_a_temporal_patch_follow_from_the_frames_taken(processors, tm
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_times_follow_from_the_frames_taken_by_number_too(family, processors, tmp_path):
+def test_times_follow_from_a_given_number_of_frames_too(family, processors, tmp_path):
     # 40 frames at 8 per second, 4 of them: 0, 13, 26, 39. They are 0.8 a second, so that a patch of 2 lasts
     # 2.5 s; the middles of the patches are (0 + 13) / 2 / 8 = 0.8125 s and (26 + 39) / 2 / 8 = 4.0625 s.
     loader = MediaLoader(processors[family], replace(OPTIONS, num_video_frames=4))
@@ -142,12 +141,12 @@ def test_no_frame_takes_more_tokens_than_its_budget(family, tokens, processors, 
             assert features["video_grid_thw"].tolist() == [[2, rows, columns]]
 
 
-def test_a_budget_that_the_processor_would_not_keep_is_refused(processors):
+def test_a_budget_that_the_processor_would_exceed_is_refused(processors):
     with pytest.raises(ValueError, match="`tokens_per_frame` must be at least 16 for this model, got 15"):
         MediaLoader(processors["qwen3_vl"], replace(OPTIONS, tokens_per_frame=15))
 
 
-def test_frames_are_taken_evenly_and_show_what_the_video_shows_then(processors, tmp_path):
+def test_frames_are_sampled_evenly_with_the_right_content(processors, tmp_path):
     # 16 frames at 8 per second, 2 a second: 4 frames, at 0, 5, 10, 15; frame i is grey 7 i.
     loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
 
@@ -159,7 +158,7 @@ def test_frames_are_taken_evenly_and_show_what_the_video_shows_then(processors, 
     assert [round(float(frame.mean())) for frame in frames] == pytest.approx([0, 35, 70, 105], abs=2)
 
 
-def test_a_video_in_memory_is_the_video_on_disk(processors, tmp_path):
+def test_a_video_in_memory_equals_the_video_on_disk(processors, tmp_path):
     loader = MediaLoader(processors["qwen3_vl"], OPTIONS)
     path = save_video(tmp_path / "a.mp4", 64, 48, 16)
     content = (tmp_path / "a.mp4").read_bytes()
@@ -178,7 +177,7 @@ def test_a_container_without_a_frame_count_has_its_packets_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("width", "height", "num_frames"), VIDEOS[:3])
-def test_frames_and_their_size_are_those_of_qwen_vl_utils(width, height, num_frames, tmp_path, monkeypatch):
+def test_frames_and_their_size_equal_those_of_qwen_vl_utils(width, height, num_frames, tmp_path, monkeypatch):
     from qwen_vl_utils import fetch_video
 
     def read_every_frame(path, **options):
@@ -198,7 +197,7 @@ def test_frames_and_their_size_are_those_of_qwen_vl_utils(width, height, num_fra
     assert torch.equal(torch.from_numpy(video.frames).permute(0, 3, 1, 2).float(), expected)
 
 
-def test_image_area_is_brought_between_the_limits_keeping_its_aspect():
+def test_images_are_scaled_between_the_limits_and_keep_their_aspect():
     # 200 x 100 has 20,000 pixels; 5,000 is a quarter: half of each side. 10 x 40 to 1,600: twice each side.
     assert resized_size(200, 100, 100, 5000) == (100, 50)
     assert resized_size(10, 40, 1600, 5000) == (20, 80)
@@ -301,7 +300,7 @@ def test_a_video_that_changes_while_it_is_read_is_an_error_and_is_not_kept(proce
 
 
 @pytest.mark.parametrize("method", ["decode", "measure"])
-def test_what_is_no_medium_is_named_in_the_error(method, processors, tmp_path):
+def test_an_unreadable_file_is_named_in_the_error(method, processors, tmp_path):
     loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
     broken = tmp_path / "broken.bin"
     broken.write_bytes(b"no picture at all" * 100)
@@ -317,7 +316,7 @@ def test_what_is_no_medium_is_named_in_the_error(method, processors, tmp_path):
             getattr(loader, method)({kind: [ref]})
 
 
-def test_a_cut_image_and_a_cut_video_do_not_decode(processors, tmp_path):
+def test_truncated_images_and_videos_do_not_decode(processors, tmp_path):
     loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
     image = tmp_path / "a.png"
     image.write_bytes(image_bytes(200, 200)[:2000])

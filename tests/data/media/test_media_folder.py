@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from verl.data.media.cache import Entry
-from verl.data.media.media_folder import MediaFolder
+from verl.data.media.cache import Entry, MediaFolder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -71,7 +70,7 @@ def test_a_pickled_cache_opens_the_same_folder(tmp_path):
     assert pickle.loads(pickle.dumps(cache)).get_or_make(key_of(1), refuse).meta == {"value": 1}
 
 
-def test_what_nobody_has_read_for_longest_goes_first(tmp_path):
+def test_entries_unread_for_longest_are_removed_first(tmp_path):
     # 20 entries of 1,088 bytes are 21,760; the bound leaves 15/16 of 16,000 bytes to the older ones.
     cache = MediaFolder(tmp_path, max_bytes=16_000)
     opened = cache.get_or_make(key_of(0), lambda: entry(0))
@@ -97,7 +96,7 @@ def test_without_a_bound_entries_stay_while_the_disk_has_room(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 5, b"\0" * 4000])
-def test_a_file_that_a_crash_left_damaged_is_made_again(content, tmp_path):
+def test_a_damaged_file_is_replaced(content, tmp_path):
     cache = MediaFolder(tmp_path)
     cache.get_or_make(key_of(3), lambda: entry(3))
     path_of(cache, 3).write_bytes(content)
@@ -106,7 +105,7 @@ def test_a_file_that_a_crash_left_damaged_is_made_again(content, tmp_path):
     assert cache.get_or_make(key_of(3), refuse).meta == {"value": 4}
 
 
-def test_a_cut_file_is_made_again(tmp_path):
+def test_a_truncated_file_is_replaced(tmp_path):
     cache = MediaFolder(tmp_path)
     cache.get_or_make(key_of(3), lambda: entry(3))
     path_of(cache, 3).write_bytes(path_of(cache, 3).read_bytes()[:-1])
@@ -125,7 +124,7 @@ def test_an_error_while_making_an_entry_leaves_nothing_behind(tmp_path):
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
-def test_many_processes_at_once_read_every_entry_right(tmp_path):
+def test_concurrent_processes_read_every_entry_correctly(tmp_path):
     results = FORK.Queue()
     processes = [FORK.Process(target=use_keys, args=(tmp_path, seed, results)) for seed in range(4)]
     for process in processes:
@@ -151,7 +150,7 @@ def test_a_process_killed_while_writing_leaves_only_whole_entries(tmp_path):
         assert cache.get_or_make(key_of(number), refuse).tensors["frames"].numel() == 100_000
 
 
-def test_what_killed_processes_were_writing_goes_in_time_and_other_files_stay(tmp_path):
+def test_partial_files_of_killed_processes_expire_and_other_files_stay(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     folder = tmp_path / "ab"
     folder.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which frames of a video are taken, and that jumping to them finds what decoding everything finds."""
+"""Sampled frames of videos: their selection, and seeking against decoding everything."""
 
 import time
 
@@ -80,7 +80,7 @@ def count_work(path, count):
     ("kind", "uneven"),
     [(kind, uneven) for uneven in (False, True) for kind in KINDS if not (uneven and kind in NO_UNEVEN)],
 )
-def test_the_frames_taken_are_those_that_counting_all_frames_finds(kind, uneven, tmp_path):
+def test_sampled_frames_equal_those_found_by_counting(kind, uneven, tmp_path):
     name, codec, options = KINDS[kind]
     path = save_film(tmp_path / name, codec, 150, 24, options=options, uneven=uneven)
     expected = every_frame(path)
@@ -94,7 +94,7 @@ def test_the_frames_taken_are_those_that_counting_all_frames_finds(kind, uneven,
 
 
 @pytest.mark.parametrize("kind", ["mp4", "h264 open groups", "h264 open groups in Matroska", "vp9"])
-def test_what_lies_between_wanted_frames_is_jumped_over(kind, tmp_path):
+def test_unneeded_frames_are_skipped(kind, tmp_path):
     # 480 frames, a keyframe each 24: a wanted frame costs its group at most, and in an open
     # group the frames shown before its keyframe.
     name, codec, options = KINDS[kind]
@@ -117,7 +117,7 @@ def test_a_video_with_one_keyframe_is_decoded_once_from_start_to_end(name, tmp_p
     assert all((frame == expected[number]).all() for frame, number in zip(frames, numbers, strict=True))
 
 
-def test_times_that_frames_do_not_have_are_found_out(tmp_path):
+def test_wrong_times_are_detected(tmp_path):
     with av.open(save_film(tmp_path / "a.mp4", "mpeg4", 100, 12)) as container:
         stream = container.streams.video[0]
         packets = read_packets(container, stream)
@@ -148,7 +148,7 @@ def test_64_frames_of_an_hour_take_at_most_twice_the_work_of_64_frames_of_a_minu
     assert min(long for _, long in pairs) <= 2 * min(short for short, _ in pairs)
 
 
-def test_a_video_in_memory_is_jumped_through_too(tmp_path):
+def test_unneeded_frames_of_a_video_in_memory_are_skipped_too(tmp_path):
     path = save_film(tmp_path / "a.mp4", "libx264", 200, 24, options=X264)
     content = (tmp_path / "a.mp4").read_bytes()
     options = VideoOptions(1, 56 * 56, 28, num_frames=10)
@@ -156,7 +156,7 @@ def test_a_video_in_memory_is_jumped_through_too(tmp_path):
     assert (read_video(content, options).frames == read_video(path, options).frames).all()
 
 
-def test_frames_resized_in_pieces_are_those_resized_together(tmp_path, monkeypatch):
+def test_resizing_frames_in_chunks_equals_resizing_them_together(tmp_path, monkeypatch):
     path = save_film(tmp_path / "a.mp4", "mpeg4", 40, 12, size=(160, 96))
     options = VideoOptions(1, 84 * 84, 28, num_frames=20)
     together = read_video(path, options).frames
@@ -177,7 +177,7 @@ def test_a_number_of_frames_is_spread_evenly_from_the_first_to_the_last():
     assert choose_frames(VideoInfo(10, 1.0, 64, 48), options) == [0, 3, 6, 9]
 
 
-def test_the_number_of_frames_is_even_and_not_above_what_was_asked_for_or_what_there_is():
+def test_the_number_of_frames_is_even_and_at_most_the_requested_and_available_ones():
     for wanted, present, count in [(5, 100, 4), (64, 9, 8), (1, 100, 2), (2000, 5000, 2000), (8, 1, 2)]:
         info = VideoInfo(present, 24.0, 64, 48)
         numbers = choose_frames(info, VideoOptions(1, 1, 28, num_frames=wanted))
@@ -186,7 +186,7 @@ def test_the_number_of_frames_is_even_and_not_above_what_was_asked_for_or_what_t
         assert present == 1 or len(set(numbers)) == count
 
 
-def test_a_frame_takes_no_more_than_its_budget_of_tokens_whatever_its_shape():
+def test_a_frame_of_any_shape_stays_within_its_token_budget():
     for tokens in (1, 4, 16, 60, 256):
         for width, height in [(64, 48), (1920, 1080), (1080, 1920), (3000, 20), (20, 3000), (28, 28)]:
             for least in (1, 262_144):
@@ -196,7 +196,7 @@ def test_a_frame_takes_no_more_than_its_budget_of_tokens_whatever_its_shape():
                 assert 0 < rows * columns <= tokens, (tokens, width, height, least)
 
 
-def test_a_budget_is_used_well_and_keeps_the_aspect():
+def test_a_token_budget_is_nearly_used_up_and_keeps_the_aspect():
     # 1920 x 1080 in 256 patches: 12 rows of 21 (252), as 1080 / 1920 = 0.5625 and 12 / 21 = 0.571.
     options = VideoOptions(262_144, 4_194_304, 28, tokens_per_frame=256)
 
@@ -220,7 +220,7 @@ def cut_before(path, number):
 
 
 @pytest.mark.parametrize("count", [4, 40])
-def test_a_video_that_ends_long_before_it_says_is_an_error(count, tmp_path):
+def test_a_video_much_shorter_than_announced_is_an_error(count, tmp_path):
     path = save_film(tmp_path / "a.mp4", "mpeg4", 200, 12)
     cut_before(tmp_path / "a.mp4", 100)
 
@@ -228,7 +228,7 @@ def test_a_video_that_ends_long_before_it_says_is_an_error(count, tmp_path):
         take(path, count)
 
 
-def test_a_video_that_lacks_its_last_frame_ends_with_the_one_before(tmp_path):
+def test_a_missing_last_frame_is_replaced_by_the_one_before(tmp_path):
     path = save_film(tmp_path / "a.mp4", "mpeg4", 200, 12)
     cut_before(tmp_path / "a.mp4", 199)
     expected = every_frame(path)

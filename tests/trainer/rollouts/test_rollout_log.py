@@ -11,7 +11,7 @@ import torch
 from tests.helpers.media import save_image, save_video
 from tests.trainer.rollouts.sampling import Words, make_config
 from verl.data.media.loader import MediaLoader
-from verl.data.media.media_options import MediaOptions
+from verl.data.media.sizes import MediaOptions
 from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.rollout_log import FRAMES, RolloutLog, with_reward_values
 from verl.viewer.rollout_store import step_files

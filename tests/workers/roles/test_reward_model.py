@@ -15,7 +15,9 @@ from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.media import image_bytes
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import RewardModelConfig
-from verl.data.media.loader import MediaLoader, MediaOptions, expand_prompt
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.data.media.tokens import expand_prompt
 from verl.distributed.fsdp import make_mesh
 from verl.models.hub_names import auto_class
 from verl.models.position_ids import MropeConstants, position_ids_for

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from tests.workers.rollout.reference import reference_log_probs
-from verl.data.media.loader import DecodedMedia, expand_prompt, sampled_fps, timestamps
+from verl.data.media.loader import DecodedMedia
+from verl.data.media.tokens import expand_prompt, sampled_fps, timestamps
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
 from verl.workers.rollout.hf_rollout import GRIDS, media_features

@@ -1,49 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded media and processor outputs, made once for all processes of a node.
+"""Decoded media and processor outputs as safetensors files in bounded directories.
 
-Entries are safetensors files in one directory for each run, in shared memory where there is room. A process
-that needs an entry maps the file; the pages are shared. Nobody serves the directory:
-
-- an entry appears by rename, complete or not at all; two processes that want the same one wait for a file
-  lock, so that one of them makes it;
-- when the directory outgrows its bound, the oldest entries are unlinked; whoever has them mapped keeps them;
-- every user of a directory holds a shared lock on its `alive` file, which the kernel drops when the process
-  dies. The owner removes the directory when it closes, else the last user does; a directory that nobody holds
-  is a dead run's and is removed by the next run on the node.
+`MediaFolder` is one directory that all processes which see it share, kept from run to run: decoded frames
+(`data.cache_dir`) or outputs of a frozen vision tower (`worker.actor.cached_embeds_dir`). `MediaCache` is the
+cache of one run on one node: a `MediaFolder` in shared memory, with a small store inside each process.
 """
 
 import atexit
-import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from verl.utils.rank_logger import get_logger
+from verl.utils.shared_folder import Room, write_whole
 
+FILE = re.compile(r"[0-9a-f]{30,126}\.safetensors")
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 4 << 30  # containers often have 64 MiB, which a single batch of images fills
 MAX_BYTES = 32 << 30
 LOCAL_BYTES = 1 << 30
 PREFIX = "verl-media"
-YOUNG_S = 60  # a directory without `alive` file may be about to get one
+YOUNG_S = 60  # a directory without an `alive` file may be about to get one
 
 logger = get_logger(__name__)
 
 
 class Entry(NamedTuple):
-    """What is stored under one key: tensors, and plain values that JSON can hold."""
+    """Tensors and JSON values under one key."""
 
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
@@ -55,36 +52,78 @@ class Entry(NamedTuple):
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """The safetensors file of an entry."""
     tensors = {name: tensor.contiguous() for name, tensor in entry.tensors.items()}
     return save(tensors, {"meta": json.dumps(entry.meta)})
 
 
 def read_entry(path: Path) -> Entry | None:
-    """The entry of a file, mapped and not copied; None if there is no file.
-
-    `safe_open` opens what it is told twice, header first, and another process may make room in between: a
-    name that this process holds open is there for both.
-
-    Raises:
-        SafetensorError: The file is damaged.
-    """
+    """Map the entry of a file into memory; None if there is no file."""
     try:
-        held = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        with safe_open(f"/proc/self/fd/{held}", framework="pt") as file:
+        # `safe_open` opens the path twice, and another process may remove it in between: an open descriptor
+        # stays valid for both.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
             return Entry(tensors, json.loads(file.metadata()["meta"]))
     finally:
-        os.close(held)
+        os.close(descriptor)
+
+
+class MediaFolder:
+    """A bounded folder of entries, shared by processes without locks; entries unread for longest go first.
+
+    Args:
+        max_bytes: Bound of the folder; each process may exceed it by 1/16 before it notices. None is half of
+            the disk space available to it.
+        is_temporary: The directory belongs to one run: files need not survive a system crash, and nothing is
+            written once the directory is removed.
+    """
+
+    def __init__(
+        self, directory: str | Path, max_bytes: int | None = None, *, is_temporary: bool = False
+    ) -> None:
+        self.directory, self.is_temporary = Path(directory).absolute(), is_temporary
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._room = Room(self.directory, FILE, max_bytes)
+
+    def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
+        """Return the entry under `key`, a hexadecimal digest; if missing, keep the result of `make`."""
+        entry = self.get(key)
+        if entry is None:
+            entry = make()
+            self._write(key, entry)
+        return entry
+
+    def get(self, key: str) -> Entry | None:
+        path = self._path(key)
+        try:
+            entry = read_entry(path)
+        except SafetensorError:  # after a system crash
+            logger.warning("a damaged file of the media cache is replaced: path=%s", path)
+            return None
+        if entry is not None:
+            with suppress(FileNotFoundError, PermissionError):  # removed since, or another user's
+                os.utime(path)
+        return entry
+
+    def _path(self, key: str) -> Path:
+        return self.directory / key[:2] / f"{key[2:]}.safetensors"
+
+    def _write(self, key: str, entry: Entry) -> None:
+        if self.is_temporary and not self.directory.is_dir():
+            return
+        content = encode_entry(entry)
+        if not write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
+            logger.warning("no room to cache media: path=%s bytes=%d", self.directory, len(content))
 
 
 class MediaCache:
-    """A bounded store for the processes of a run on one node, with a small one inside each process.
+    """A bounded cache for the processes of a run on one node, and a small one inside each process.
 
-    It can be pickled: the copy opens the directory of the same run on the node where it is unpickled.
+    An unpickled copy opens the directory of the same run on its own node.
 
     Example::
 
@@ -93,12 +132,11 @@ class MediaCache:
         cache.close()
 
     Args:
-        run_id: Names the run; equal in all its processes. None keeps entries in this process only.
-        owner: Whether closing removes the directory at once.
-        max_bytes: Bound of the directory; None takes a quarter of the free space, at most 32 GiB.
-        local_bytes: Bound of what this process keeps open.
-        root: Where the directory stands; None chooses shared memory, or the temporary folder if that is
-            small.
+        run_id: Equal in all processes of a run. None keeps entries in this process only.
+        owner: Whether closing removes the directory at once; otherwise the last user does.
+        max_bytes: Bound of the directory; None is a quarter of the free space, at most 32 GiB.
+        local_bytes: Bound of the entries that this process keeps open.
+        root: Parent of the directory; None is shared memory, or the temporary folder if that is too small.
     """
 
     def __init__(
@@ -115,101 +153,66 @@ class MediaCache:
         )  # fmt: skip
         self._local: OrderedDict[str, Entry] = OrderedDict()
         self._local_size = 0
-        self._unchecked: int | None = None  # bytes published since the directory was last measured
         self._process = os.getpid()
-        self.directory: Path | None = None
+        self._folder: MediaFolder | None = None
         if run_id is not None:
             root = root or _choose_root()
             remove_stale_directories(root)
-            self.directory = root / f"{PREFIX}-{os.getuid()}-{run_id}"
-            self._bound = max_bytes or min(MAX_BYTES, shutil.disk_usage(root).free // 4)
-            self._alive = _hold(self.directory)
+            directory = root / f"{PREFIX}-{os.getuid()}-{run_id}"
+            self._alive = _hold(directory)
+            bound = max_bytes or min(MAX_BYTES, shutil.disk_usage(root).free // 4)
+            self._folder = MediaFolder(directory, bound, is_temporary=True)
             atexit.register(self.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.run_id, self.max_bytes, self.local_bytes, self.root)
+        reopen = partial(MediaCache, max_bytes=self.max_bytes, local_bytes=self.local_bytes, root=self.root)
+        return reopen, (self.run_id,)
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory on this node; None without a run, and after `close`."""
+        return None if self._folder is None else self._folder.directory
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
-        """The entry under `key`; if nobody made it yet, `make` is called and its result published.
-
-        Args:
-            key: Names the content and every option that shaped it; a valid file name.
-            make: Called at most once for each key and node while the entry is kept. What it raises is passed
-                on.
-        """
+        """Return the entry under `key`, a hexadecimal digest; if missing, one process makes it."""
         if key in self._local:
             self._local.move_to_end(key)
             return self._local[key]
-        entry = make() if self.directory is None else self._get_or_publish(self.directory, key, make)
+        entry = make() if self._folder is None else self._make_once(self._folder, key, make)
         self._keep(key, entry)
         return entry
 
     def get(self, key: str) -> Entry | None:
-        """The entry under `key`, if somebody made it and it is still kept."""
-        if key in self._local or self.directory is None:
+        if key in self._local or self._folder is None:
             return self._local.get(key)
-        entry = read_entry(self.directory / f"{key}.safetensors")
+        entry = self._folder.get(key)
         if entry is not None:
             self._keep(key, entry)
         return entry
 
     def close(self) -> None:
-        """Let go of the directory; the owner or the last user removes it. Harmless to repeat."""
+        """Release the directory; the owner or the last user removes it."""
         self._local.clear()
         self._local_size = 0
-        if self.directory is None or self._process != os.getpid():
+        if self._folder is None or self._process != os.getpid():
             return  # a forked child shares its parent's lock
-        directory, self.directory = self.directory, None
+        directory, self._folder = self._folder.directory, None
         atexit.unregister(self.close)
         if self.owner or _try_lock(self._alive):
             shutil.rmtree(directory, ignore_errors=True)
         os.close(self._alive)
 
-    def _get_or_publish(self, directory: Path, key: str, make: Callable[[], Entry]) -> Entry:
-        path = directory / f"{key}.safetensors"
-        entry = read_entry(path)
+    def _make_once(self, folder: MediaFolder, key: str, make: Callable[[], Entry]) -> Entry:
+        entry = folder.get(key)
         if entry is not None:
             return entry
         try:
-            with _locked(path.with_suffix(".lock")):
-                entry = read_entry(path)
-                if entry is None:
-                    entry = make()
-                    self._publish(path, entry)
-                return entry
+            with _locked(folder.directory / f"{key}.lock"):
+                return folder.get_or_make(key, make)
         except FileNotFoundError:
-            if directory.is_dir():
+            if folder.directory.is_dir():
                 raise
             return make()  # the owner has closed the cache
-
-    def _publish(self, path: Path, entry: Entry) -> None:
-        self._evict(path.parent, entry.size)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        content = encode_entry(entry)
-        try:
-            temporary.write_bytes(content)
-            temporary.rename(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            if error.errno == errno.ENOENT and not path.parent.is_dir():
-                return
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            logger.warning("no room to cache media: directory=%s bytes=%d", path.parent, len(content))
-
-    def _evict(self, directory: Path, coming: int) -> None:
-        """Unlink the oldest entries when the bound is near; processes measure it from time to time."""
-        if self._unchecked is not None and self._unchecked + coming < self._bound // 16:
-            self._unchecked += coming
-            return
-        self._unchecked = 0
-        files = sorted(_sizes(directory), key=lambda file: file[1])
-        total = sum(size for _, _, size in files) + coming
-        for path, _, size in files:
-            if total <= self._bound * 15 // 16:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
 
     def _keep(self, key: str, entry: Entry) -> None:
         self._local[key] = entry
@@ -219,7 +222,7 @@ class MediaCache:
 
 
 def remove_stale_directories(root: Path) -> None:
-    """Remove this user's cache directories whose run is dead."""
+    """Remove this user's cache directories of dead runs."""
     for directory in root.glob(f"{PREFIX}-{os.getuid()}-*"):
         try:
             alive = os.open(directory / "alive", os.O_RDWR)
@@ -237,10 +240,6 @@ def remove_stale_directories(root: Path) -> None:
             os.close(alive)
 
 
-def _reopen(run_id: str | None, max_bytes: int | None, local_bytes: int, root: Path | None) -> MediaCache:
-    return MediaCache(run_id, max_bytes=max_bytes, local_bytes=local_bytes, root=root)
-
-
 def _choose_root() -> Path:
     usable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
     large = usable and shutil.disk_usage(SHARED_MEMORY).total >= MIN_SHARED_MEMORY
@@ -248,7 +247,8 @@ def _choose_root() -> Path:
 
 
 def _hold(directory: Path) -> int:
-    """Make the directory and hold its `alive` file; again, if a sweep removed it in between."""
+    # Every user of a directory holds a shared lock on its `alive` file, which the kernel releases when the
+    # process dies: a directory without locks belongs to a dead run. Repeat if one was removed in between.
     while True:
         directory.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -274,7 +274,7 @@ def _try_lock(file: int) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file while the block runs; its removal at the end can at worst make work twice."""
+    # Removing the file lets a third process lock a new one: at worst an entry is made twice.
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -282,12 +282,3 @@ def _locked(path: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
-
-
-def _sizes(directory: Path) -> Iterator[tuple[Path, float, int]]:
-    with suppress(FileNotFoundError):
-        for file in os.scandir(directory):
-            with suppress(FileNotFoundError):
-                if file.name.endswith(".safetensors"):
-                    status = file.stat()
-                    yield Path(file.path), status.st_mtime, status.st_size

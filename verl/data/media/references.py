@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to images and videos in rows: paths, URLs or bytes; opened, told apart, and named in errors."""
+"""References to images and videos in rows (paths, URLs or bytes): open, identify, and name them in errors."""
 
 import io
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import av.error
 from PIL import Image
 
 Reference = str | bytes | dict[str, Any]
-# what Pillow and PyAV raise on a file that is no image or video
+URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+# raised by Pillow and PyAV for files that are not images or videos
 UNREADABLE = (
     OSError,
     ValueError,
@@ -24,9 +26,14 @@ UNREADABLE = (
 )
 
 
+def is_url(source: str | bytes) -> TypeGuard[str]:
+    """Return whether a reference is a URL; `file://` counts as a path."""
+    return isinstance(source, str) and URL.match(source) is not None
+
+
 @contextmanager
 def reading(kind: str, ref: Reference) -> Iterator[None]:
-    """Turn what a damaged or missing file raises into a ValueError that names the file."""
+    """Turn errors from a damaged or missing file into a ValueError that names the file."""
     try:
         yield
     except UNREADABLE as error:
@@ -36,7 +43,7 @@ def reading(kind: str, ref: Reference) -> Iterator[None]:
 
 @contextmanager
 def reading_unchanged(kind: str, ref: Reference, content: bytes) -> Iterator[None]:
-    """Like `reading`, and sure that what was read is what `content_id` said before."""
+    """Like `reading`, and check that the file still has the `content_id` it had before."""
     with reading(kind, ref):
         yield
         if _content_id(ref) != content:
@@ -44,30 +51,25 @@ def reading_unchanged(kind: str, ref: Reference, content: bytes) -> Iterator[Non
 
 
 def payload(ref: Reference) -> str | bytes:
-    """The path, the URL or the bytes that a reference holds."""
+    """Return the path, URL or bytes that a reference holds."""
     if isinstance(ref, dict):
         return ref.get("bytes") or ref["path"]
     return ref
 
 
 def shown_name(ref: Reference) -> str:
-    """What an error calls it: the URL it was fetched from, its path, or how many bytes it has."""
+    """Return the name for errors: the original URL, the path, or the number of bytes."""
     source = (ref.get("url") if isinstance(ref, dict) else None) or payload(ref)
     return source if isinstance(source, str) else f"of {len(source)} bytes"
 
 
 def openable(ref: Reference) -> str | io.BytesIO:
-    """What Pillow and PyAV open."""
     source = payload(ref)
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def content_id(kind: str, ref: Reference) -> bytes:
-    """What tells the content from any other: the bytes, or path, size and time of change of a file.
-
-    Raises:
-        ValueError: The file cannot be looked at; the message names it.
-    """
+    """Identify the content: the bytes themselves, or path, size and modification time of a file."""
     with reading(kind, ref):
         return _content_id(ref)
 

@@ -1,20 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of images and videos on their way into a model: in pixels, then in patches.
+"""Sizes of images and videos on their way into a model: options, pixels, and patches.
 
-The second step is the arithmetic of the model's own processor with its own constants, so that a prompt can be
+Patches follow the arithmetic of the model's own processor with its own constants, so that a prompt can be
 measured from file headers.
 """
 
 import math
 import sys
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 from PIL import Image
 
+from verl.data.media.download import DownloadOptions
+from verl.data.media.video import VideoOptions
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """Options for reading media; equal in every process of a run, so that they can share the cache."""
+
+    min_pixels: int  # smaller images and frames are enlarged
+    max_pixels: int  # larger images and frames are reduced
+    video_fps: float = 2.0  # frames sampled per second of video
+    run_id: str | None = None  # name of the run's cache on each node; None caches within each process
+    num_video_frames: int | None = None  # frames sampled from a whole video; None uses `video_fps`
+    tokens_per_frame: int | None = None  # upper limit, takes precedence over `min_pixels`
+    cache_dir: str | None = None  # keeps decoded videos for later runs
+    urls: DownloadOptions | None = None  # None refuses URLs
+
+    @classmethod
+    def from_data(
+        cls,
+        data: Any,
+        run_id: str | None = None,
+        *,
+        num_video_frames: int | None = None,
+        tokens_per_frame: int | None = None,
+    ) -> "MediaOptions":
+        """Take them from the `data` section of a config, and from options elsewhere."""
+        urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
+        return cls(
+            data.min_pixels, data.max_pixels, data.video_fps, run_id, num_video_frames, tokens_per_frame,
+            data.cache_dir, urls,
+        )  # fmt: skip
+
+    def of_videos(self, factor: int) -> VideoOptions:
+        """Video options for a model whose merged patches are `factor` pixels wide."""
+        return VideoOptions(
+            self.min_pixels, self.max_pixels, factor, self.video_fps, self.num_video_frames,
+            self.tokens_per_frame,
+        )  # fmt: skip
+
+    def check_budget(self, video_processor: Any) -> None:
+        """Raise a ValueError if the processor itself would enlarge frames beyond `tokens_per_frame`."""
+        smallest = smallest_budget(video_processor)
+        if self.tokens_per_frame is not None and self.tokens_per_frame < smallest:
+            raise ValueError(
+                f"`tokens_per_frame` must be at least {smallest} for this model, got {self.tokens_per_frame}:"
+                " its processor enlarges smaller frames"
+            )
+
 
 def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Width and height of an image brought between `min_pixels` and `max_pixels`, keeping its aspect."""
+    """Scale width and height to between `min_pixels` and `max_pixels`, keeping the aspect ratio."""
     for pixels, is_outside in (
         (max_pixels, width * height > max_pixels),
         (min_pixels, width * height < min_pixels),
@@ -26,7 +76,7 @@ def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> t
 
 
 def process_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
-    """Bring an image between `min_pixels` and `max_pixels`, as RGB."""
+    """Scale an image to between `min_pixels` and `max_pixels`, as RGB."""
     size = resized_size(image.width, image.height, min_pixels, max_pixels)
     image.load()
     resized = image if size == image.size else image.resize(size)
@@ -34,7 +84,7 @@ def process_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image
 
 
 def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
-    """Patches of an image in time, height and width after the processor's own resizing."""
+    """Return patches in time, height and width after the processor's own resizing."""
     resize = vars(sys.modules[type(image_processor).__module__])["smart_resize"]
     patch, limits = image_processor.patch_size, image_processor.size
     height, width = resize(
@@ -45,14 +95,13 @@ def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
 
 
 def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
-    """Patches of a video in time, height and width after the processor's own resizing."""
+    """Return patches in time, height and width after the processor's own resizing."""
     resize = vars(sys.modules[type(video_processor).__module__])["smart_resize"]
     patch, temporal = video_processor.patch_size, video_processor.temporal_patch_size
     factor = patch * video_processor.merge_size
     smallest, largest = video_processor.size["shortest_edge"], video_processor.size["longest_edge"]
-    counts_frames = (
-        "num_frames" in signature(resize).parameters
-    )  # Qwen3-VL: the limits hold for the whole video
+    # In Qwen3-VL the limits apply to the whole video.
+    counts_frames = "num_frames" in signature(resize).parameters
     if getattr(video_processor, "cap_pixels_per_frame", None):
         budget = video_processor.max_video_tokens * factor * factor
         if counts_frames:
@@ -67,11 +116,9 @@ def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -
 
 
 def smallest_budget(video_processor: Any) -> int:
-    """The smallest limit of tokens for each frame that the processor's own resizing keeps.
-
-    It enlarges what has fewer pixels than its lower limit. A frame that fits a budget has more than a quarter
-    of it, as both sides are rounded down to merged patches; one that is enlarged anyway has less than
-    2 limit + 2 merged patches, as both sides are rounded up.
-    """
+    """Return the smallest limit of tokens per frame that the processor's own resizing respects."""
+    # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
+    # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has less
+    # than 2 limit + 2 merged patches, as both sides are rounded up.
     factor = video_processor.patch_size * video_processor.merge_size
     return -(-4 * video_processor.size["shortest_edge"] // factor**2)

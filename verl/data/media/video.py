@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading videos with PyAV: facts from the container without decoding, and the frames a model sees.
+"""Read videos with PyAV: container metadata without decoding, and the frames that a model sees.
 
-Which frames are taken, and how large they are, follows qwen-vl-utils: `fps` frames a second, an even number
-of them between 4 and 768, or a given number of frames; spread evenly over the video from its first frame to
-its last; each frame between `min_pixels` and `max_pixels`, and within a budget of tokens if there is one.
+Frame selection and size follow qwen-vl-utils: `fps` frames per second, an even number between 4 and 768, or a
+given number of frames; spread evenly from the first frame to the last; each frame between `min_pixels` and
+`max_pixels`, and within a budget of tokens if there is one.
 
-Times follow from frame numbers and the average rate, as in the models' processors: in a video whose rate
-varies, they are those of a video of the same length and number of frames with an even rate.
+As in the models' processors, times are computed from frame numbers and the average rate, even if the rate of
+the video varies.
 """
 
-import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import av
 import numpy as np
 from av.container import InputContainer
 
+from verl.data.media.references import openable
 from verl.data.media.video_seek import (
     EXACT_FORMATS,
     Packets,
@@ -28,15 +28,15 @@ from verl.data.media.video_seek import (
     read_packets,
 )
 
-# Up to this share of a video, frames that the container announces but the decoder does not deliver (edit
-# lists, a cut last group) are made up by repeating the last one.
+# The last frame is repeated for frames that the container announces but the decoder does not deliver (edit
+# lists, a truncated last group), up to this share of the video.
 MISSING_RATIO = 0.02
-DECODING_THREADS = 4  # each one decodes a frame that nobody wants before a jump
-RESIZED_BYTES = 64 << 20  # decoded frames are resized in pieces of this size, to hold few large ones
+DECODING_THREADS = 4  # before a jump, each one decodes a frame that is not needed
+RESIZED_BYTES = 64 << 20  # frames are resized in chunks of this size, to keep few original frames
 
 
 class VideoInfo(NamedTuple):
-    """What a container says about its first video stream."""
+    """Metadata of the first video stream of a container."""
 
     num_frames: int
     fps: float
@@ -46,46 +46,32 @@ class VideoInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """How a video becomes frames.
+    """Options for sampling and resizing frames."""
 
-    Attributes:
-        min_pixels: Smaller frames are enlarged.
-        max_pixels: Larger frames are reduced.
-        factor: Pixels of the side of a merged patch; sides of frames are multiples of it.
-        fps: Frames taken from a second.
-        num_frames: Frames taken from the whole video instead, rounded down to an even number, and at most as
-            many as it has; None goes by `fps`.
-        tokens_per_frame: Merged patches of a frame at most, whatever `min_pixels` says; two frames that make
-            a temporal patch share their tokens. None does not limit them.
-    """
-
-    min_pixels: int
-    max_pixels: int
-    factor: int
-    fps: float = 2.0
-    num_frames: int | None = None
+    min_pixels: int  # smaller frames are enlarged
+    max_pixels: int  # larger frames are reduced
+    factor: int  # side of a merged patch in pixels; frame sides are multiples of it
+    fps: float = 2.0  # frames sampled per second
+    num_frames: int | None = None  # sampled from the whole video, rounded down to even; None uses `fps`
+    # Limit in merged patches, takes precedence over `min_pixels`. Two frames that form a temporal patch share
+    # their tokens.
     tokens_per_frame: int | None = None
 
 
 class SampledVideo(NamedTuple):
-    """Frames (T, H, W, 3) uint8 and the metadata that processors and vLLM want with them."""
+    """Sampled frames with the metadata that processors and vLLM expect."""
 
-    frames: np.ndarray
+    frames: np.ndarray  # (T, H, W, 3) uint8
     meta: dict[str, Any]
 
 
 def probe_video(source: str | bytes) -> VideoInfo:
-    """Read frame count, rate and size; packets are counted where the container does not say, none is decoded.
-
-    Raises:
-        ValueError: It is no video, or does not say its frame rate.
-        OSError: The file cannot be opened.
-    """
+    """Read frame count, rate and size, without decoding."""
     return _probe(source)[0]
 
 
 def choose_frames(info: VideoInfo, options: VideoOptions) -> list[int]:
-    """Numbers of the frames to take: an even count of them, from the first frame to the last."""
+    """Choose an even number of frames, from the first one to the last."""
     from qwen_vl_utils.vision_process import smart_nframes  # noqa: PLC0415 - imports torchvision: seconds
 
     if info.num_frames == 1:
@@ -98,14 +84,7 @@ def choose_frames(info: VideoInfo, options: VideoOptions) -> list[int]:
 
 
 def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
-    """Height and width of the frames after resizing.
-
-    Args:
-        num_frames: Frames taken; many frames share a budget of pixels.
-        height: Of the video.
-        width: Of the video.
-        options: Limits of a frame.
-    """
+    """Return the height and width of frames after resizing; many frames share a budget of pixels."""
     from qwen_vl_utils import vision_process as qwen  # noqa: PLC0415 - imports torchvision: seconds
 
     factor, smallest, tokens = options.factor, options.min_pixels, options.tokens_per_frame
@@ -115,13 +94,13 @@ def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) 
     if tokens is not None:
         most = min(most, tokens * factor * factor)
     size = qwen.smart_resize(height, width, factor=factor, min_pixels=min(smallest, most), max_pixels=most)
-    if tokens is not None and not 0 < size[0] * size[1] <= most:  # a narrow frame, or one rounded up
+    if tokens is not None and not 0 < size[0] * size[1] <= most:  # a narrow frame, or rounded up
         return _largest_size(height, width, most // factor**2, factor)
     return size
 
 
 def video_meta(info: VideoInfo, indices: list[int]) -> dict[str, Any]:
-    """The metadata of sampled frames: everything timestamps are computed from."""
+    """Return the metadata of sampled frames, from which timestamps are computed."""
     return {
         "total_num_frames": info.num_frames,
         "fps": info.fps,
@@ -133,12 +112,7 @@ def video_meta(info: VideoInfo, indices: list[int]) -> dict[str, Any]:
 
 
 def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
-    """Decode the frames that `options` choose, resized; what lies between them is jumped over where possible.
-
-    Raises:
-        ValueError: The video cannot be decoded, or ends long before its container says.
-        OSError: The file cannot be opened.
-    """
+    """Decode and resize the chosen frames, skipping the others where possible."""
     info, packets = _probe(source)
     numbers = choose_frames(info, options)
     try:
@@ -149,11 +123,12 @@ def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
 
 
 def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
-    with av.open(_openable(source), "r") as container:
+    with av.open(openable(source), "r") as container:
         stream = _video_stream(container)
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
-            raise ValueError("the video does not say its frame rate")
+            raise ValueError("the video has no frame rate")
+        # Packets are counted if the container has no frame count.
         packets = None if stream.frames else read_packets(container, stream)
         num_frames = packets.count if packets else stream.frames
         if num_frames < 1:
@@ -163,8 +138,8 @@ def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
 
 
 def _largest_size(height: int, width: int, tokens: int, factor: int) -> tuple[int, int]:
-    """The largest size of at most `tokens` merged patches that keeps the aspect as far as it can."""
-    scale = (height * width / tokens) ** 0.5  # pixels of a merged patch's side in the original
+    """Return the largest size of at most `tokens` merged patches, close to the original aspect ratio."""
+    scale = (height * width / tokens) ** 0.5  # side of a merged patch in original pixels
     rows, columns = max(1, int(height / scale)), max(1, int(width / scale))
     rows, columns = min(rows, tokens // columns or 1), min(columns, tokens)
     return rows * factor, min(columns, tokens // rows) * factor
@@ -176,8 +151,8 @@ def _largest_size(height: int, width: int, tokens: int, factor: int) -> tuple[in
 def _seek_frames(
     source: str | bytes, info: VideoInfo, packets: Packets | None, numbers: list[int]
 ) -> Iterator[av.VideoFrame]:
-    """The frames of these numbers, by their times."""
-    with av.open(_openable(source), "r") as container:
+    """Yield the frames with these numbers, found by their times."""
+    with av.open(openable(source), "r") as container:
         stream = _video_stream(container)
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = DECODING_THREADS
@@ -190,33 +165,33 @@ def _seek_frames(
                 raise UnknownTimesError
             timeline = PacketTimeline(packets)
         reader = SeekingReader(container, stream, timeline)
-        for place, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             frame = reader.read(number)
             if frame is None:
                 last, frame = reader.last
                 _check_missing(info, last + 1)
-                yield from [frame] * (len(numbers) - place)
+                yield from [frame] * (len(numbers) - index)
                 return
             yield frame
 
 
 def _count_frames(source: str | bytes, info: VideoInfo, numbers: list[int]) -> Iterator[av.VideoFrame]:
-    """The frames of these numbers, by decoding from the start and counting."""
-    with av.open(_openable(source), "r") as container:
+    """Yield the frames with these numbers, by decoding from the start and counting."""
+    with av.open(openable(source), "r") as container:
         stream = _video_stream(container)
         stream.thread_type = "AUTO"
-        count, place, frame = 0, 0, None
+        count, index, frame = 0, 0, None
         for frame in container.decode(stream):
-            while place < len(numbers) and numbers[place] == count:
+            while index < len(numbers) and numbers[index] == count:
                 yield frame
-                place += 1
-            if place == len(numbers):
+                index += 1
+            if index == len(numbers):
                 return
             count += 1
         if frame is None:
             raise ValueError("the video has no frame that can be decoded")
         _check_missing(info, count)
-        yield from [frame] * (len(numbers) - place)
+        yield from [frame] * (len(numbers) - index)
 
 
 def _check_missing(info: VideoInfo, count: int) -> None:
@@ -225,27 +200,26 @@ def _check_missing(info: VideoInfo, count: int) -> None:
 
 
 def _packets(source: str | bytes) -> Packets:
-    with av.open(_openable(source), "r") as container:
+    with av.open(openable(source), "r") as container:
         return read_packets(container, _video_stream(container))
 
 
 def _resized(frames: Iterable[av.VideoFrame], count: int, options: VideoOptions) -> np.ndarray:
-    """(T, H, W, 3) uint8; only few frames are held in their original size."""
-    pieces: list[np.ndarray] = []
+    chunk: list[np.ndarray] = []
     done, shape, size = 0, None, (0, 0)
-    resized = np.empty(0)
+    resized = np.empty(0)  # (T, H, W, 3) uint8
     for frame in frames:
         pixels = frame.to_ndarray(format="rgb24")  # (H0, W0, 3)
         if shape is None:
             shape, size = pixels.shape, frame_size(count, frame.height, frame.width, options)
             resized = np.empty((count, *size, 3), dtype=np.uint8)
         if pixels.shape != shape:
-            raise ValueError(f"the frames change their size: {sorted({shape, pixels.shape})}")
-        pieces.append(pixels)
-        if len(pieces) * pixels.nbytes >= RESIZED_BYTES or done + len(pieces) == count:
-            resized[done : done + len(pieces)] = _resize(np.stack(pieces), size)
-            done, pieces = done + len(pieces), []
-    assert done == count, "every chosen frame is delivered"
+            raise ValueError(f"frames have different sizes: {sorted({shape, pixels.shape})}")
+        chunk.append(pixels)
+        if len(chunk) * pixels.nbytes >= RESIZED_BYTES or done + len(chunk) == count:
+            resized[done : done + len(chunk)] = _resize(np.stack(chunk), size)
+            done, chunk = done + len(chunk), []
+    assert done == count, "every chosen frame is decoded"
     return resized
 
 
@@ -257,10 +231,6 @@ def _resize(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     video = torch.from_numpy(frames).permute(0, 3, 1, 2)  # (T, 3, H, W)
     video = resize(video, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
     return video.permute(0, 2, 3, 1).contiguous().numpy()
-
-
-def _openable(source: str | bytes) -> str | io.BytesIO:
-    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _video_stream(container: InputContainer) -> av.VideoStream:

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.data.media.cache import Entry
+from verl.data.media.cache import Entry, MediaFolder
 from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.media.media_folder import MediaFolder
 from verl.data.media.references import Reference
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel

@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from verl.data.media.loader import MediaShape, expand_prompt, sampled_fps, timestamps
+from verl.data.media.tokens import MediaShape, expand_prompt, sampled_fps, timestamps
 from verl.distributed.fsdp import torch_dtype
 from verl.models.hub_names import auto_class
 from verl.models.position_ids import MropeConstants, position_ids_for

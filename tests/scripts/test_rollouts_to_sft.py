@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the rollouts that a run kept to rows for supervised fine-tuning."""
+"""Rollouts of a run become rows for supervised fine-tuning."""
 
 import json
 import re
@@ -7,8 +7,8 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
+from scripts.rollouts_to_sft import Selection, main, select_rollouts
 from tests.helpers.rollouts import rollout
-from verl.cli.rollouts_to_sft import Selection, main, select_rollouts
 from verl.viewer.rollout_store import FOLDER, MEDIA, RolloutStore
 
 PROMPT = [{"role": "user", "content": "Where is the square?"}]
@@ -35,7 +35,7 @@ def answers(tmp_path, **selection):
     return [(one["step"], one["messages"][-1]["content"]) for one in rows], dict(left_out)
 
 
-def test_finished_responses_that_are_good_enough_are_taken_and_the_others_counted(tmp_path):
+def test_finished_responses_that_reach_the_score_are_kept_and_the_others_counted(tmp_path):
     write(
         tmp_path,
         row(1, 0, "left", 1.0),
@@ -47,11 +47,11 @@ def test_finished_responses_that_are_good_enough_are_taken_and_the_others_counte
 
     assert answers(tmp_path, min_score=0.9) == (
         [(1, "left"), (1, "it is left")],
-        {"below 0.9": 1, "cut off at the longest response that was allowed": 1, "without a score": 1},
+        {"below 0.9": 1, "cut off at the response length limit": 1, "without a score": 1},
     )
 
 
-def test_the_same_response_is_taken_once_with_its_best_score(tmp_path):
+def test_a_repeated_response_is_kept_once_with_its_best_score(tmp_path):
     write(tmp_path, row(1, 0, "left", 0.6), row(2, 0, "left", 0.8), row(2, 1, "it is left", 0.7))
 
     found, left_out = answers(tmp_path)
@@ -60,13 +60,13 @@ def test_the_same_response_is_taken_once_with_its_best_score(tmp_path):
     assert left_out == {"the same response to the same prompt": 1}
 
 
-def test_the_best_of_a_prompt_are_taken_and_of_equals_the_newest(tmp_path):
+def test_the_best_responses_of_a_prompt_are_kept_the_newest_of_equals_first(tmp_path):
     write(tmp_path, row(1, 0, "a", 1.0), row(2, 0, "b", 1.0), row(3, 0, "c", 0.9))
 
     assert answers(tmp_path, max_per_prompt=1) == ([(2, "b")], {"beyond `--max_per_prompt`": 2})
 
 
-def test_other_prompts_and_other_media_are_other_prompts(tmp_path):
+def test_prompts_differ_by_messages_and_media(tmp_path):
     image = {"kind": "image", "source": "/data/1.png", "files": [], "problem": None}
     other = json.dumps([{"role": "user", "content": "Else?"}])
     write(
@@ -76,7 +76,7 @@ def test_other_prompts_and_other_media_are_other_prompts(tmp_path):
     assert len(answers(tmp_path, max_per_prompt=1)[0]) == 3
 
 
-def test_steps_and_a_value_of_the_reward_function_choose(tmp_path):
+def test_responses_are_selected_by_step_and_by_a_reward_value(tmp_path):
     write(tmp_path, row(1, 0, "a", 0.0), row(2, 0, "b", 1.0), row(3, 0, "c", 0.0))
 
     assert answers(tmp_path, key="accuracy", min_score=0.5, steps=range(2, 4)) == (
@@ -91,13 +91,13 @@ def test_a_response_that_lacks_the_value_is_left_out(tmp_path):
     assert answers(tmp_path, key="accuracy") == ([(1, "a")], {"without accuracy": 1})
 
 
-def test_the_end_of_the_turn_is_left_to_the_template_where_the_run_showed_it(tmp_path):
+def test_a_visible_end_token_is_removed_from_the_response(tmp_path):
     write(tmp_path, row(1, 0, "left<|im_end|>", 1.0))
 
     assert answers(tmp_path)[0] == [(1, "left")]
 
 
-def test_media_are_the_runs_own_files_or_the_copies_of_what_rows_held(tmp_path):
+def test_media_are_the_runs_files_or_copies_of_embedded_images(tmp_path):
     parts = [{"type": "image"}, {"type": "text", "text": "And "}, {"type": "image"}]
     media = [
         {"kind": "image", "source": "/data/1.png", "files": ["a.jpg"], "problem": None},
@@ -115,10 +115,10 @@ def test_media_are_the_runs_own_files_or_the_copies_of_what_rows_held(tmp_path):
 
     assert rows[0]["messages"][0] == {"role": "user", "content": "<image>And <image>"}
     assert rows[0]["images"] == ["/data/1.png", str(tmp_path / FOLDER / MEDIA / "b.jpg")]
-    assert list(left_out) == ["with a video that was given as bytes, of which single frames are kept"]
+    assert list(left_out) == ["with a video that was given as bytes: only single frames were kept"]
 
 
-def test_the_command_writes_rows_and_says_how_many(tmp_path, capsys):
+def test_the_command_writes_rows_and_reports_their_number(tmp_path, capsys):
     write(tmp_path, row(1, 0, "left", 1.0), row(2, 1, "right", 0.0))
     output = tmp_path / "data" / "sft.parquet"
 
@@ -137,13 +137,13 @@ def test_the_command_writes_rows_and_says_how_many(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("switches", "reason"),
     [
-        (["--min_score", "2"], "no rollout of .* is good enough: 1 below 2"),
+        (["--min_score", "2"], "no rollout of .* can be used: 1 below 2"),
         (["--steps", "7"], "its rollouts are of steps 1 to 1"),
         (["--key", "length"], r"`--key length`: the reward function returned \['accuracy', 'overall'\]"),
         (["--output", "a.csv"], r"`--output` must end in .parquet, got a.csv"),
     ],
 )
-def test_what_is_wrong_is_told_and_nothing_is_written(switches, reason, tmp_path, capsys):
+def test_an_error_is_reported_and_nothing_is_written(switches, reason, tmp_path, capsys):
     write(tmp_path, row(1, 0, "left", 1.0))
     output = tmp_path / "sft.parquet"
 

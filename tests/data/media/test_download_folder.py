@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Media by URL: fetched once, kept within bounds, and rows of them like rows of files."""
+"""The folder of downloads: each file is fetched once, the folder is bounded, rows work like rows of files."""
 
 import json
 import multiprocessing
@@ -17,13 +17,12 @@ from tests.helpers.file_server import FileServer, content, in_turn, status
 from tests.helpers.media import image_bytes, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow, BadRowReport
-from verl.data.media.download import DownloadLimits
-from verl.data.media.media_urls import UrlFolder, UrlOptions, is_url
+from verl.data.media.download import DownloadFolder, DownloadOptions
+from verl.data.media.references import is_url
 from verl.data.rl_dataset import collate_fn
 from verl.models.tiny import save_tiny_model
 
 FORK = multiprocessing.get_context("fork")
-LIMITS = DownloadLimits(hosts=("127.0.0.1",), timeout_s=20.0, max_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +31,20 @@ def media_model(tmp_path_factory):
 
 
 def open_folder(path, run_id="run", max_bytes=None):
-    return UrlFolder(UrlOptions(str(path), LIMITS), run_id, max_bytes)
+    options = DownloadOptions(("127.0.0.1",), 20.0, 1 << 20, str(path))
+    return DownloadFolder(options, run_id, max_bytes)
 
 
 def files_in(folder):
     return [path for path in Path(folder).rglob("*") if path.is_file()]
 
 
-def test_a_url_has_a_scheme_and_is_no_file():
+def test_a_url_has_a_scheme_other_than_file():
     assert all(map(is_url, ["http://x/a", "HTTPS://x/a", "ftp://x/a", "s3://x/a"]))
     assert not any(map(is_url, ["/a/b.png", "a.png", "file:///a.png", "FILE:///a.png", b"a://b"]))
 
 
-def test_a_file_is_fetched_once_by_whoever_comes_first_and_kept_for_later_runs(tmp_path):
+def test_a_file_is_fetched_once_and_kept_for_later_runs(tmp_path):
     with FileServer(a=b"here") as server:
         first = open_folder(tmp_path).path(server.url("a"))
         later = open_folder(tmp_path, run_id="another").path(server.url("a"))
@@ -53,7 +53,7 @@ def test_a_file_is_fetched_once_by_whoever_comes_first_and_kept_for_later_runs(t
         assert server.asked == {"a": 1} and files_in(tmp_path) == [Path(first)]
 
 
-def test_processes_that_want_the_same_file_at_once_fetch_it_once(tmp_path):
+def test_concurrent_processes_fetch_a_file_once(tmp_path):
     gate, waiting = threading.Event(), FORK.Barrier(5)
 
     def slowly(handler):
@@ -78,7 +78,7 @@ def test_processes_that_want_the_same_file_at_once_fetch_it_once(tmp_path):
         assert server.asked == {"a": 1}
 
 
-def test_a_url_that_failed_is_asked_for_again_by_the_next_run_only(tmp_path):
+def test_a_failed_url_is_requested_again_only_by_the_next_run(tmp_path):
     with FileServer(a=in_turn(status(404), content(b"mended"))) as server:
         url = server.url("a")
         for _ in range(3):  # a folder of each, as in the processes of a run
@@ -90,7 +90,7 @@ def test_a_url_that_failed_is_asked_for_again_by_the_next_run_only(tmp_path):
         assert len(files_in(tmp_path)) == 1
 
 
-def test_a_fetch_that_fails_leaves_no_half_of_a_file(tmp_path):
+def test_a_failed_download_leaves_no_partial_file(tmp_path):
     with (
         FileServer(a=content(b"x" * 2_000_000)) as server,
         pytest.raises(ValueError, match=r"larger than `data.media_url_max_mb` \(1\)"),
@@ -100,7 +100,7 @@ def test_a_fetch_that_fails_leaves_no_half_of_a_file(tmp_path):
     assert [path.suffix for path in files_in(tmp_path)] == [".failed"]
 
 
-def test_what_nobody_has_read_for_longest_goes_first_and_reading_changes_no_content_id(tmp_path):
+def test_files_unread_for_longest_are_removed_first_and_reading_keeps_the_content_id(tmp_path):
     # Ten files of 1,000 bytes; the bound leaves 15/16 of 5,000 bytes, so four beside the one that comes.
     with FileServer(**{f"n{number}": bytes([number]) * 1000 for number in range(10)}) as server:
         folder = open_folder(tmp_path, max_bytes=5000)
@@ -117,7 +117,7 @@ def test_what_nobody_has_read_for_longest_goes_first_and_reading_changes_no_cont
         assert Path(folder.path(server.url("n1"))).read_bytes() == b"\x01" * 1000  # fetched again
 
 
-def test_a_folder_without_room_is_named_and_no_row_is_blamed(tmp_path, monkeypatch):
+def test_a_full_folder_is_named_and_is_not_a_bad_row(tmp_path, monkeypatch):
     folder = open_folder(tmp_path)
     (tmp_path / "full").symlink_to("/dev/full")
     opened = Path.open
@@ -136,20 +136,20 @@ def test_a_folder_without_room_is_named_and_no_row_is_blamed(tmp_path, monkeypat
         folder.path(server.url("a"))
 
 
-def test_the_folder_of_nobodys_choice_is_this_users_alone(tmp_path, monkeypatch):
+def test_the_default_folder_is_private_to_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     name = f"verl-media-urls-{os.getuid()}"
 
-    assert UrlFolder(UrlOptions(), "run").directory == tmp_path / name
+    assert DownloadFolder(DownloadOptions(), "run").directory == tmp_path / name
     (tmp_path / name).chmod(0o777)
-    with pytest.raises(RuntimeError, match="not a folder of this user alone: set"):
-        UrlFolder(UrlOptions(), "run")
+    with pytest.raises(RuntimeError, match="is not private to this user: set"):
+        DownloadFolder(DownloadOptions(), "run")
 
     (tmp_path / name).rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RuntimeError, match="not a folder of this user alone"):
-        UrlFolder(UrlOptions(), "run")
+    with pytest.raises(RuntimeError, match="is not private to this user"):
+        DownloadFolder(DownloadOptions(), "run")
 
 
 # --- rows
@@ -162,7 +162,7 @@ def with_urls(folder, **options):
     ) | options  # fmt: skip
 
 
-def test_rows_of_urls_give_the_prompts_and_the_inputs_that_rows_of_files_give(media_model, tmp_path):
+def test_rows_with_urls_give_the_same_prompts_and_features_as_rows_with_files(media_model, tmp_path):
     (tmp_path / "a.png").write_bytes(image_bytes(60, 50))
     save_video(tmp_path / "a.mp4", 56, 56, 8)
     files = {"png": (tmp_path / "a.png").read_bytes(), "mp4": (tmp_path / "a.mp4").read_bytes()}
@@ -229,7 +229,7 @@ def test_rows_that_cannot_be_fetched_are_listed_with_row_column_url_and_reason(
         assert server.asked == {"good": 1, "gone": 1, "page": 1, "text": 1, "list": 1}
 
 
-def test_a_row_with_a_url_is_bad_by_name_of_the_option_unless_urls_are_allowed(media_model, tmp_path):
+def test_a_url_without_the_option_is_a_bad_row_that_names_it(media_model, tmp_path):
     rows = [{"problem": "<image>?", "answer": "a", "images": "http://127.0.0.1:1/a.png"}]
 
     with pytest.raises(ValueError, match=r"row 0: http://127.0.0.1:1/a.png .*`data.allow_media_urls=true`"):
@@ -245,7 +245,7 @@ def test_a_row_with_a_url_is_bad_by_name_of_the_option_unless_urls_are_allowed(m
         (dict(allow_media_urls=True, media_url_hosts=("a.org:80",)), "names such as .*, got 'a.org:80'"),
     ],
 )
-def test_options_that_could_not_work_are_problems(options, problem):
+def test_options_without_effect_are_problems(options, problem):
     problems = list(DataConfig(**options).problems("data"))
 
     assert len(problems) == 1 and re.search(problem, problems[0])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of each data set, as the hub has them, become rows that are read and scored here."""
+"""Rows of public data sets are converted to rows of this project."""
 
 import pytest
 
-from verl.cli.convert_data.converters import COLUMN_TYPES, CONVERTERS
+from examples.data_preprocess.common import COLUMN_TYPES
+from scripts.convert_data import DATA_SETS
 from verl.data.bad_rows import BadRowError
 
 DAPO_PROMPT = (
@@ -11,6 +12,10 @@ DAPO_PROMPT = (
     " Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
+
+
+def convert(name, row):
+    return DATA_SETS[name].converted(row)
 
 
 def dapo_row(content, ground_truth="34", index="9a9b"):
@@ -30,7 +35,7 @@ def longvideo_row(**columns):
 
 
 def test_longvideo_reason_shows_the_video_and_joins_reasoning_and_answer_to_a_response():
-    assert CONVERTERS["longvideo_reason"](longvideo_row()) == {
+    assert convert("longvideo_reason", longvideo_row()) == {
         "problem": "<video>Why?\nA. No.\nB. Yes.",
         "answer": "B",
         "videos": ["longvila_videos/a.mp4"],
@@ -42,17 +47,17 @@ def test_longvideo_reason_shows_the_video_and_joins_reasoning_and_answer_to_a_re
 
 
 def test_longvideo_reason_without_reasoning_has_no_response_and_with_tags_the_same_one():
-    without = CONVERTERS["longvideo_reason"](longvideo_row(reasoning=None))
-    tagged = CONVERTERS["longvideo_reason"](longvideo_row(reasoning="<think>\nThey run. So B.\n</think>"))
+    without = convert("longvideo_reason", longvideo_row(reasoning=None))
+    tagged = convert("longvideo_reason", longvideo_row(reasoning="<think>\nThey run. So B.\n</think>"))
 
     assert "response" not in without and without["answer"] == "B"
-    assert tagged == CONVERTERS["longvideo_reason"](longvideo_row())
+    assert tagged == convert("longvideo_reason", longvideo_row())
 
 
 def test_gsm8k_takes_the_result_without_commas_and_the_solution_without_calculations():
     answer = "48/2 = <<48/2=24>>24 thousand.\nTogether <<48000+24000=72000>>72,000.\n#### 72,000"
 
-    row = CONVERTERS["gsm8k"]({"question": "How many?", "answer": answer})
+    row = convert("gsm8k", {"question": "How many?", "answer": answer})
 
     assert row == {
         "problem": "How many?",
@@ -70,10 +75,10 @@ def test_gsm8k_takes_the_result_without_commas_and_the_solution_without_calculat
         (r"So $\boxed 5$.", "5"),
     ],
 )
-def test_math_takes_the_last_box_in_each_way_that_the_solutions_write_it(solution, answer):
+def test_math_takes_the_last_box_in_every_notation_of_the_solutions(solution, answer):
     row = {"problem": "p", "solution": solution, "level": "Level 3", "type": "Algebra"}
 
-    converted = CONVERTERS["math"](row)
+    converted = convert("math", row)
 
     assert (converted["answer"], converted["level"], converted["subject"]) == (answer, 3, "Algebra")
 
@@ -81,7 +86,7 @@ def test_math_takes_the_last_box_in_each_way_that_the_solutions_write_it(solutio
 def test_math_prefers_the_answer_column_and_reads_numbers_as_levels():
     row = {"problem": "p", "solution": r"\boxed{1}", "answer": "2", "subject": "Algebra", "level": 5}
 
-    converted = CONVERTERS["math"](row | {"unique_id": "test/algebra/1.json"})
+    converted = convert("math", row | {"unique_id": "test/algebra/1.json"})
 
     assert (converted["answer"], converted["level"], converted["id"]) == ("2", 5, "test/algebra/1.json")
 
@@ -89,13 +94,13 @@ def test_math_prefers_the_answer_column_and_reads_numbers_as_levels():
 def test_math_without_a_level_has_none():
     row = {"problem": "p", "solution": r"\boxed{1}", "level": "Level ?", "type": "Geometry"}
 
-    assert "level" not in CONVERTERS["math"](row)
+    assert "level" not in convert("math", row)
 
 
-def test_dapo_cuts_its_instructions_off_and_nothing_else():
+def test_dapo_removes_its_instructions_and_nothing_else():
     problem = "Let $a=1$.\n\nRemember that $b=2$. Find $a+b$."
 
-    row = CONVERTERS["dapo17k"](dapo_row(DAPO_PROMPT.format(problem)))
+    row = convert("dapo17k", dapo_row(DAPO_PROMPT.format(problem)))
 
     assert row == {
         "problem": problem,
@@ -107,7 +112,7 @@ def test_dapo_cuts_its_instructions_off_and_nothing_else():
 
 
 def test_dapo_keeps_a_prompt_that_has_no_instructions():
-    assert CONVERTERS["dapo17k"](dapo_row("What is 2 + 3?"))["problem"] == "What is 2 + 3?"
+    assert convert("dapo17k", dapo_row("What is 2 + 3?"))["problem"] == "What is 2 + 3?"
 
 
 @pytest.mark.parametrize("tags", ["{}", "<answer> {} </answer>"])
@@ -115,8 +120,8 @@ def test_dapo_keeps_a_prompt_that_has_no_instructions():
 def test_answers_are_the_same_with_and_without_tags(name, tags):
     image = {"bytes": b"png", "path": None}
 
-    tagged = CONVERTERS[name]({"image": image, "problem": "How many?", "solution": tags.format("145°")})
-    listed = CONVERTERS[name]({"images": [image], "problem": "<image>How many?", "answer": "145°"})
+    tagged = convert(name, {"image": image, "problem": "How many?", "solution": tags.format("145°")})
+    listed = convert(name, {"images": [image], "problem": "<image>How many?", "answer": "145°"})
 
     assert tagged == listed
     assert (tagged["problem"], tagged["answer"]) == ("<image>How many?", "145°")
@@ -137,15 +142,15 @@ def test_answers_are_the_same_with_and_without_tags(name, tags):
         ("clevr", {"images": None, "problem": "?", "answer": "1"}, "no image"),
         ("clevr", {"images": [b"1"], "problem": "?", "answer": 1.5}, "`answer` must be text, got float"),
         ("longvideo_reason", longvideo_row(videos=[]), "must be the path of a video, or a list"),
-        ("longvideo_reason", longvideo_row(reasoning="x</think>y"), "holds tags of the form of a response"),
+        ("longvideo_reason", longvideo_row(reasoning="x</think>y"), "contains tags of the response format"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(name, row, reason):
+def test_an_unusable_row_gives_the_reason(name, row, reason):
     with pytest.raises(BadRowError, match=reason.replace("\\", r"\\").replace("{}", r"\{\}")):
-        CONVERTERS[name](row)
+        convert(name, row)
 
 
-def test_the_columns_of_every_converter_have_types():
+def test_every_converted_column_has_a_type():
     image = {"bytes": b"png", "path": None}
     rows = {
         "gsm8k": {"question": "q", "answer": "#### 1"},
@@ -163,5 +168,5 @@ def test_the_columns_of_every_converter_have_types():
         "longvideo_reason": longvideo_row(),
     }
 
-    assert sorted(rows) == CONVERTERS.names()
-    assert set(COLUMN_TYPES) == {column for name, row in rows.items() for column in CONVERTERS[name](row)}
+    assert sorted(rows) == sorted(DATA_SETS)
+    assert set(COLUMN_TYPES) == {column for name, row in rows.items() for column in convert(name, row)}
