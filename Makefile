@@ -69,13 +69,14 @@ check: $(INSTALLED)       ## lint, types, spelling
 license: $(INSTALLED)     ## every source file names its licence
 	$(RUN) -m pytest tests/architecture/test_license.py
 
-config: $(INSTALLED)      ## regenerate examples/config.yaml, examples/sft.yaml and docs/options.md from the dataclasses
+config: $(INSTALLED)      ## regenerate examples/*.yaml, docs/options.md and the tables of docs/migration/verl.md
 	$(RUN) -m verl.trainer.main --print-config > examples/config.yaml.new
 	mv examples/config.yaml.new examples/config.yaml
 	$(RUN) -m verl.trainer.sft --print-config > examples/sft.yaml.new
 	mv examples/sft.yaml.new examples/sft.yaml
 	$(RUN) -m verl.trainer.main --print-options > docs/options.md.new
 	mv docs/options.md.new docs/options.md
+	$(RUN) -m verl.config.renamed_keys docs/migration/verl.md
 
 docs: $(INSTALLED)        ## build the pages below site/, which any browser opens; a broken link is an error
 	$(RUN) -m mkdocs build --strict

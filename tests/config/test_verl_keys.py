@@ -4,9 +4,8 @@ import re
 import pytest
 
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import MAX_DEPTH
+from verl.config.renamed_keys import MAX_DEPTH, VERL_KEYS
 from verl.config.schema import walk_options
-from verl.config.verl_keys import VERL_KEYS
 from verl.trainer.main import main
 
 OPTION = re.compile(r"`((?:data|algorithm|worker|trainer)(?:\.\w+)+)")
@@ -67,7 +66,7 @@ def test_a_command_of_verl_is_answered_with_the_command_here(capsys):
         ("actor_rollout_ref.rollout.n", "worker.rollout.n"),
         ("trainer.test_freq", "trainer.val_freq"),
     ):
-        assert f"`{theirs}` is verl's name of `{ours}`" in told
+        assert f"`{theirs}` is verl's name for `{ours}`" in told
     assert "`worker.rollout.n` must be" not in told  # it was given, under verl's name
 
 
