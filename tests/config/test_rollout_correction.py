@@ -32,7 +32,7 @@ def test_a_threshold_that_cannot_hold_a_weight_of_one_is_refused(text):
 
 
 def test_a_threshold_that_yaml_read_as_one_number_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="in quotes"):
+    with pytest.raises(ValueError, match="quote it in YAML"):
         parse_bounds("0.55", "an.option")  # what YAML makes of 0.5_5
 
 

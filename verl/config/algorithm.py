@@ -25,10 +25,10 @@ class PFPPOConfig:
 
     reweight_method: str = option(
         "pow",
-        help="Sequence weights: |score|^`weight_pow`, extreme scores only, or mainly the best scores.",
+        "Sequence weights: |score|^`weight_pow`, extreme scores only, or mainly the best scores.",
         choices=("pow", "max_min", "max_random"),
     )
-    weight_pow: float = option(2.0, help="Exponent of the `pow` method.", minimum=0.0)
+    weight_pow: float = option(2.0, "Exponent of the `pow` method.", minimum=0.0)
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,26 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = option(
         None,
-        help="Weight the loss by the probability ratio of trainer to engine, per token or sequence;"
+        "Weight the loss by the probability ratio of trainer to engine, per token or sequence;"
         " null only logs the ratio.",
         choices=("token", "sequence"),
     )
     rollout_is_threshold: str = option(
-        "2.0", help="Maximum weight; with `LOW_HIGH`, weights outside these bounds become zero (IcePop)."
+        "2.0", "Maximum weight; with `LOW_HIGH`, weights outside these bounds become zero (IcePop)."
     )
-    rollout_is_batch_normalize: bool = option(
-        False, help="Normalize the weights by their mean over the batch."
-    )
+    rollout_is_batch_normalize: bool = option(False, "Normalize the weights by their mean over the batch.")
     rollout_rs: str | None = option(
         None,
-        help="Comma-separated criteria to mask tokens or sequences that deviate too much: `token_k1`,"
+        "Comma-separated criteria to mask tokens or sequences that deviate too much: `token_k1`,"
         " `seq_mean_k1`, `seq_max_k3` ...",
     )
     rollout_rs_threshold: str | None = option(
-        None, help="Threshold per name in `rollout_rs`: ratios `LOW_HIGH` for k1, a maximum for k2 and k3."
+        None, "Threshold per name in `rollout_rs`: ratios `LOW_HIGH` for k1, a maximum for k2 and k3."
     )
-    bypass_mode: bool = option(
-        False, help="Use the engine's log-probs as `old_log_probs` instead of recomputing them."
-    )
+    bypass_mode: bool = option(False, "Use the engine's log-probs as `old_log_probs`, saving a forward pass.")
     loss_type: str = option(
         "ppo_clip",
-        help="Loss with `bypass_mode`: the loss of `worker.actor.loss_type`, or weighted REINFORCE.",
+        "Loss with `bypass_mode`: the loss of `worker.actor.loss_type`, or weighted REINFORCE.",
         choices=("ppo_clip", "reinforce"),
     )
 
@@ -94,56 +90,44 @@ class AlgorithmConfig:
     """Advantages, the KL term and the selection of rollouts."""
 
     gamma: float = option(
-        1.0, help="Discount factor per token in `gae` and `reinforce_plus_plus`.", minimum=0.0, maximum=1.0
+        1.0, "Discount factor per token in `gae` and `reinforce_plus_plus`.", minimum=0.0, maximum=1.0
     )
-    lam: float = option(
-        1.0, help="Bias-variance trade-off of the `gae` estimator (lambda).", minimum=0.0, maximum=1.0
-    )
-    adv_estimator: str = option("grpo", help="Advantage estimator.", choices=ADV_ESTIMATOR_NAMES)
+    lam: float = option(1.0, "Lambda of `gae`: lower is less variance, more bias.", minimum=0.0, maximum=1.0)
+    adv_estimator: str = option("grpo", "Advantage estimator.", choices=ADV_ESTIMATOR_NAMES)
     norm_adv_by_std: bool = option(
         True,
-        help="Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group.",
+        "Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group.",
     )
-    gdpo_reward_keys: list[str] = option(list, help="Reward components for `gdpo`.")
-    gdpo_reward_weights: list[float] | None = option(
-        None, help="Weights of `gdpo_reward_keys`; null weights them equally."
-    )
-    sppo_beta: float = option(1.0, help="Sharpness of the mean in the `sppo` estimator.", minimum=1e-6)
-    prime_accuracy_key: str = option(
-        "accuracy", help="Reward component with the correctness of a response, for `prime`."
-    )
-    prime_process_coef: float = option(5.0, help="Weight of the process rewards in `prime`.", minimum=0.0)
-    prime_accuracy_coef: float = option(5.0, help="Weight of the accuracy in `prime`.", minimum=0.0)
-    prime_norm: bool = option(
-        True, help="Divide the process rewards in `prime` by the largest return of the batch."
-    )
-    disable_kl: bool = option(False, help="Train without a reference policy and KL term.")
-    use_kl_loss: bool = option(
-        False, help="Add the KL term to the loss; false subtracts it from the rewards.", example=True
-    )
-    kl_penalty: str = option("kl", help="KL estimator.", choices=KL_NAMES, example="low_var_kl")
-    kl_coef: float = option(
-        1e-3, help="Coefficient of the KL term; 0 logs the KL without using it.", minimum=0.0, example=1e-2
-    )
+    gdpo_reward_keys: list[str] = option(list, "Reward components for `gdpo`.")
+    gdpo_reward_weights: list[float] | None = option(None, "Weights of `gdpo_reward_keys`; null is all 1.")
+    sppo_beta: float = option(1.0, "Sharpness of the mean in the `sppo` estimator.", minimum=1e-6)
+    prime_accuracy_key: str = option("accuracy", "Reward component for correctness, used by `prime`.")
+    prime_process_coef: float = option(5.0, "Weight of the process rewards in `prime`.", minimum=0.0)
+    prime_accuracy_coef: float = option(5.0, "Weight of the accuracy in `prime`.", minimum=0.0)
+    prime_norm: bool = option(True, "Divide process rewards in `prime` by the largest return of the batch.")
+    disable_kl: bool = option(False, "Train without a reference policy and KL term.")
+    use_kl_loss: bool = option(False, "Apply the KL term in the loss, not in the rewards.", example=True)
+    kl_penalty: str = option("kl", "KL estimator.", choices=KL_NAMES, example="low_var_kl")
+    kl_coef: float = option(1e-3, "Coefficient of the KL term; 0 only logs it.", minimum=0.0, example=1e-2)
     kl_type: str = option(
         "fixed",
-        help="Coefficient of the KL in the rewards: fixed, or adapted to reach `kl_target`.",
+        "Coefficient of the KL in the rewards: fixed, or adapted to reach `kl_target`.",
         choices=("fixed", "adaptive"),
     )
-    kl_horizon: float = option(1e4, help="Time scale of the adaptive coefficient in sequences.", minimum=1.0)
-    kl_target: float = option(0.1, help="Target KL of the adaptive coefficient in nats.", minimum=1e-6)
+    kl_horizon: float = option(1e4, "Time scale of the adaptive coefficient in sequences.", minimum=1.0)
+    kl_target: float = option(0.1, "Target KL of the adaptive coefficient in nats.", minimum=1e-6)
     online_filtering: bool = option(
         False,
-        help="Sample until a step has enough prompts with a mean score between `filter_low` and `filter_high`"
+        "Sample until a step has enough prompts with a mean score between `filter_low` and `filter_high`"
         " (DAPO).",
     )
-    filter_key: str = option("overall", help="Score for online filtering and rejection sampling.")
-    filter_low: float = option(0.01, help="Lower bound of the mean score in online filtering, exclusive.")
-    filter_high: float = option(0.99, help="Upper bound of the mean score in online filtering, exclusive.")
-    use_pf_ppo: bool = option(False, help="Resample the sequences of a step by score (PF-PPO).")
-    pf_ppo: PFPPOConfig = option(PFPPOConfig, help="Weights of PF-PPO.")
+    filter_key: str = option("overall", "Score for online filtering and rejection sampling.")
+    filter_low: float = option(0.01, "Lower bound of the mean score in online filtering, exclusive.")
+    filter_high: float = option(0.99, "Upper bound of the mean score in online filtering, exclusive.")
+    use_pf_ppo: bool = option(False, "Resample the sequences of a step by score (PF-PPO).")
+    pf_ppo: PFPPOConfig = option(PFPPOConfig, "Weights of PF-PPO.")
     rollout_correction: RolloutCorrectionConfig = option(
-        RolloutCorrectionConfig, help="Correction for the mismatch between rollout engine and trainer."
+        RolloutCorrectionConfig, "Correction for the mismatch between rollout engine and trainer."
     )
 
     @property

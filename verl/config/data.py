@@ -17,78 +17,65 @@ class RowsConfig:
 
     train_files: str | list[str] = option(
         "",
-        help="Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name.",
+        "Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name.",
         resolve=data_sources,
         example="hiyouga/math12k@train",
     )
     val_files: str | list[str] = option(
         "",
-        help="Validation data, in the format of `train_files`.",
+        "Validation data, in the format of `train_files`.",
         resolve=data_sources,
         example="hiyouga/math12k@test",
     )
-    prompt_key: str = option(
-        "prompt", help="Column of the prompt, which is text or chat messages.", example="problem"
-    )
-    image_key: str = option("images", help="Column of the images.")
-    video_key: str = option("videos", help="Column of the videos.")
-    image_dir: str | None = option(
-        None, help="Base folder of relative image and video paths.", resolve=existing_folder
-    )
+    prompt_key: str = option("prompt", "Column of the prompt: text or chat messages.", example="problem")
+    image_key: str = option("images", "Column of the images.")
+    video_key: str = option("videos", "Column of the videos.")
+    image_dir: str | None = option(None, "Base folder of image and video paths.", resolve=existing_folder)
     video_dir: str | None = option(
-        None, help="Base folder of relative video paths; null is `image_dir`.", resolve=existing_folder
+        None, "Base folder of video paths; null is `image_dir`.", resolve=existing_folder
     )
     cache_dir: str | None = option(
         None,
-        help="Folder that caches decoded video frames between runs; null disables the cache.",
+        "Folder that caches decoded video frames between runs; null disables the cache.",
         resolve=writable_folder,
     )
-    video_fps: float = option(2.0, help="Frames sampled per second of video.", minimum=0.01)
+    video_fps: float = option(2.0, "Frames sampled per second of video.", minimum=0.01)
     row_timeout_s: float | None = option(
         300.0,
-        help="Time limit in seconds for reading the media of a row, after which the row is bad;"
-        " null is no limit.",
+        "Time limit in seconds for reading the media of a row, after which the row is bad; null is no limit.",
         minimum=1.0,
     )
-    allow_media_urls: bool = option(
-        False, help="Download images and videos given by URL; false makes such rows an error."
-    )
+    allow_media_urls: bool = option(False, "Download media given by URL; otherwise they are an error.")
     media_url_hosts: tuple[str, ...] = option(
-        (), help="Allowed hosts of media downloads, including private ones; empty allows all public hosts."
+        (), "Allowed hosts of media downloads, including private ones; empty allows all public hosts."
     )
     media_url_timeout_s: float = option(
-        60.0, help="Time limit in seconds for a download, including redirects and retries.", minimum=0.1
+        60.0, "Time limit in seconds for a download, including redirects and retries.", minimum=0.1
     )
-    media_url_max_mb: int = option(1024, help="Maximum size of a download in MiB.", minimum=1)
+    media_url_max_mb: int = option(1024, "Maximum size of a download in MiB.", minimum=1)
     media_url_dir: str | None = option(
         None,
-        help="Folder for downloaded files; null is a folder in the temporary directory of each node.",
+        "Folder for downloaded files; null is a folder in the temporary directory of each node.",
         resolve=writable_folder,
     )
     format_prompt: str | None = option(
         None,
-        help="Jinja file that renders a row; it has access to `content` (the prompt) and every column.",
+        "Jinja file that renders a row; it has access to `content` (the prompt) and every column.",
         resolve=existing_file,
         example="./examples/format_prompt/math.jinja",
     )
     override_chat_template: str | None = option(
-        None, help="Jinja file that replaces the tokenizer's chat template.", resolve=existing_file
+        None, "Jinja file that replaces the tokenizer's chat template.", resolve=existing_file
     )
-    shuffle: bool = option(True, help="Shuffle the training rows.")
-    seed: int = option(1, help="Random seed of the row order.", minimum=0)
-    min_pixels: int = option(
-        262144, help="Minimum pixels of an image; smaller images are upscaled.", minimum=1
-    )
-    max_pixels: int = option(
-        4194304, help="Maximum pixels of an image; larger images are downscaled.", minimum=1
-    )
-    filter_overlong_prompts_workers: int = option(
-        16, help="Processes that compute the lengths of the rows.", minimum=1
-    )
-    num_workers: int = option(8, help="Data loading processes; 0 loads in the main process.", minimum=0)
+    shuffle: bool = option(True, "Shuffle the training rows.")
+    seed: int = option(1, "Random seed of the row order.", minimum=0)
+    min_pixels: int = option(262144, "Minimum pixels of an image; smaller images are upscaled.", minimum=1)
+    max_pixels: int = option(4194304, "Maximum pixels of an image; larger images are downscaled.", minimum=1)
+    filter_overlong_prompts_workers: int = option(16, "Processes that measure row lengths.", minimum=1)
+    num_workers: int = option(8, "Data loading processes; 0 loads in the main process.", minimum=0)
     on_bad_row: str = option(
         "error",
-        help="Handling of rows that cannot be used: stop with an error, or skip and list them.",
+        "Handling of rows that cannot be used: stop with an error, or skip and list them.",
         choices=("error", "skip"),
     )
 
@@ -110,20 +97,18 @@ class RowsConfig:
 class DataConfig(RowsConfig):
     """Prompts and their batches."""
 
-    answer_key: str = option("answer", help="Column of the ground truth for the reward function.")
-    max_prompt_length: int = option(512, help="Maximum prompt length in tokens.", minimum=1, example=2048)
-    max_response_length: int = option(512, help="Maximum response length in tokens.", minimum=1, example=2048)
-    rollout_batch_size: int = option(512, help="Prompts per training step.", minimum=1)
+    answer_key: str = option("answer", "Column of the ground truth for the reward function.")
+    max_prompt_length: int = option(512, "Maximum prompt length in tokens.", minimum=1, example=2048)
+    max_response_length: int = option(512, "Maximum response length in tokens.", minimum=1, example=2048)
+    rollout_batch_size: int = option(512, "Prompts per training step.", minimum=1)
     mini_rollout_batch_size: int | None = option(
-        None, help="Prompts per call of the rollout engine; null is `rollout_batch_size`.", minimum=1
+        None, "Prompts per call of the rollout engine; null is `rollout_batch_size`.", minimum=1
     )
     val_batch_size: int = option(
-        -1, help="Prompts per validation batch; -1 is all.", minimum=1, also=(-1,), example=1024
+        -1, "Prompts per validation batch; -1 is all.", minimum=1, also=(-1,), example=1024
     )
-    filter_overlong_prompts: bool = option(
-        True, help="Drop rows longer than `max_prompt_length`; false makes such rows an error."
-    )
-    vila_model: bool = option(False, help="The model belongs to the VILA family.")
-    diffusion: bool = option(False, help="The model generates images or videos.")
-    is_omni: bool = option(False, help="The model takes audio.")
-    audio_max_length: int = option(10000, help="Maximum number of audio samples.")
+    filter_overlong_prompts: bool = option(True, "Drop overlong prompts; otherwise they are an error.")
+    vila_model: bool = option(False, "The model belongs to the VILA family.")
+    diffusion: bool = option(False, "The model generates images or videos.")
+    is_omni: bool = option(False, "The model takes audio.")
+    audio_max_length: int = option(10000, "Maximum number of audio samples.")

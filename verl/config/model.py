@@ -25,13 +25,13 @@ MicroBatchSize = int | Literal["auto"]
 
 def dtype_option(default: str | None, help: str) -> Any:
     """Declare an option for a floating-point type, whose value becomes `bf16`, `fp16` or `fp32`."""
-    return option(default, help=help, choices=tuple(DTYPES), resolve=DTYPES.__getitem__)
+    return option(default, help, choices=tuple(DTYPES), resolve=DTYPES.__getitem__)
 
 
 def micro_batch_option(default: int, use: str) -> Any:
     """Declare an option for the number of sequences that a device processes at once; `use` ends its help."""
     help = f"Sequences per device in a micro batch for {use}; `auto` is as many as fit."
-    return option(default, help=help, minimum=1, also=(AUTO,))
+    return option(default, help, minimum=1, also=(AUTO,))
 
 
 def as_number(size: MicroBatchSize) -> int:
@@ -44,24 +44,18 @@ def as_number(size: MicroBatchSize) -> int:
 class LoraConfig:
     """Low-rank adapters."""
 
-    rank: int = option(
-        0, help="Rank of the adapters; 0 trains the full weights, or uses the rank of `path`.", minimum=0
-    )
-    alpha: int = option(64, help="Scale of the adapters, which is divided by the rank.", minimum=1)
+    rank: int = option(0, "Rank; 0 trains the full weights, or uses the rank of `path`.", minimum=0)
+    alpha: int = option(64, "Scale, which is divided by the rank.", minimum=1)
     target_modules: str = option(
         "all-linear",
-        help="Modules with adapters: `all-linear`, comma-separated names, or a regular expression.",
+        "Modules with adapters: `all-linear`, comma-separated names, or a regular expression.",
     )
-    exclude_modules: str | None = option(
-        None, help="Modules without adapters: comma-separated names, or a regular expression."
-    )
-    use_rslora: bool = option(False, help="Divide alpha by the square root of the rank (rsLoRA).")
-    use_dora: bool = option(
-        False, help="Learn the magnitude of weight rows separately from their direction (DoRA)."
-    )
+    exclude_modules: str | None = option(None, "Modules without adapters: names or a regular expression.")
+    use_rslora: bool = option(False, "Divide alpha by the square root of the rank (rsLoRA).")
+    use_dora: bool = option(False, "Learn magnitude and direction of weight rows separately (DoRA).")
     path: str | None = option(
         None,
-        help="Folder of a PEFT adapter to start from; its config replaces the options above.",
+        "Folder of a PEFT adapter to start from; its config replaces the options above.",
         resolve=existing_folder,
     )
 
@@ -75,29 +69,25 @@ class ModelConfig:
     """Model and trainable parameters."""
 
     model_path: str | None = option(
-        None, help="Model folder or hub name; required for the actor.", resolve=model_source
+        None, "Model folder or hub name; required for the actor.", resolve=model_source
     )
     tokenizer_path: str | None = option(
         None,
-        help="Folder or hub name of the tokenizer and processor; null is `model_path`.",
+        "Folder or hub name of the tokenizer and processor; null is `model_path`.",
         resolve=model_source,
     )
-    override_config: dict[str, Any] = option(dict, help="Fields of the model config to override.")
-    enable_gradient_checkpointing: bool = option(
-        True, help="Recompute activations in the backward pass to save memory."
-    )
-    trust_remote_code: bool = option(
-        False, help="Allow Python code that comes with the model; off for security."
-    )
-    freeze_vision_tower: bool = option(False, help="Train only the language model.")
+    override_config: dict[str, Any] = option(dict, "Fields of the model config to override.")
+    enable_gradient_checkpointing: bool = option(True, "Recompute activations in backward to save memory.")
+    trust_remote_code: bool = option(False, "Allow Python code that comes with the model; off for security.")
+    freeze_vision_tower: bool = option(False, "Train only the language model.")
     train_modules: list[str] = option(
         list,
-        help="Regular expressions for the names of parameters: train only these; with `lora`, also these.",
+        "Regular expressions for the names of parameters: train only these; with `lora`, also these.",
     )
     freeze_modules: list[str] = option(
-        list, help="Regular expressions for the names of parameters to freeze; overrides `train_modules`."
+        list, "Regular expressions for the names of parameters to freeze; overrides `train_modules`."
     )
-    lora: LoraConfig = option(LoraConfig, help="Low-rank adapters.")
+    lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")
 
     def __post_init__(self) -> None:
         if self.tokenizer_path is None:
@@ -108,40 +98,36 @@ class ModelConfig:
 class OptimConfig:
     """Optimizer and learning rate schedule."""
 
-    lr: float = option(1e-6, help="Peak learning rate.", minimum=0.0)
+    lr: float = option(1e-6, "Peak learning rate.", minimum=0.0)
     lr_factors: dict[str, float] = option(
         dict,
-        help="Learning rate multipliers by regular expressions for the names of parameters; the first match"
+        "Learning rate multipliers by regular expressions for the names of parameters; the first match"
         " applies.",
     )
-    betas: tuple[float, float] = option((0.9, 0.999), help="AdamW betas, in [0, 1).")
-    weight_decay: float = option(1e-2, help="Decoupled weight decay.", minimum=0.0)
+    betas: tuple[float, float] = option((0.9, 0.999), "AdamW betas, in [0, 1).")
+    weight_decay: float = option(1e-2, "Decoupled weight decay.", minimum=0.0)
     strategy: str = option(
         "adamw",
-        help="Optimizer: `adamw`; for bf16 weights `adamw_bf16` (Kahan summation) or `adamw_bf16_sr`"
+        "Optimizer: `adamw`; for bf16 weights `adamw_bf16` (Kahan summation) or `adamw_bf16_sr`"
         " (stochastic rounding); `adamw_8bit` with 8-bit moments; `muon` for matrices.",
         choices=("adamw", "adamw_bf16", "adamw_bf16_sr", "adamw_8bit", "muon"),
     )
-    lr_warmup_ratio: float = option(
-        0.0, help="Warm-up as a fraction of the training steps.", minimum=0.0, maximum=1.0
-    )
-    lr_warmup_steps: int | None = option(
-        None, help="Warm-up in training steps; overrides `lr_warmup_ratio`.", minimum=0
-    )
+    lr_warmup_ratio: float = option(0.0, "Warm-up as a fraction of training steps.", minimum=0.0, maximum=1.0)
+    lr_warmup_steps: int | None = option(None, "Warm-up steps; overrides `lr_warmup_ratio`.", minimum=0)
     min_lr_ratio: float | None = option(
-        None, help="Final learning rate as a fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0
+        None, "Final learning rate as a fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0
     )
     lr_scheduler_type: str = option(
         "constant",
-        help="Learning rate schedule after warm-up; `wsd` is constant, then decays in the last steps.",
+        "Learning rate schedule after warm-up; `wsd` is constant, then decays in the last steps.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     lr_decay_ratio: float = option(
-        0.2, help="Decay phase of `wsd` as a fraction of the training steps.", minimum=TINY, maximum=1.0
+        0.2, "Decay phase of `wsd` as a fraction of the training steps.", minimum=TINY, maximum=1.0
     )
     lr_decay_shape: str = option(
         "sqrt",
-        help="Decay shape of `wsd`: linear, half a cosine, or 1 - sqrt(progress).",
+        "Decay shape of `wsd`: linear, half a cosine, or 1 - sqrt(progress).",
         choices=("linear", "cosine", "sqrt"),
     )
 
@@ -174,24 +160,20 @@ def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
 class FSDPConfig:
     """Sharding and number types."""
 
-    enable_full_shard: bool = option(
-        True, help="Reshard weights after forward; false keeps them gathered until backward."
-    )
-    enable_cpu_offload: bool = option(False, help="Keep the shards in CPU memory and copy them on use.")
-    enable_rank0_init: bool = option(True, help="Read the weights on rank 0 and broadcast them.")
-    use_orig_params: bool = option(False, help="Keep the model's own parameters.")
+    enable_full_shard: bool = option(True, "Reshard weights after forward instead of after backward.")
+    enable_cpu_offload: bool = option(False, "Keep the shards in CPU memory and copy them on use.")
+    enable_rank0_init: bool = option(True, "Read the weights on rank 0 and broadcast them.")
+    use_orig_params: bool = option(False, "Keep the model's own parameters.")
     torch_dtype: str | None = dtype_option(
         None, "Data type of the stored weights; null is fp32 for training and bf16 for the reference."
     )
     fsdp_size: int = option(
         -1,
-        help="Ranks that share one copy of the weights; -1 is all, fewer is hybrid sharding.",
+        "Ranks that share one copy of the weights; -1 is all, fewer is hybrid sharding.",
         minimum=1,
         also=(-1,),
     )
-    mp_param_dtype: str = dtype_option(
-        "bf16", "Data type of weights and activations in forward and backward."
-    )
+    mp_param_dtype: str = dtype_option("bf16", "Data type of weights and activations in computation.")
     mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
     mp_buffer_dtype: str = dtype_option("fp32", "Data type of buffers such as rotary frequencies.")
 
@@ -200,33 +182,27 @@ class FSDPConfig:
 class OffloadConfig:
     """Offloading between uses."""
 
-    offload_params: bool = option(
-        False, help="Move weights to CPU memory between uses: less GPU memory, more CPU memory."
-    )
-    offload_optimizer: bool = option(False, help="Move the optimizer state to CPU memory between updates.")
+    offload_params: bool = option(False, "Move weights to CPU memory between uses to save GPU memory.")
+    offload_optimizer: bool = option(False, "Move the optimizer state to CPU memory between updates.")
 
 
 @dataclass(frozen=True)
 class TrainedModelConfig:
     """A trained model and its update."""
 
-    global_batch_size: int = option(
-        256, help="Prompts per mini batch, which is one optimizer step.", minimum=1
-    )
+    global_batch_size: int = option(256, "Prompts per mini batch, which is one optimizer step.", minimum=1)
     micro_batch_size_per_device_for_update: MicroBatchSize = micro_batch_option(4, "forward and backward")
-    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "computing log-probs")
-    max_grad_norm: float = option(
-        1.0, help="Maximum gradient norm; gradients are clipped to it.", minimum=TINY
-    )
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "log-probs")
+    max_grad_norm: float = option(1.0, "Maximum gradient norm; gradients are clipped to it.", minimum=TINY)
     dynamic_batching: bool = option(
         True,
-        help="Fill micro batches up to a token budget of their size x the longest sequence instead of a"
+        "Fill micro batches up to a token budget of their size x the longest sequence instead of a"
         " number of sequences.",
     )
-    model: ModelConfig = option(ModelConfig, help="Model and trainable parameters.")
-    optim: OptimConfig = option(OptimConfig, help="Optimizer and learning rate schedule.")
-    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
-    offload: OffloadConfig = option(OffloadConfig, help="Offloading between uses.")
+    model: ModelConfig = option(ModelConfig, "Model and trainable parameters.")
+    optim: OptimConfig = option(OptimConfig, "Optimizer and learning rate schedule.")
+    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
 
 
 @dataclass(frozen=True)
@@ -234,23 +210,21 @@ class PolicyConfig(TrainedModelConfig):
     """A trained policy, with sequence parallelism and cached features of a frozen vision tower."""
 
     ulysses_size: int = option(
-        1, help="Ranks that share a sequence by attention heads; must divide the number of heads.", minimum=1
+        1, "Ranks that share a sequence by attention heads; must divide the number of heads.", minimum=1
     )
-    ring_size: int = option(
-        1, help="Groups of `ulysses_size` ranks that share a sequence by ring attention.", minimum=1
-    )
+    ring_size: int = option(1, "Groups of `ulysses_size` ranks that share a sequence in a ring.", minimum=1)
     divide_short_sequences: bool = option(
         False,
-        help="Divide all sequences over the ranks, even if whole sequences fit and are faster by estimate.",
+        "Divide all sequences over the ranks, even those estimated to be faster undivided.",
     )
     cached_embeds_dir: str | None = option(
         None,
-        help="Folder that caches features of a frozen vision tower between runs; null disables the cache.",
+        "Folder that caches features of a frozen vision tower between runs; null disables the cache.",
         resolve=writable_folder,
     )
     model: ModelConfig = option(
         ModelConfig,
-        help="Model and trainable parameters.",
+        "Model and trainable parameters.",
         example={"model_path": "Qwen/Qwen2.5-7B-Instruct", "lora": {"exclude_modules": ".*visual.*"}},
     )
 

@@ -56,8 +56,15 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def read_argument(text: str) -> Any:
-    """Return the value of YAML on the command line."""
+def read_option(text: str, hint: Any) -> Any:
+    """Return the value of an option of type `hint` on the command line."""
+    members = members_of(hint)
+    if text in NULL_WORDS and (type(None) in members or (hint is Any and text)):
+        return None
+    # Plain text for a text option (`001`, `a: b`) stays as it is, unless it is written as YAML.
+    takes_containers = hint is Any or any(get_origin(member) for member in members)
+    if str in members and not text.startswith(("'", '"', "[", "{") if takes_containers else ("'", '"')):
+        return text
     return _parse(text, lambda text: OmegaConf.from_dotlist([f"value={text}"]))["value"]
 
 

@@ -20,12 +20,12 @@ from verl.config.worker import WorkerConfig
 class PPOConfig(RunTree):
     """A reinforcement learning run."""
 
-    data: DataConfig = option(DataConfig, help="Prompts and their batches.")
-    worker: WorkerConfig = option(WorkerConfig, help="Models, rollout engine and reward function.")
+    data: DataConfig = option(DataConfig, "Prompts and their batches.")
+    worker: WorkerConfig = option(WorkerConfig, "Models, rollout engine and reward function.")
     algorithm: AlgorithmConfig = option(
-        AlgorithmConfig, help="Advantages, the KL term and the selection of rollouts."
+        AlgorithmConfig, "Advantages, the KL term and the selection of rollouts."
     )
-    trainer: TrainerConfig = option(TrainerConfig, help="Duration, devices, logging and checkpoints.")
+    trainer: TrainerConfig = option(TrainerConfig, "Duration, devices, logging and checkpoints.")
 
     @property
     def num_engines(self) -> int:

@@ -22,77 +22,73 @@ class RolloutConfig:
 
     name: str = option(
         "vllm",
-        help="Rollout engine: vLLM, or the generation of transformers as a reference.",
+        "Rollout engine: vLLM, or the generation of transformers as a reference.",
         choices=("vllm", "hf"),
     )
-    n: int = option(1, help="Responses per prompt, which form a group.", minimum=1, example=5)
-    temperature: float = option(1.0, help="Sampling temperature; also applied to log-probs.", minimum=0.01)
+    n: int = option(1, "Responses per prompt, which form a group.", minimum=1, example=5)
+    temperature: float = option(1.0, "Sampling temperature; also applied to log-probs.", minimum=0.01)
     top_p: float = option(
         1.0,
-        help="Sample from the smallest set of tokens with this cumulative probability.",
+        "Sample from the smallest set of tokens with this cumulative probability.",
         minimum=TINY,
         maximum=1.0,
     )
-    top_k: int = option(
-        -1, help="Sample from this many of the most likely tokens; -1 is all.", minimum=1, also=(-1, 0)
-    )
-    seed: int = option(1, help="Random seed for sampling.", minimum=0)
+    top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", minimum=1, also=(-1, 0))
+    seed: int = option(1, "Random seed for sampling.", minimum=0)
     lora_sync: str = option(
         "auto",
-        help="How LoRA weights reach the engine: as an adapter, or `merged` into its weights; `auto` uses an"
+        "How LoRA weights reach the engine: as an adapter, or `merged` into its weights; `auto` uses an"
         " adapter on GPUs if the engine supports it.",
         choices=("auto", "adapter", "merged"),
     )
-    limit_images: int = option(
-        0, help="Maximum number of images per prompt; 0 is the engine's own limit.", minimum=0
-    )
+    limit_images: int = option(0, "Maximum images per prompt; 0 is the engine's own limit.", minimum=0)
     dtype: str = dtype_option("bf16", "Data type of the engine's weights and activations.")
     gpu_memory_utilization: float = option(
-        0.6, help="Fraction of GPU memory for the engine while it is awake.", minimum=0.01, maximum=1.0
+        0.6, "Fraction of GPU memory for the engine while it is awake.", minimum=0.01, maximum=1.0
     )
-    ignore_eos: bool = option(False, help="Continue sampling after the EOS token; for benchmarks.")
-    enforce_eager: bool = option(False, help="Disable CUDA graphs: faster to start, slower to sample.")
-    enable_chunked_prefill: bool = option(False, help="Let the engine split the prefill of long prompts.")
-    tensor_parallel_size: int = option(2, help="Ranks per engine.", minimum=1)
+    ignore_eos: bool = option(False, "Continue sampling after the EOS token; for benchmarks.")
+    enforce_eager: bool = option(False, "Disable CUDA graphs: faster to start, slower to sample.")
+    enable_chunked_prefill: bool = option(False, "Let the engine split the prefill of long prompts.")
+    tensor_parallel_size: int = option(2, "Ranks per engine.", minimum=1)
     max_model_len: int | None = option(
         None,
-        help="Maximum tokens per sequence; null is the sum of maximum prompt and response length.",
+        "Maximum tokens per sequence; null is the sum of maximum prompt and response length.",
         minimum=1,
     )
     max_num_batched_tokens: int = option(
-        8192, help="Maximum tokens that the engine processes in one step.", minimum=1
+        8192, "Maximum tokens that the engine processes per step.", minimum=1
     )
-    disable_log_stats: bool = option(True, help="Disable the engine's logging of statistics.")
-    disable_tqdm: bool = option(False, help="Disable the progress bar of the rollout.")
+    disable_log_stats: bool = option(True, "Disable the engine's logging of statistics.")
+    disable_tqdm: bool = option(False, "Disable the progress bar of the rollout.")
     val_override_config: dict[str, Any] = option(
         dict,
-        help="Sampling parameters for validation, such as n, temperature, top_p, max_tokens.",
+        "Sampling parameters for validation, such as n, temperature, top_p, max_tokens.",
         example={"temperature": 0.6, "top_p": 0.95, "n": 1},
     )
     num_video_frames: int | None = option(
-        None, help="Frames per video, evenly spaced; null samples at `data.video_fps`.", minimum=2
+        None, "Frames per video, evenly spaced; null samples at `data.video_fps`.", minimum=2
     )
     tokens_per_frame: int | None = option(
-        None, help="Maximum tokens per video frame; null is limited by `data.max_pixels` only.", minimum=1
+        None, "Maximum tokens per video frame; null is limited by `data.max_pixels` only.", minimum=1
     )
-    group_frames: int = option(64, help="Frames encoded at once.")
-    max_frames_vllm: int = option(-1, help="Maximum number of frames for the engine; -1 is all.")
+    group_frames: int = option(64, "Frames encoded at once.")
+    max_frames_vllm: int = option(-1, "Maximum number of frames for the engine; -1 is all.")
     num_chunk_seq: int = option(
         -1,
-        help="Chunks in which ranks that share a sequence gather its media features; -1 is one.",
+        "Chunks in which ranks that share a sequence gather its media features; -1 is one.",
         minimum=1,
         also=(-1,),
     )
-    audio_max_length: int = option(10000, help="Maximum number of audio samples.")
-    open_ended_reward: bool = option(False, help="Score responses with a language model.")
-    diffusion: bool = option(False, help="Generate images or videos.")
-    guidance_scale: float = option(4.5, help="Classifier-free guidance scale of diffusion.")
-    resolution: int = option(768, help="Side length of generated images in pixels.")
-    num_steps: int = option(10, help="Denoising steps.")
-    kl_reward: float = option(0.0, help="Coefficient of the KL in the reward of diffusion.")
-    num_frames: int = option(81, help="Frames of generated videos.")
-    height: int = option(480, help="Height of generated videos in pixels.")
-    width: int = option(832, help="Width of generated videos in pixels.")
+    audio_max_length: int = option(10000, "Maximum number of audio samples.")
+    open_ended_reward: bool = option(False, "Score responses with a language model.")
+    diffusion: bool = option(False, "Generate images or videos.")
+    guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
+    resolution: int = option(768, "Side length of generated images in pixels.")
+    num_steps: int = option(10, "Denoising steps.")
+    kl_reward: float = option(0.0, "Coefficient of the KL in the reward of diffusion.")
+    num_frames: int = option(81, "Frames of generated videos.")
+    height: int = option(480, "Height of generated videos in pixels.")
+    width: int = option(832, "Width of generated videos in pixels.")
 
     def problems(self, path: str) -> Iterator[str]:
         if self.name == "hf" and self.tensor_parallel_size != 1:

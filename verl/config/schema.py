@@ -10,21 +10,15 @@ options without effect.
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from verl.config.parsing import (
-    NULL_WORDS,
-    convert,
-    members_of,
-    read_argument,
-    read_config_file,
-    resolve_references,
-    show,
-)
+from verl.config.parsing import convert, read_config_file, read_option, resolve_references, show
 from verl.config.renamed_keys import RenamedKeys
 
 C = TypeVar("C")
@@ -73,7 +67,7 @@ class OptionEntry(NamedTuple):
     info: OptionInfo
 
 
-def option(default: Any = None, *, help: str, **declared: Any) -> Any:
+def option(default: Any, help: str, **declared: Any) -> Any:
     """Declare an option, or a section, of a config dataclass with the fields of `OptionInfo`.
 
     A default that is a class or a function is called for each config.
@@ -94,6 +88,7 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
         ConfigError: Names every unknown key, wrong value and broken rule.
     """
     problems: list[str] = []
+    hints = {entry.key: entry.hint for entry in list_options(cls)}
     layers: dict[str, Any] = default_values(cls)
     for argument in arguments:
         if argument.startswith("config="):
@@ -105,7 +100,7 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
             problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
         elif key != "config":
             try:
-                layers = _merged(layers, _nest(key, _read_value(cls, key, text)))
+                layers = _merged(layers, _nest(key, read_option(text, hints.get(key, Any))))
             except ValueError as error:
                 problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:
@@ -272,18 +267,17 @@ def _check_value(value: Any, entry: OptionEntry) -> None:
         raise ValueError(
             f"must be {show(entry.default)}, got {show(value)}: this version has no {info.unavailable}"
         )
-    if isinstance(value, int | float) and not isinstance(value, bool) and value not in info.also:
-        too_small = info.minimum is not None and value < info.minimum
-        too_large = info.maximum is not None and value > info.maximum
-        if too_small or too_large:
+    if isinstance(value, int | float) and value not in info.also:
+        low = -math.inf if info.minimum is None else info.minimum
+        high = math.inf if info.maximum is None else info.maximum
+        if not low <= value <= high:
             raise ValueError(f"must be {info.range_text()}, got {show(value)}")
 
 
 def _rule_problems(config: Any, path: str = "") -> Iterator[str]:
-    for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        if dataclasses.is_dataclass(value):
-            yield from _rule_problems(value, _join(path, entry.name))
+    for entry, hint in _fields(type(config)):
+        if is_section(hint):
+            yield from _rule_problems(getattr(config, entry.name), _join(path, entry.name))
     if hasattr(config, "problems"):
         yield from config.problems(path)
 
@@ -293,17 +287,6 @@ def _read_file(name: str) -> dict[str, Any]:
         return read_config_file(Path(os.path.abspath(os.path.expanduser(name))))
     except ValueError as error:
         raise ConfigError([f"`config`: {error}"]) from error
-
-
-def _read_value(cls: type, key: str, text: str) -> Any:
-    hint = next((entry.hint for entry in list_options(cls) if entry.key == key), Any)
-    members = members_of(hint)
-    if text in NULL_WORDS and (type(None) in members or (hint is Any and text)):
-        return None
-    # Plain text for a text option (`001`, `a: b`) stays as it is, unless it is written as YAML.
-    takes_containers = hint is Any or any(get_origin(member) for member in members)
-    yaml_signs = ("'", '"', "[", "{") if takes_containers else ("'", '"')
-    return text if str in members and not text.startswith(yaml_signs) else read_argument(text)
 
 
 def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +303,7 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+@cache
 def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
     hints = get_type_hints(cls)
     return [(entry, hints[entry.name]) for entry in dataclasses.fields(cls) if entry.init]

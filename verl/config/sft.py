@@ -14,24 +14,16 @@ from verl.config.trainer import RunConfig, RunTree
 class SFTDataConfig(RowsConfig):
     """Conversations and the tokens to train on."""
 
-    messages_key: str = option("messages", help="Column of chat messages, including the assistant's turns.")
-    response_key: str = option(
-        "response", help="Column of the response to `prompt_key`, for rows without messages."
-    )
-    train_turns: str = option(
-        "all", help="Assistant turns to train on; the others serve as context.", choices=("all", "last")
-    )
-    max_length: int = option(
-        1024, help="Maximum length of a conversation in tokens.", minimum=2, example=4096
-    )
-    filter_overlong_prompts: bool = option(
-        True, help="Drop rows longer than `max_length`; false makes such rows an error."
-    )
+    messages_key: str = option("messages", "Column of chat messages, including the assistant's turns.")
+    response_key: str = option("response", "Column of the response to `prompt_key`, if not in messages.")
+    train_turns: str = option("all", "Assistant turns to train on.", choices=("all", "last"))
+    max_length: int = option(1024, "Maximum length of a conversation in tokens.", minimum=2, example=4096)
+    filter_overlong_prompts: bool = option(True, "Drop overlong rows; otherwise they are an error.")
     num_video_frames: int | None = option(
-        None, help="Frames per video, evenly spaced; null samples at `video_fps`.", minimum=2
+        None, "Frames per video, evenly spaced; null samples at `video_fps`.", minimum=2
     )
     tokens_per_frame: int | None = option(
-        None, help="Maximum tokens per video frame; null is limited by `max_pixels` only.", minimum=1
+        None, "Maximum tokens per video frame; null is limited by `max_pixels` only.", minimum=1
     )
 
 
@@ -39,13 +31,11 @@ class SFTDataConfig(RowsConfig):
 class SFTActorConfig(PolicyConfig):
     """The fine-tuned model and its update."""
 
-    global_batch_size: int = option(64, help="Rows per training step, which is one update.", minimum=1)
-    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(
-        8, "forward in validation"
-    )
+    global_batch_size: int = option(64, "Rows per training step, which is one update.", minimum=1)
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(8, "validation")
     dynamic_batching: bool = option(
         True,
-        help="Fill micro batches up to a token budget of their size x `data.max_length` instead of a number"
+        "Fill micro batches up to a token budget of their size x `data.max_length` instead of a number"
         " of sequences.",
     )
 
@@ -56,7 +46,7 @@ class SFTWorkerConfig:
 
     actor: SFTActorConfig = option(
         SFTActorConfig,
-        help="The fine-tuned model and its update.",
+        "The fine-tuned model and its update.",
         example={
             "micro_batch_size_per_device_for_update": 1,
             "micro_batch_size_per_device_for_experience": 2,
@@ -69,10 +59,10 @@ class SFTWorkerConfig:
 class SFTRunConfig(RunConfig):
     """The options of `RunConfig` with other defaults."""
 
-    total_epochs: int = option(3, help="Epochs over the training data.", minimum=1)
-    project_name: str = option("sft", help="Project name, in the loggers and the checkpoint path.")
+    total_epochs: int = option(3, "Epochs over the training data.", minimum=1)
+    project_name: str = option("sft", "Project name in loggers and checkpoint path.")
     experiment_name: str = option(
-        "demo", help="Run name, in the loggers and the checkpoint path.", example="qwen2_5_7b_sft"
+        "demo", "Run name in loggers and checkpoint path.", example="qwen2_5_7b_sft"
     )
 
 
@@ -82,7 +72,7 @@ class SFTConfig(RunTree):
 
     data: SFTDataConfig = option(
         SFTDataConfig,
-        help="Conversations and the tokens to train on.",
+        "Conversations and the tokens to train on.",
         example={
             "train_files": "HuggingFaceH4/ultrachat_200k@train_sft",
             "val_files": "HuggingFaceH4/ultrachat_200k@test_sft[:1000]",
@@ -90,8 +80,8 @@ class SFTConfig(RunTree):
             "format_prompt": None,
         },
     )
-    worker: SFTWorkerConfig = option(SFTWorkerConfig, help="Worker processes.")
-    trainer: SFTRunConfig = option(SFTRunConfig, help="Duration, devices, logging and checkpoints.")
+    worker: SFTWorkerConfig = option(SFTWorkerConfig, "Worker processes.")
+    trainer: SFTRunConfig = option(SFTRunConfig, "Duration, devices, logging and checkpoints.")
 
     @property
     def has_validation(self) -> bool:

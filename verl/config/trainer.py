@@ -20,84 +20,78 @@ WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 class RunConfig:
     """Duration, devices, logging and checkpoints."""
 
-    total_epochs: int = option(15, help="Epochs over the training data.", minimum=1)
-    max_steps: int | None = option(None, help="Training steps; overrides `total_epochs`.", minimum=1)
-    project_name: str = option("easy_r1", help="Project name, in the loggers and the checkpoint path.")
+    total_epochs: int = option(15, "Epochs over the training data.", minimum=1)
+    max_steps: int | None = option(None, "Training steps; overrides `total_epochs`.", minimum=1)
+    project_name: str = option("easy_r1", "Project name in loggers and checkpoint path.")
     experiment_name: str = option(
-        "demo", help="Run name, in the loggers and the checkpoint path.", example="qwen2_5_7b_math_grpo"
+        "demo", "Run name in loggers and checkpoint path.", example="qwen2_5_7b_math_grpo"
     )
     logger: tuple[str, ...] = option(
         ("console", "wandb"),
-        help="Loggers for metrics.",
+        "Loggers for metrics.",
         choices=("console", "file", "mlflow", "swanlab", "tensorboard", "wandb"),
         example=("file", "wandb"),
     )
-    nnodes: int = option(1, help="Number of nodes.", minimum=1)
-    n_gpus_per_node: int = option(8, help="GPUs per node; on CPU, worker processes per node.", minimum=1)
+    nnodes: int = option(1, "Number of nodes.", minimum=1)
+    n_gpus_per_node: int = option(8, "GPUs per node; on CPU, worker processes per node.", minimum=1)
     device: str = option(
         "auto",
-        help="Device of the models; `auto` uses cuda if a GPU is available.",
+        "Device of the models; `auto` uses cuda if a GPU is available.",
         choices=("auto", "cuda", "cpu"),
     )
     val_freq: int = option(
         -1,
-        help="Steps between validations; -1 validates after the last step only.",
+        "Steps between validations; -1 validates after the last step only.",
         minimum=1,
         also=NEVER,
         example=5,
     )
-    val_before_train: bool = option(True, help="Validate before the first step.")
-    val_only: bool = option(False, help="Validate once and do not train.")
+    val_before_train: bool = option(True, "Validate before the first step.")
+    val_only: bool = option(False, "Validate once and do not train.")
     save_freq: int = option(
         -1,
-        help="Steps between checkpoints; -1 saves after the last step only.",
+        "Steps between checkpoints; -1 saves after the last step only.",
         minimum=1,
         also=NEVER,
         example=5,
     )
     save_limit: int = option(
         -1,
-        help="Number of latest checkpoints to keep, in addition to the best one; -1 keeps all.",
+        "Number of latest checkpoints to keep, in addition to the best one; -1 keeps all.",
         minimum=1,
         also=NEVER,
         example=3,
     )
     async_save: bool = option(
         True,
-        help="Write checkpoints in the background from a copy in host memory; false blocks the training.",
+        "Write checkpoints in the background from a copy in host memory; false blocks the training.",
     )
     save_model_only: bool = option(
-        False, help="Save the weights without optimizer state; a resumed run starts with a fresh optimizer."
+        False, "Save the weights without optimizer state; a resumed run starts with a fresh optimizer."
     )
     save_checkpoint_path: str | None = option(
-        None, help="Folder for checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
+        None, "Folder for checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
     )
     load_checkpoint_path: str | None = option(
-        None, help="Checkpoint to resume from, a folder named `global_step_N`.", resolve=checkpoint_folder
+        None, "Checkpoint to resume from, a folder named `global_step_N`.", resolve=checkpoint_folder
     )
-    find_last_checkpoint: bool = option(
-        True, help="Resume from the last checkpoint in `save_checkpoint_path` if there is one."
-    )
+    find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
     worker_timeout_s: float | None = option(
         3600.0,
-        help="Seconds without progress on any rank before workers count as hung; null waits forever.",
+        "Seconds without progress on any rank before workers count as hung; null waits forever.",
         minimum=1.0,
     )
     max_restarts: int = option(
         0,
-        help="Automatic restarts from the last checkpoint after losing workers, nodes or the controller.",
+        "Automatic restarts from the last checkpoint after losing workers, nodes or the controller.",
         minimum=0,
     )
-    restart_wait_s: float = option(120.0, help="Seconds that a restart waits for missing nodes.", minimum=0.0)
-    elastic: bool = option(
-        False, help="Run on fewer devices if some are missing, as many as the batch sizes allow."
-    )
+    restart_wait_s: float = option(120.0, "Seconds that a restart waits for missing nodes.", minimum=0.0)
+    elastic: bool = option(False, "Run on fewer devices if some are missing, as batch sizes allow.")
     profile_steps: tuple[int, ...] = option(
-        (), help="Steps to profile: traces of every rank and a report are written to `profile/`."
+        (), "Steps to profile: traces of every rank and a report are written to `profile/`."
     )
-    ray_timeline: str | None = option(
-        None, help="Output file for the Ray timeline of the run.", resolve=writable_file
-    )
+    ray_timeline: str | None = option(None, "Output file for the Ray timeline.", resolve=writable_file)
 
     def __post_init__(self) -> None:
         folder = self.save_checkpoint_path or os.path.join(
@@ -126,32 +120,30 @@ class TrainerConfig(RunConfig):
     """The options of `RunConfig` and those of reinforcement learning."""
 
     max_try_make_batch: int = option(
-        20, help="Maximum number of rollouts per step with online filtering; 0 or less is unlimited."
+        20, "Maximum rollouts per step in online filtering; 0 or less is unlimited."
     )
     rejection_sample: bool = option(
         False,
-        help="Drop prompts whose responses all have the same score, and keep surplus prompts (Skywork-OR1).",
+        "Drop prompts whose responses all have the same score, and keep surplus prompts (Skywork-OR1).",
     )
     rejection_sample_multiplier: int = option(
-        1, help="Prompts sampled per prompt that a step still needs, with `rejection_sample`.", minimum=1
+        1, "Prompts sampled per prompt that a step still needs, with `rejection_sample`.", minimum=1
     )
     critic_warmup: int = option(
-        0, help="First step that updates the policy; earlier steps train only the critic.", minimum=0
+        0, "First step that updates the policy; earlier steps train only the critic.", minimum=0
     )
-    val_generations_to_log: int = option(
-        0, help="Number of validation responses to log.", minimum=0, example=3
-    )
+    val_generations_to_log: int = option(0, "Number of validation responses to log.", minimum=0, example=3)
     rollouts_to_keep: int = option(
-        8, help="Prompts per step whose responses are saved next to the checkpoints; 0 saves none.", minimum=0
+        8, "Prompts per step whose responses are saved next to the checkpoints; 0 saves none.", minimum=0
     )
     viewer_port: int | None = option(
         None,
-        help="Port on 127.0.0.1 of the rollout viewer; 0 picks a free port, null disables the viewer.",
+        "Port on 127.0.0.1 of the rollout viewer; 0 picks a free port, null disables the viewer.",
         minimum=0,
         maximum=65535,
     )
-    debug: bool = option(False, help="Check every key of the batch after each stage.")
-    diffusion: bool = option(False, help="Train a model that generates images or videos.")
+    debug: bool = option(False, "Check every key of the batch after each stage.")
+    diffusion: bool = option(False, "Train a model that generates images or videos.")
 
 
 class RunTree:

@@ -29,27 +29,23 @@ LOSS_AVG_ALIASES = {  # verl's names
 
 
 def _strategy_option() -> Any:
-    return option("fsdp", help="Backend that shards the model.", choices=("fsdp",))
+    return option("fsdp", "Backend that shards the model.", choices=("fsdp",))
 
 
 def _loss_avg_option(help: str) -> Any:
     choices = (*LOSS_AVG_MODES, *LOSS_AVG_ALIASES)
-    return option("token", help=help, choices=choices, resolve=lambda name: LOSS_AVG_ALIASES.get(name, name))
+    return option("token", help, choices=choices, resolve=lambda name: LOSS_AVG_ALIASES.get(name, name))
 
 
 @dataclass(frozen=True)
 class AdaptiveEntropyConfig:
     """Adaptive coefficient of the entropy bonus (Skywork-OR1)."""
 
-    enabled: bool = option(
-        False, help="Adapt the coefficient of the entropy bonus to reach a target entropy."
-    )
-    target_entropy: float = option(
-        0.2, help="Target entropy per token in nats; the bonus applies below it.", minimum=0.0
-    )
-    delta_entropy_coef: float = option(1e-4, help="Change of the coefficient per step.", minimum=0.0)
-    max_entropy_coef: float = option(5e-3, help="Maximum coefficient.", minimum=0.0)
-    min_entropy_coef: float = option(0.0, help="Minimum coefficient.", minimum=0.0)
+    enabled: bool = option(False, "Adapt the coefficient of the entropy bonus to reach a target entropy.")
+    target_entropy: float = option(0.2, "Apply the bonus below this entropy in nats per token.", minimum=0.0)
+    delta_entropy_coef: float = option(1e-4, "Change of the coefficient per step.", minimum=0.0)
+    max_entropy_coef: float = option(5e-3, "Maximum coefficient.", minimum=0.0)
+    min_entropy_coef: float = option(0.0, "Minimum coefficient.", minimum=0.0)
 
     def problems(self, path: str) -> Iterator[str]:
         if self.min_entropy_coef > self.max_entropy_coef:
@@ -62,63 +58,51 @@ class ActorConfig(PolicyConfig):
     """Policy and its update."""
 
     strategy: str = _strategy_option()
-    clip_ratio_low: float = option(
-        0.2, help="Lower clipping range: the ratio is clipped at 1 minus this.", minimum=0.0, maximum=1.0
-    )
-    clip_ratio_high: float = option(
-        0.3, help="Upper clipping range: the ratio is clipped at 1 plus this.", minimum=0.0
-    )
-    clip_ratio_dual: float = option(
-        3.0, help="Upper bound of the ratio for negative advantages (dual clip).", minimum=1.0
-    )
+    clip_ratio_low: float = option(0.2, "Clip the ratio below 1 minus this.", minimum=0.0, maximum=1.0)
+    clip_ratio_high: float = option(0.3, "Clip the ratio above 1 plus this.", minimum=0.0)
+    clip_ratio_dual: float = option(3.0, "Maximum ratio for negative advantages (dual clip).", minimum=1.0)
     loss_avg_mode: str = _loss_avg_option(
         "Mean over tokens (`token`), or mean over sequences of their means (`seq`), sums (`seq_sum`) or"
         " sums / `data.max_response_length` (`seq_sum_norm`)."
     )
     loss_type: str = option(
         "default",
-        help="Policy loss.",
+        "Policy loss.",
         choices=(
             *("default", "gspo", "gspo_token", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov"),
             *("gpg", "dppo_tv", "dppo_kl", "dro", "sppo"),
         ),
     )
     clip_cov_ratio: float = option(
-        2e-4, help="Fraction of the mini batch's tokens that `clip_cov` excludes.", minimum=0.0, maximum=1.0
+        2e-4, "Fraction of the mini batch's tokens that `clip_cov` excludes.", minimum=0.0, maximum=1.0
     )
-    clip_cov_lb: float = option(1.0, help="Lower bound of the covariance of tokens excluded by `clip_cov`.")
-    clip_cov_ub: float = option(5.0, help="Upper bound of the covariance of tokens excluded by `clip_cov`.")
+    clip_cov_lb: float = option(1.0, "Lower bound of the covariance of tokens excluded by `clip_cov`.")
+    clip_cov_ub: float = option(5.0, "Upper bound of the covariance of tokens excluded by `clip_cov`.")
     kl_cov_ratio: float = option(
-        2e-4, help="Fraction of the mini batch's tokens that `kl_cov` penalizes.", minimum=0.0, maximum=1.0
+        2e-4, "Fraction of the mini batch's tokens that `kl_cov` penalizes.", minimum=0.0, maximum=1.0
     )
-    ppo_kl_coef: float = option(0.1, help="Coefficient of the KL penalty in `kl_cov`.", minimum=0.0)
+    ppo_kl_coef: float = option(0.1, "Coefficient of the KL penalty in `kl_cov`.", minimum=0.0)
     dro_beta: float | None = option(
-        None, help="Coefficient of the squared log-ratio in the `dro` loss, which requires it.", minimum=TINY
+        None, "Coefficient of the squared log-ratio in the `dro` loss, which requires it.", minimum=TINY
     )
     sppo_eta: float = option(
-        1.0, help="Scale of the advantage that the log-ratio is fitted to in the `sppo` loss.", minimum=TINY
+        1.0, "Scale of the advantage that the log-ratio is fitted to in the `sppo` loss.", minimum=TINY
     )
-    entropy_coef: float = option(0.0, help="Coefficient of the entropy bonus.", minimum=0.0)
+    entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", minimum=0.0)
     adaptive_entropy: AdaptiveEntropyConfig = option(
         AdaptiveEntropyConfig,
-        help="Adaptive coefficient of the entropy bonus, which starts at `entropy_coef`.",
+        "Adaptive coefficient of the entropy bonus, which starts at `entropy_coef`.",
     )
-    ppo_epochs: int = option(1, help="Epochs over a rollout batch.", minimum=1)
-    padding_free: bool = option(True, help="Remove padding before the model.")
-    share_prompt: bool = option(
-        True, help="Compute a prompt once for all its responses in training, if the model supports it."
-    )
-    use_torch_compile: bool = option(True, help="Compile the log-prob function.")
-    tau_positive: float = option(
-        1.0, help="Temperature for advantages >= 0 in the `sapo` loss.", minimum=TINY
-    )
-    tau_negative: float = option(
-        1.05, help="Temperature for advantages < 0 in the `sapo` loss.", minimum=TINY
-    )
-    vila_model: bool = option(False, help="The model belongs to the VILA family.")
-    diffusion: bool = option(False, help="The model generates images or videos.")
-    guidance_scale: float = option(4.5, help="Classifier-free guidance scale of diffusion.")
-    scheduler: str = option("", help="Noise schedule of diffusion.")
+    ppo_epochs: int = option(1, "Epochs over a rollout batch.", minimum=1)
+    padding_free: bool = option(True, "Remove padding before the model.")
+    share_prompt: bool = option(True, "Compute each prompt once for all its responses, if supported.")
+    use_torch_compile: bool = option(True, "Compile the log-prob function.")
+    tau_positive: float = option(1.0, "Temperature for advantages >= 0 in the `sapo` loss.", minimum=TINY)
+    tau_negative: float = option(1.05, "Temperature for advantages < 0 in the `sapo` loss.", minimum=TINY)
+    vila_model: bool = option(False, "The model belongs to the VILA family.")
+    diffusion: bool = option(False, "The model generates images or videos.")
+    guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
+    scheduler: str = option("", "Noise schedule of diffusion.")
 
     def problems(self, path: str) -> Iterator[str]:
         yield from super().problems(path)
@@ -142,33 +126,27 @@ class CriticConfig(TrainedModelConfig):
     """Value model and its update."""
 
     strategy: str = _strategy_option()
-    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "computing values")
-    cliprange_value: float = option(0.5, help="Clipping range of values around the old values.", minimum=0.0)
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "values")
+    cliprange_value: float = option(0.5, "Clipping range of values around the old values.", minimum=0.0)
     loss_avg_mode: str = _loss_avg_option("Aggregation of the loss, see `worker.actor.loss_avg_mode`.")
-    ppo_epochs: int = option(1, help="Epochs over a rollout batch.", minimum=1)
-    padding_free: bool = option(False, help="Remove padding before the model.")
-    ulysses_size: int = option(1, help="Ranks that share a sequence.", minimum=1)
+    ppo_epochs: int = option(1, "Epochs over a rollout batch.", minimum=1)
+    padding_free: bool = option(False, "Remove padding before the model.")
+    ulysses_size: int = option(1, "Ranks that share a sequence.", minimum=1)
 
 
 @dataclass(frozen=True)
 class PrimeConfig(TrainedModelConfig):
     """Implicit process reward model of PRIME, trained together with the policy."""
 
-    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(
-        16, "computing process rewards"
-    )
-    max_grad_norm: float = option(
-        10.0, help="Maximum gradient norm; gradients are clipped to it.", minimum=TINY
-    )
-    beta: float = option(0.05, help="Scale of the log-ratio in the process reward.", minimum=TINY)
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "process rewards")
+    max_grad_norm: float = option(10.0, "Maximum gradient norm; gradients are clipped to it.", minimum=TINY)
+    beta: float = option(0.05, "Scale of the log-ratio in the process reward.", minimum=TINY)
     update: str = option(
         "before",
-        help="Update the model before or after it scores the responses of a step.",
+        "Update the model before or after it scores the responses of a step.",
         choices=("before", "after"),
     )
-    model: ModelConfig = option(
-        ModelConfig, help="Model and trainable parameters; if `model_path` is null, the actor's."
-    )
+    model: ModelConfig = option(ModelConfig, "Model; if `model_path` is null, the actor's model.")
 
 
 @dataclass(frozen=True)
@@ -176,10 +154,10 @@ class RewardModelConfig:
     """Sequence classification model that scores responses on the training devices."""
 
     micro_batch_size_per_device: MicroBatchSize = micro_batch_option(16, "scoring")
-    coef: float = option(1.0, help="Weight of its score, which is added to the reward function's `overall`.")
-    model: ModelConfig = option(ModelConfig, help="Model; if `model_path` is null, no reward model is used.")
-    fsdp: FSDPConfig = option(FSDPConfig, help="Sharding and number types.")
-    offload: OffloadConfig = option(OffloadConfig, help="Offloading between uses.")
+    coef: float = option(1.0, "Weight of its score, which is added to the reward function's `overall`.")
+    model: ModelConfig = option(ModelConfig, "Model; if `model_path` is null, no reward model is used.")
+    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
 
     @property
     def is_used(self) -> bool:
@@ -191,14 +169,12 @@ class RefConfig:
     """Frozen reference policy; model, micro batches and packing are the actor's."""
 
     strategy: str = _strategy_option()
-    vila_model: bool = option(False, help="The model belongs to the VILA family.")
-    diffusion: bool = option(False, help="The model generates images or videos.")
-    guidance_scale: float = option(4.5, help="Classifier-free guidance scale of diffusion.")
-    scheduler: str = option("", help="Noise schedule of diffusion.")
-    fsdp: FSDPConfig = option(
-        FSDPConfig, help="Sharding and number types.", example={"enable_cpu_offload": True}
-    )
-    offload: OffloadConfig = option(OffloadConfig, help="Offloading between uses.")
+    vila_model: bool = option(False, "The model belongs to the VILA family.")
+    diffusion: bool = option(False, "The model generates images or videos.")
+    guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
+    scheduler: str = option("", "Noise schedule of diffusion.")
+    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.", example={"enable_cpu_offload": True})
+    offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
 
 
 @dataclass(frozen=True)
@@ -207,68 +183,62 @@ class RewardConfig:
 
     reward_function: str | None = option(
         None,
-        help="Reward function as `file.py:function`; the default name of the function is `main`.",
+        "Reward function as `file.py:function`; the default name of the function is `main`.",
         resolve=function_in_file,
         example="./examples/reward_function/math.py:compute_score",
     )
-    reward_function_kwargs: dict[str, Any] = option(dict, help="Keyword arguments of the function.")
+    reward_function_kwargs: dict[str, Any] = option(dict, "Keyword arguments of the function.")
     reward_type: str = option(
         "batch",
-        help="Calling convention if the file has no `REWARD_TYPE`.",
+        "Calling convention if the file has no `REWARD_TYPE`.",
         choices=("batch", "sequential", "dataproto"),
     )
-    skip_special_tokens: bool = option(True, help="Remove special tokens from the response text.")
-    num_cpus: int = option(1, help="Number of scoring processes.", minimum=1)
-    timeout_s: float = option(300.0, help="Time limit of a call of the function in seconds.", minimum=TINY)
+    skip_special_tokens: bool = option(True, "Remove special tokens from the response text.")
+    num_cpus: int = option(1, "Number of scoring processes.", minimum=1)
+    timeout_s: float = option(300.0, "Time limit of a call of the function in seconds.", minimum=TINY)
     batch_size: int = option(
         -1,
-        help="Responses per call of a `batch` function; -1 is whole groups as they finish.",
+        "Responses per call of a `batch` function; -1 is whole groups as they finish.",
         minimum=1,
         also=(-1,),
     )
-    max_concurrency: int = option(
-        32, help="Maximum number of concurrent calls of an `async def` function per process.", minimum=1
-    )
+    max_concurrency: int = option(32, "Concurrent calls of an `async def` function per process.", minimum=1)
     memory_limit_gb: float | None = option(
-        None, help="Memory limit of each scoring process in GiB; null is unlimited.", minimum=0.1
+        None, "Memory limit of each scoring process in GiB; null is unlimited.", minimum=0.1
     )
-    max_retries: int = option(
-        1, help="Retries of a call that raises, times out, crashes or exceeds the memory limit.", minimum=0
-    )
+    max_retries: int = option(1, "Retries of a failed call (error, timeout, crash, memory).", minimum=0)
     on_failure: str = option(
         "error",
-        help="Handling of a response whose call keeps failing: end the run, mask it in the loss, or assign"
+        "Handling of a response whose call keeps failing: end the run, mask it in the loss, or assign"
         " `failure_score`.",
         choices=("error", "mask", "score"),
     )
-    failure_score: float = option(0.0, help="`overall` of failed responses with `on_failure=score`.")
+    failure_score: float = option(0.0, "`overall` of failed responses with `on_failure=score`.")
     max_failure_ratio: float = option(
         0.1,
-        help="Maximum fraction of failed responses per call of the engine; the run ends above it.",
+        "Maximum fraction of failed responses per call of the engine; the run ends above it.",
         minimum=0.0,
         maximum=1.0,
     )
     overlong_buffer_length: int = option(
         0,
-        help="Tokens before `data.max_response_length` over which the score falls (DAPO); 0 is no penalty.",
+        "Tokens before `data.max_response_length` over which the score falls (DAPO); 0 is no penalty.",
         minimum=0,
     )
-    overlong_penalty_factor: float = option(
-        1.0, help="Overlong penalty of a response of maximum length.", minimum=0.0
-    )
-    diffusion: bool = option(False, help="Score images or videos.")
+    overlong_penalty_factor: float = option(1.0, "Overlong penalty at the maximum length.", minimum=0.0)
+    diffusion: bool = option(False, "Score images or videos.")
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
     """Models, rollout engine and reward function."""
 
-    hybrid_engine: bool = option(True, help="Train and sample in the same processes.")
-    vila_model: bool = option(False, help="The model belongs to the VILA family.")
-    is_omni: bool = option(False, help="The model takes audio.")
+    hybrid_engine: bool = option(True, "Train and sample in the same processes.")
+    vila_model: bool = option(False, "The model belongs to the VILA family.")
+    is_omni: bool = option(False, "The model takes audio.")
     actor: ActorConfig = option(
         ActorConfig,
-        help="Policy and its update.",
+        "Policy and its update.",
         example={
             "global_batch_size": 128,
             "micro_batch_size_per_device_for_update": 1,
@@ -276,15 +246,11 @@ class WorkerConfig:
             "offload": {"offload_params": True, "offload_optimizer": True},
         },
     )
-    critic: CriticConfig = option(
-        CriticConfig, help="Value model and its update; used by `algorithm.adv_estimator=gae`."
-    )
-    prime: PrimeConfig = option(
-        PrimeConfig, help="Process reward model; used by `algorithm.adv_estimator=prime`."
-    )
+    critic: CriticConfig = option(CriticConfig, "Value model; used by `algorithm.adv_estimator=gae`.")
+    prime: PrimeConfig = option(PrimeConfig, "Process reward model; used by `algorithm.adv_estimator=prime`.")
     reward_model: RewardModelConfig = option(
-        RewardModelConfig, help="Reward model that scores responses in addition to the reward function."
+        RewardModelConfig, "Reward model that scores responses in addition to the reward function."
     )
-    ref: RefConfig = option(RefConfig, help="Frozen reference policy.")
-    rollout: RolloutConfig = option(RolloutConfig, help="Rollout engine.")
-    reward: RewardConfig = option(RewardConfig, help="Reward function.")
+    ref: RefConfig = option(RefConfig, "Frozen reference policy.")
+    rollout: RolloutConfig = option(RolloutConfig, "Rollout engine.")
+    reward: RewardConfig = option(RewardConfig, "Reward function.")
