@@ -37,8 +37,7 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = option(
         None,
-        "Weight the loss by the probability ratio of trainer to engine, per token or sequence;"
-        " null only logs the ratio.",
+        "Weight the loss by the ratio of trainer to engine per token or sequence; null only logs it.",
         choices=("token", "sequence"),
     )
     rollout_is_threshold: str = option(
@@ -46,9 +45,7 @@ class RolloutCorrectionConfig:
     )
     rollout_is_batch_normalize: bool = option(False, "Normalize the weights by their mean over the batch.")
     rollout_rs: str | None = option(
-        None,
-        "Comma-separated criteria to mask tokens or sequences that deviate too much: `token_k1`,"
-        " `seq_mean_k1`, `seq_max_k3` ...",
+        None, "Criteria to mask deviating tokens or sequences, comma-separated: `token_k1`, `seq_max_k3` ..."
     )
     rollout_rs_threshold: str | None = option(
         None, "Threshold per name in `rollout_rs`: ratios `LOW_HIGH` for k1, a maximum for k2 and k3."
@@ -95,8 +92,7 @@ class AlgorithmConfig:
     lam: float = option(1.0, "Lambda of `gae`: lower is less variance, more bias.", minimum=0.0, maximum=1.0)
     adv_estimator: str = option("grpo", "Advantage estimator.", choices=ADV_ESTIMATOR_NAMES)
     norm_adv_by_std: bool = option(
-        True,
-        "Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group.",
+        True, "Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group."
     )
     gdpo_reward_keys: list[str] = option(list, "Reward components for `gdpo`.")
     gdpo_reward_weights: list[float] | None = option(None, "Weights of `gdpo_reward_keys`; null is all 1.")
@@ -117,9 +113,7 @@ class AlgorithmConfig:
     kl_horizon: float = option(1e4, "Time scale of the adaptive coefficient in sequences.", minimum=1.0)
     kl_target: float = option(0.1, "Target KL of the adaptive coefficient in nats.", minimum=1e-6)
     online_filtering: bool = option(
-        False,
-        "Sample until a step has enough prompts with a mean score between `filter_low` and `filter_high`"
-        " (DAPO).",
+        False, "Sample until enough prompts have a mean score between `filter_low` and `filter_high` (DAPO)."
     )
     filter_key: str = option("overall", "Score for online filtering and rejection sampling.")
     filter_low: float = option(0.01, "Lower bound of the mean score in online filtering, exclusive.")

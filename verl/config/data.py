@@ -50,7 +50,7 @@ class RowsConfig:
         (), "Allowed hosts of media downloads, including private ones; empty allows all public hosts."
     )
     media_url_timeout_s: float = option(
-        60.0, "Time limit in seconds for a download, including redirects and retries.", minimum=0.1
+        60.0, "Seconds per download, with redirects and retries.", minimum=0.1
     )
     media_url_max_mb: int = option(1024, "Maximum size of a download in MiB.", minimum=1)
     media_url_dir: str | None = option(

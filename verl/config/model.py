@@ -47,8 +47,7 @@ class LoraConfig:
     rank: int = option(0, "Rank; 0 trains the full weights, or uses the rank of `path`.", minimum=0)
     alpha: int = option(64, "Scale, which is divided by the rank.", minimum=1)
     target_modules: str = option(
-        "all-linear",
-        "Modules with adapters: `all-linear`, comma-separated names, or a regular expression.",
+        "all-linear", "Modules with adapters: `all-linear`, comma-separated names, or a regular expression."
     )
     exclude_modules: str | None = option(None, "Modules without adapters: names or a regular expression.")
     use_rslora: bool = option(False, "Divide alpha by the square root of the rank (rsLoRA).")
@@ -72,17 +71,14 @@ class ModelConfig:
         None, "Model folder or hub name; required for the actor.", resolve=model_source
     )
     tokenizer_path: str | None = option(
-        None,
-        "Folder or hub name of the tokenizer and processor; null is `model_path`.",
-        resolve=model_source,
+        None, "Folder or hub name of the tokenizer and processor; null is `model_path`.", resolve=model_source
     )
     override_config: dict[str, Any] = option(dict, "Fields of the model config to override.")
     enable_gradient_checkpointing: bool = option(True, "Recompute activations in backward to save memory.")
     trust_remote_code: bool = option(False, "Allow Python code that comes with the model; off for security.")
     freeze_vision_tower: bool = option(False, "Train only the language model.")
     train_modules: list[str] = option(
-        list,
-        "Regular expressions for the names of parameters: train only these; with `lora`, also these.",
+        list, "Regular expressions for the names of parameters: train only these; with `lora`, also these."
     )
     freeze_modules: list[str] = option(
         list, "Regular expressions for the names of parameters to freeze; overrides `train_modules`."
@@ -100,9 +96,7 @@ class OptimConfig:
 
     lr: float = option(1e-6, "Peak learning rate.", minimum=0.0)
     lr_factors: dict[str, float] = option(
-        dict,
-        "Learning rate multipliers by regular expressions for the names of parameters; the first match"
-        " applies.",
+        dict, "Factors of `lr` by regular expressions for the names of parameters; the first match applies."
     )
     betas: tuple[float, float] = option((0.9, 0.999), "AdamW betas, in [0, 1).")
     weight_decay: float = option(1e-2, "Decoupled weight decay.", minimum=0.0)
@@ -119,7 +113,7 @@ class OptimConfig:
     )
     lr_scheduler_type: str = option(
         "constant",
-        "Learning rate schedule after warm-up; `wsd` is constant, then decays in the last steps.",
+        "Schedule after warm-up; `wsd` is constant, then decays in the last steps.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     lr_decay_ratio: float = option(
@@ -195,9 +189,7 @@ class TrainedModelConfig:
     micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "log-probs")
     max_grad_norm: float = option(1.0, "Maximum gradient norm; gradients are clipped to it.", minimum=TINY)
     dynamic_batching: bool = option(
-        True,
-        "Fill micro batches up to a token budget of their size x the longest sequence instead of a"
-        " number of sequences.",
+        True, "Fill micro batches by tokens, up to their size x the longest sequence, not by sequences."
     )
     model: ModelConfig = option(ModelConfig, "Model and trainable parameters.")
     optim: OptimConfig = option(OptimConfig, "Optimizer and learning rate schedule.")
@@ -210,12 +202,11 @@ class PolicyConfig(TrainedModelConfig):
     """A trained policy, with sequence parallelism and cached features of a frozen vision tower."""
 
     ulysses_size: int = option(
-        1, "Ranks that share a sequence by attention heads; must divide the number of heads.", minimum=1
+        1, "Ranks that share a sequence by attention heads, whose number it must divide.", minimum=1
     )
     ring_size: int = option(1, "Groups of `ulysses_size` ranks that share a sequence in a ring.", minimum=1)
     divide_short_sequences: bool = option(
-        False,
-        "Divide all sequences over the ranks, even those estimated to be faster undivided.",
+        False, "Divide all sequences over the ranks, even those estimated to be faster undivided."
     )
     cached_embeds_dir: str | None = option(
         None,

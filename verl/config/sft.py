@@ -34,9 +34,7 @@ class SFTActorConfig(PolicyConfig):
     global_batch_size: int = option(64, "Rows per training step, which is one update.", minimum=1)
     micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(8, "validation")
     dynamic_batching: bool = option(
-        True,
-        "Fill micro batches up to a token budget of their size x `data.max_length` instead of a number"
-        " of sequences.",
+        True, "Fill micro batches by tokens, up to their size x `data.max_length`, not by sequences."
     )
 
 

@@ -35,40 +35,21 @@ class RunConfig:
     nnodes: int = option(1, "Number of nodes.", minimum=1)
     n_gpus_per_node: int = option(8, "GPUs per node; on CPU, worker processes per node.", minimum=1)
     device: str = option(
-        "auto",
-        "Device of the models; `auto` uses cuda if a GPU is available.",
-        choices=("auto", "cuda", "cpu"),
+        "auto", "Device of the models; `auto` is cuda if available.", choices=("auto", "cuda", "cpu")
     )
     val_freq: int = option(
-        -1,
-        "Steps between validations; -1 validates after the last step only.",
-        minimum=1,
-        also=NEVER,
-        example=5,
+        -1, "Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate once and do not train.")
     save_freq: int = option(
-        -1,
-        "Steps between checkpoints; -1 saves after the last step only.",
-        minimum=1,
-        also=NEVER,
-        example=5,
+        -1, "Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
     save_limit: int = option(
-        -1,
-        "Number of latest checkpoints to keep, in addition to the best one; -1 keeps all.",
-        minimum=1,
-        also=NEVER,
-        example=3,
+        -1, "Latest checkpoints to keep, plus the best one; -1 is all.", minimum=1, also=NEVER, example=3
     )
-    async_save: bool = option(
-        True,
-        "Write checkpoints in the background from a copy in host memory; false blocks the training.",
-    )
-    save_model_only: bool = option(
-        False, "Save the weights without optimizer state; a resumed run starts with a fresh optimizer."
-    )
+    async_save: bool = option(True, "Write checkpoints in the background from a copy in host memory.")
+    save_model_only: bool = option(False, "Save only weights; a resumed run starts with a fresh optimizer.")
     save_checkpoint_path: str | None = option(
         None, "Folder for checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
     )
@@ -78,13 +59,11 @@ class RunConfig:
     find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
     worker_timeout_s: float | None = option(
         3600.0,
-        "Seconds without progress on any rank before workers count as hung; null waits forever.",
+        "Seconds without progress on any rank until workers count as hung; null is no limit.",
         minimum=1.0,
     )
     max_restarts: int = option(
-        0,
-        "Automatic restarts from the last checkpoint after losing workers, nodes or the controller.",
-        minimum=0,
+        0, "Restarts from the last checkpoint after losing workers, nodes or controller.", minimum=0
     )
     restart_wait_s: float = option(120.0, "Seconds that a restart waits for missing nodes.", minimum=0.0)
     elastic: bool = option(False, "Run on fewer devices if some are missing, as batch sizes allow.")
@@ -119,12 +98,9 @@ class RunConfig:
 class TrainerConfig(RunConfig):
     """The options of `RunConfig` and those of reinforcement learning."""
 
-    max_try_make_batch: int = option(
-        20, "Maximum rollouts per step in online filtering; 0 or less is unlimited."
-    )
+    max_try_make_batch: int = option(20, "Maximum rollouts per step to fill a batch; 0 or less is unlimited.")
     rejection_sample: bool = option(
-        False,
-        "Drop prompts whose responses all have the same score, and keep surplus prompts (Skywork-OR1).",
+        False, "Drop prompts whose responses all score the same, and keep surplus ones (Skywork-OR1)."
     )
     rejection_sample_multiplier: int = option(
         1, "Prompts sampled per prompt that a step still needs, with `rejection_sample`.", minimum=1
@@ -134,7 +110,7 @@ class TrainerConfig(RunConfig):
     )
     val_generations_to_log: int = option(0, "Number of validation responses to log.", minimum=0, example=3)
     rollouts_to_keep: int = option(
-        8, "Prompts per step whose responses are saved next to the checkpoints; 0 saves none.", minimum=0
+        8, "Prompts per step whose responses are saved with the run; 0 is none.", minimum=0
     )
     viewer_port: int | None = option(
         None,
