@@ -78,10 +78,10 @@ def test_a_key_in_a_yaml_file_is_answered_in_the_same_way(problems_of, tmp_path)
     [
         ("engine.watts", "engine.watts"),
         ("+engine.watts", "engine.watts"),  # as Hydra's command line adds a key
-        ("engine.turbo.size", "engine.turbo.size"),  # before the section around it
-        ("engine.turbo.blades.colour", "engine.turbo"),
+        ("engine.turbo.size", "engine.turbo.size"),  # takes precedence over its section
+        ("engine.turbo.blades.color", "engine.turbo"),
         ("engine.turbo", "engine.turbo"),
-        ("engine.watts.colour", None),  # an entry with an option covers only itself
+        ("engine.watts.color", None),  # an entry with an option covers only itself
         ("mast.note", "*.note"),
         ("engine.turbo.note", "engine.turbo"),
         ("mast", None),

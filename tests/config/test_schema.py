@@ -67,7 +67,7 @@ def problems_of(*arguments):
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("tags=[console,swanlab]", ("console", "swanlab")),  # what a shell makes of ['console','swanlab']
+        ("tags=[console,swanlab]", ("console", "swanlab")),  # after a shell has removed the quotes
         ("tags=['console','swanlab']", ("console", "swanlab")),
         ('tags=["console","wandb"]', ("console", "wandb")),
         ("tags=console", ("console",)),
@@ -109,7 +109,7 @@ def test_a_whole_number_may_be_written_as_a_float():
     assert load_config(Car, ["wheel.size=1e1", "engine.power=3"]).wheel.size == 10
 
 
-def test_later_wins_over_earlier_argument_over_file_over_default(tmp_path):
+def test_arguments_override_files_and_files_override_defaults(tmp_path):
     file = tmp_path / "car.yaml"
     file.write_text("name: from_file\nowner: from_file\nextra: {a: 1, b: 2}\nwheel: {color: blue}\n")
 
@@ -202,7 +202,7 @@ def test_an_unknown_key_suggests_the_nearest(key, nearest):
     assert key in problems_of(f"{key}=1")[0]
 
 
-def test_a_rule_is_not_checked_on_account_of_an_option_that_is_wrong_anyway():
+def test_a_rule_is_not_checked_if_one_of_its_options_is_invalid():
     assert len(problems_of("wheel.size=x", "engine.power=1")) == 1
     assert problems_of("wheel.size=6") == ["`wheel.size` (6) must be at most 5 with `engine.power` below 2"]
 

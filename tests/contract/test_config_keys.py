@@ -172,7 +172,7 @@ SECTIONS = {
         "disable_log_stats": True,
         "disable_tqdm": False,
         "val_override_config": {},
-        "num_video_frames": None,  # Long-RL: 8; here `data.video_fps` decides unless it is set
+        "num_video_frames": None,  # Long-RL: 8; here the default is `data.video_fps`
         "tokens_per_frame": None,  # Long-RL: 256
         "group_frames": 64,
         "max_frames_vllm": -1,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -47,30 +47,29 @@ class RenamedKeys:
     file: Path
 
     @cached_property
+    def data(self) -> dict[str, Any]:
+        return yaml.safe_load(self.file.read_text(encoding="utf-8"))
+
+    @cached_property
     def keys(self) -> Mapping[str, RenamedKey]:
         """Every entry by its key, including those of repeated sections."""
-        data = yaml.safe_load(self.file.read_text(encoding="utf-8"))
+        data, repeated = self.data, {}
         listed = {key: _entry(text) for table in data["keys"].values() for key, text in table.items()}
-        repeated = {}
-        for section, (original, *replaced) in data.get("repeats", {}).items():
+        for section, (original, ours, replacement) in data["repeats"].items():
             for key, (option, note) in listed.items():
                 if key.startswith(f"{original}."):
-                    if option and replaced and option not in data["shared"]:
-                        option = option.replace(*replaced, 1)
+                    if option and option not in data["shared"]:
+                        option = option.replace(ours, replacement, 1)
                     repeated[section + key.removeprefix(original)] = RenamedKey(option, note)
         return repeated | listed
 
     def find(self, key: str) -> str | None:
         """Return the entry that covers a key: its own, that of an enclosing section, or that of its name."""
         names = key.lstrip(OVERRIDE_SIGNS).split(".")
-        if ".".join(names) in self.keys:
-            return ".".join(names)
-        for end in range(min(len(names) - 1, MAX_DEPTH), 0, -1):
-            section = self.keys.get(".".join(names[:end]))
-            if section is not None and section.option is None:
-                return ".".join(names[:end])
-        anywhere = ANYWHERE + names[-1]
-        return anywhere if anywhere in self.keys else None
+        sections = [".".join(names[:end]) for end in range(min(len(names) - 1, MAX_DEPTH), 0, -1)]
+        absent = [name for name in sections if name in self.keys and not self.keys[name].option]
+        candidates = (".".join(names), *absent, ANYWHERE + names[-1])
+        return next((name for name in candidates if name in self.keys), None)
 
     def problems(self, found: Sequence[tuple[str, str]]) -> list[str]:
         """Return a sentence for each of a few keys, or a table and a list for many.
@@ -82,15 +81,12 @@ class RenamedKeys:
             return [self._sentence(key[:MAX_SHOWN], *self.keys[entry]) for key, entry in found]
         renamed = {key: self.keys[entry] for key, entry in found if self.keys[entry].option}
         absent = list(dict.fromkeys(entry for _, entry in found if not self.keys[entry].option))
-        blocks = (
-            (f"{len(renamed)} keys of {self.program} have another name here ({self.page}):", _table(renamed)),
-            (
-                f"{len(absent)} keys and sections of {self.program} have no counterpart here"
-                f" ({self.page} gives the reasons):",
-                _lists(absent),
-            ),
-        )
-        return [f"\n{INDENT}".join([heading, *lines]) for heading, lines in blocks if lines]
+        blocks = {
+            f"{len(renamed)} keys of {self.program} have another name here ({self.page}):": _table(renamed),
+            f"{len(absent)} keys and sections of {self.program} have no counterpart here"
+            f" ({self.page} gives the reasons):": _lists(absent),
+        }
+        return [f"\n{INDENT}".join([heading, *lines]) for heading, lines in blocks.items() if lines]
 
     def _sentence(self, key: str, option: str | None, note: str) -> str:
         if option is None:
@@ -99,11 +95,11 @@ class RenamedKeys:
 
     def page_tables(self) -> str:
         """Return the tables of the migration page."""
-        data = yaml.safe_load(self.file.read_text(encoding="utf-8"))
         text = ""
-        for heading, table in data["keys"].items():
+        for heading, table in self.data["keys"].items():
             text += f"\n### {heading}\n\n| {self.program} | here | |\n|---|---|---|\n"
-            for key, (option, note) in ((key, _entry(entry)) for key, entry in table.items()):
+            for key in table:
+                option, note = self.keys[key]
                 text += f"| `{key}` | {f'`{option}`' if option else 'none'} | {note} |\n"
         return text
 

@@ -22,9 +22,8 @@ def example_yaml(cls: type) -> str:
     lines: list[str] = []
     for entry in walk_options(cls):
         indent = "  " * entry.key.count(".")
-        comment = {"initial_indent": f"{indent}# ", "subsequent_indent": f"{indent}# "}
         lines += [""] * (is_section(entry.hint) and not indent)
-        lines += textwrap.wrap(_help(entry, with_type=False), WIDTH, **comment)
+        lines += _wrapped(_help(entry, with_type=False), f"{indent}# ")
         lines.append(_yaml_line(entry, entry.default if entry.info.example is None else entry.info.example))
     return "\n".join(lines).strip("\n") + "\n"
 
@@ -55,10 +54,9 @@ def help_text(cls: type, topic: str = "") -> str:
     lines: list[str] = []
     for entry in chosen:
         if is_section(entry.hint):
-            lines += ["", *textwrap.wrap(f"{entry.key}: {_help(entry)}", WIDTH)]
+            lines += ["", *_wrapped(f"{entry.key}: {_help(entry)}")]
         else:
-            lines.append(f"  {entry.key}={yaml_text(entry.default)}")
-            lines += textwrap.wrap(_help(entry), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += [f"  {entry.key}={yaml_text(entry.default)}", *_wrapped(_help(entry), " " * 6)]
     return "\n".join(lines).strip("\n") + "\n"
 
 
@@ -106,6 +104,10 @@ def _limits(entry: OptionEntry) -> str:
     if info.unavailable:
         return f"only {yaml_text(entry.default)}: this version has no {info.unavailable}"
     return f"no effect: {info.inert}" if info.inert else ""
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
 def _joined(*facts: str) -> str:
