@@ -104,7 +104,7 @@ def writable_folder(text: str) -> str:
     if not ancestor.is_dir():
         raise ValueError(f"must be a folder that can be written, but {ancestor} is a file")
     try:
-        # Permission bits do not tell on read-only, full or remote file systems.
+        # Permission bits say nothing about read-only, full or remote file systems.
         with tempfile.TemporaryDirectory(dir=ancestor, prefix=".write-test-"):
             pass
     except OSError as error:

@@ -48,8 +48,8 @@ class OptionInfo:
     also: tuple[Any, ...] = ()  # values allowed outside the range, such as -1 for "never"
     resolve: Callable[[Any], Any] | None = None  # maps a value to what the program uses, or raises
     example: Any = None  # value in `examples/config.yaml` if it is not the default; a mapping for a section
-    unavailable: str | None = None  # from `REFUSED`
-    inert: str | None = None  # from `INERT`
+    unavailable: str | None = None  # set from `REFUSED`
+    inert: str | None = None  # set from `INERT`
 
     def range_text(self) -> str:
         """Return the range in words, such as "at least 1, or -1"; empty without a range."""
@@ -121,9 +121,9 @@ def check_config(config: Any) -> None:
 
 def default_values(cls: type) -> dict[str, Any]:
     """Return the defaults of a config class as nested mappings."""
+    fields = _fields(cls)
     return {
-        entry.name: default_values(hint) if is_section(hint) else _default(entry)
-        for entry, hint in _fields(cls)
+        field.name: default_values(hint) if is_section(hint) else _default(field) for field, hint in fields
     }
 
 
@@ -190,9 +190,7 @@ class _Builder:
         self.options = {entry.key: entry for entry in walk_options(cls)}
         self.problems = list(problems)
         self.renamed = renamed
-        self.found: list[
-            tuple[str, str]
-        ] = []  # unknown keys that have an entry in `renamed`, with that entry
+        self.found: list[tuple[str, str]] = []  # unknown keys with their entries in `renamed`
         self.broken: set[str] = set()  # options with a problem; rules about them are not checked
 
     def build(self, values: Any) -> Any:
