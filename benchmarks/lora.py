@@ -30,8 +30,8 @@ from step import MODEL
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.memory import PPO, Rows, make_case, measure_phases
+from verl.config.model import PolicyConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.update_options import PolicyConfig
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions

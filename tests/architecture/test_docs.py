@@ -18,9 +18,9 @@ from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.resampling import RESAMPLING_METHODS
 from verl.batch_keys import BATCH_KEYS
 from verl.config.ppo import PPOConfig
+from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import walk_options
 from verl.config.sft import SFTConfig
-from verl.config.verl_keys import VERL_KEYS
 from verl.rewards.function import load_reward_function
 from verl.trainer.main import main
 

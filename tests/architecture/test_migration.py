@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages for users of EasyR1, verl and Long-RL: every key, and what it is here, as the code has it."""
+"""The pages for users of EasyR1, verl and Long-RL list every key with its meaning in the code."""
 
 import json
 import re
 
 import pyarrow
 import pyarrow.parquet
-import pytest
+import yaml
 
 from tests.architecture.source import ROOT, tree_of
 from tests.contract.test_config_keys import SECTIONS
+from verl.config.parsing import yaml_text
 from verl.config.ppo import DataConfig, PPOConfig
+from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import walk_options
-from verl.config.values import yaml_text
-from verl.config.verl_keys import VERL_KEYS
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
@@ -24,24 +24,6 @@ PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in ("easyr1", "verl"
 ENTRIES = {entry.key: entry for entry in walk_options(PPOConfig)}
 TICKED = re.compile(r"`([^`]+)`")
 ROW = re.compile(r"^\|(.*)\|$", re.MULTILINE)
-# Sections of verl that repeat another one; the page says so in place of their rows.
-REPEATED = {
-    "actor_rollout_ref.ref.fsdp_config": (
-        "actor_rollout_ref.actor.fsdp_config",
-        "worker.actor.",
-        "worker.ref.",
-    ),
-    "critic.fsdp": ("actor_rollout_ref.actor.fsdp_config", "worker.actor.", "worker.critic."),
-    "critic.model.fsdp_config": ("actor_rollout_ref.actor.fsdp_config", "worker.actor.", "worker.critic."),
-    "critic.model": ("actor_rollout_ref.model", "worker.actor.", "worker.critic."),
-    "critic.optim": ("actor_rollout_ref.actor.optim", "worker.actor.", "worker.critic."),
-    "reward.custom_reward_function": ("custom_reward_function", "", ""),
-    "reward_model.reward_kwargs.overlong_buffer_cfg": ("reward_model.overlong_buffer", "", ""),
-    "reward.reward_kwargs.overlong_buffer_cfg": ("reward_model.overlong_buffer", "", ""),
-}
-OWN_NOTE = {"worker.actor.ulysses_size", "worker.actor.use_torch_compile"}  # one for all models
-# What stands once in verl's sections of the same kind, for it names another place.
-NOT_REPEATED = {"custom_chat_template"}
 LONG_RL_ADDS = {
     "data": "video_dir cache_dir vila_model diffusion is_omni audio_max_length num_workers",
     "worker": "vila_model is_omni",
@@ -62,60 +44,24 @@ def cells(text):
 
 
 def status(key):
-    """What becomes of a key: the column of the pages' tables it stands in."""
+    """The support of a key, which is its column in the tables of the pages."""
     info = ENTRIES[key].info
     return "neutral" if info.unavailable else "inert" if info.inert else "works"
 
 
-def repeated_section(key):
-    """The section that repeats another one and holds a key, the longest of those that do."""
-    holding = [section for section in REPEATED if key.startswith(f"{section}.")]
-    return max(holding, key=len, default=None)
+def test_the_tables_of_the_page_for_verl_are_generated():
+    assert PAGES["verl"].endswith(VERL_KEYS.page_tables()), "run `make config`"
 
 
-def row_of(key):
-    there = VERL_KEYS.keys[key]
-    return [f"`{key}`", f"`{there.option}`" if there.option else "none", there.note]
+def test_the_page_for_verl_names_every_repeated_section():
+    repeated = yaml.safe_load(VERL_KEYS.file.read_text())["repeats"]
+
+    assert [
+        section for section in repeated if f"`{section}`" not in PAGES["verl"].split("## Every key")[1]
+    ] == []
 
 
-def verl_rows():
-    """A row for each of verl's keys, but for sections that repeat another one."""
-    return [row_of(key) for key in VERL_KEYS.keys if not repeated_section(key) or last(key) in NOT_REPEATED]
-
-
-def last(key):
-    return key.rpartition(".")[2]
-
-
-@pytest.mark.parametrize("section", REPEATED)
-def test_a_section_of_verl_that_is_said_to_repeat_another_does(section):
-    original, ours, replaced = REPEATED[section]
-    moved = {
-        key.removeprefix(f"{section}."): there
-        for key, there in VERL_KEYS.keys.items()
-        if repeated_section(key) == section and last(key) not in NOT_REPEATED
-    }
-    expected = {
-        key.removeprefix(f"{original}."): there
-        if there.option is None or there.option in OWN_NOTE
-        else there._replace(option=there.option.replace(ours, replaced, 1))
-        for key, there in VERL_KEYS.keys.items()
-        if key.startswith(f"{original}.") and last(key) not in NOT_REPEATED
-    }
-
-    assert moved == expected
-    assert f"`{section}" in PAGES["verl"]
-
-
-def test_the_page_for_verl_has_the_row_of_every_key_and_no_other():
-    wanted = verl_rows()
-    shown = [row for row in cells(PAGES["verl"].split("## Every key")[1]) if TICKED.fullmatch(row[0])]
-
-    assert [row for row in wanted if row not in shown] == []
-    assert [row for row in shown if row not in wanted] == []
-
-
-def test_the_defaults_that_are_said_to_differ_from_verls_are_those_of_the_code():
+def test_the_defaults_listed_as_different_from_verls_are_those_of_the_code():
     rows = [row for row in cells(PAGES["verl"]) if len(row) == 4 and TICKED.fullmatch(row[0])]
     wrong = {
         row[0]: yaml_text(ENTRIES[row[0].strip("`")].default)
@@ -127,7 +73,7 @@ def test_the_defaults_that_are_said_to_differ_from_verls_are_those_of_the_code()
     assert wrong == {}
 
 
-def test_every_key_of_easyr1_stands_under_what_becomes_of_it():
+def test_every_key_of_easyr1_is_listed_by_its_support():
     columns = {"works": 1, "inert": 2, "neutral": 3}
     shown = set()
     for sections, *rest in (
@@ -141,7 +87,7 @@ def test_every_key_of_easyr1_stands_under_what_becomes_of_it():
     assert shown == {(key, status(key)) for key in wanted}
 
 
-def test_the_python_names_that_easyr1s_users_import_are_there():
+def test_the_python_names_that_easyr1s_users_import_exist():
     (row,) = [row for row in cells(PAGES["easyr1"]) if row[0] == "Python"]
     names = [name.rpartition(".") for name in TICKED.findall(row[1])]
     defined = {
@@ -160,7 +106,7 @@ def test_the_python_names_that_easyr1s_users_import_are_there():
     assert [name for name in wanted if name not in defined] == []
 
 
-def test_every_key_of_long_rl_stands_with_what_becomes_of_it():
+def test_every_key_of_long_rl_is_listed_with_its_support():
     words = {"works": "works", "inert": "no effect", "neutral": "only "}
     rows = {row[0].strip("`"): row for row in cells(PAGES["long_rl"]) if row[0].strip("`") in ENTRIES}
 

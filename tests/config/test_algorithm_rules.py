@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which combinations of algorithms are refused, in what words; and that the options name what there is."""
+"""Rules between the algorithm and other sections, and the choices of options with a registry."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_an_unknown_name_lists_the_known_ones(minimal):
 
 
 @pytest.mark.parametrize(("verls", "ours"), LOSS_AVG_ALIASES.items())
-def test_verls_names_of_aggregations_are_understood(minimal, verls, ours):
+def test_verls_names_of_aggregations_are_accepted(minimal, verls, ours):
     config = load_config(PPOConfig, [*minimal, f"worker.actor.loss_avg_mode={verls}"])
 
     assert config.worker.actor.loss_avg_mode == ours
@@ -163,7 +163,7 @@ def test_estimators_that_compare_responses_need_several(minimal, estimator):
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "sppo"])
-def test_the_other_estimators_are_content_with_one_response(minimal, estimator):
+def test_other_estimators_accept_one_response(minimal, estimator):
     critic = "worker.critic.model.model_path=owner/model"
     load_config(PPOConfig, [*minimal, critic, f"algorithm.adv_estimator={estimator}", "worker.rollout.n=1"])
 
@@ -175,7 +175,7 @@ def test_the_models_of_a_run_follow_from_its_algorithm(minimal):
     assert load_config(PPOConfig, [*minimal, *ppo]).models == ["actor", "critic", "ref"]
 
 
-def test_a_reward_model_can_stand_in_for_the_reward_function(minimal):
+def test_a_reward_model_can_replace_the_reward_function(minimal):
     without = [argument for argument in minimal if "reward_function" not in argument]
 
     with pytest.raises(ConfigError, match=r"worker.reward.reward_function.*worker.reward_model"):
@@ -183,7 +183,7 @@ def test_a_reward_model_can_stand_in_for_the_reward_function(minimal):
     load_config(PPOConfig, [*without, "worker.reward_model.model.model_path=owner/scorer"])
 
 
-def test_a_call_of_the_engine_may_take_more_prompts_than_a_step_that_filters(minimal):
+def test_a_call_of_the_engine_may_exceed_the_rollout_batch_with_a_filter(minimal):
     more = "data.mini_rollout_batch_size=24"
 
     with pytest.raises(ConfigError, match=r"`data.rollout_batch_size` \(8\) must be divisible"):

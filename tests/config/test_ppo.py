@@ -7,7 +7,7 @@ from verl.config.schema import ConfigError, load_config
 
 @pytest.fixture
 def minimal(tmp_path):
-    """The options that have no usable default, for two ranks."""
+    """Return the options without a usable default, for two ranks."""
     reward = tmp_path / "reward.py"
     reward.write_text("def main(rows): ...")
     return [
@@ -44,7 +44,7 @@ def test_the_minimal_config_loads(minimal):
     assert config.worker.actor.model.tokenizer_path == "owner/model"
 
 
-def test_what_has_no_usable_default_must_be_set():
+def test_options_without_a_usable_default_must_be_set():
     with pytest.raises(ConfigError) as raised:
         load_config(PPOConfig)
 
@@ -181,7 +181,7 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
         ("trainer.diffusion=true", "false"),
     ],
 )
-def test_a_feature_that_is_not_built_is_refused_by_name_with_what_is_supported(minimal, argument, supported):
+def test_an_unsupported_feature_is_refused_with_the_supported_value(minimal, argument, supported):
     (problem,) = problems_of(minimal, argument)
 
     rule = f"must be one of {supported}" if supported.startswith("[") else f"must be {supported}"
@@ -189,7 +189,7 @@ def test_a_feature_that_is_not_built_is_refused_by_name_with_what_is_supported(m
     assert "this version has no " in problem
 
 
-def test_disabled_kl_wins_over_the_kl_loss_and_loads_no_reference(minimal):
+def test_disable_kl_overrides_the_kl_loss_and_loads_no_reference(minimal):
     config = load(minimal, "algorithm.disable_kl=true", "algorithm.use_kl_loss=true")
 
     assert not config.use_reference
@@ -206,21 +206,21 @@ def test_the_checkpoint_folder_is_named_after_project_and_experiment(minimal, tm
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_types_have_one_spelling(minimal):
+def test_data_types_are_normalized(minimal):
     config = load(minimal, "worker.actor.fsdp.mp_param_dtype=float32", "worker.rollout.dtype=bfloat16")
 
     assert config.worker.actor.fsdp.mp_param_dtype == "fp32"
     assert config.worker.rollout.dtype == "bf16"
 
 
-def test_a_folder_of_frames_is_the_same_for_processes_in_any_directory(minimal, tmp_path, monkeypatch):
+def test_the_frame_cache_is_an_absolute_path(minimal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     assert load(minimal, "data.cache_dir=frames").data.cache_dir == str(tmp_path / "frames")
     assert not (tmp_path / "frames").exists()
 
 
-def test_features_are_kept_of_a_tower_that_does_not_change(minimal, tmp_path):
+def test_cached_features_need_a_frozen_vision_tower(minimal, tmp_path):
     folder = f"worker.actor.cached_embeds_dir={tmp_path / 'features'}"
 
     (problem,) = problems_of(minimal, folder)

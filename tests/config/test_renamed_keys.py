@@ -3,22 +3,31 @@ from dataclasses import dataclass
 
 import pytest
 
-from verl.config.renamed_keys import SINGLE, RenamedKey, RenamedKeys, absent
+from verl.config.renamed_keys import SINGLE, RenamedKey, RenamedKeys
 from verl.config.schema import ConfigError, load_config, option
 
-OTHERS = RenamedKeys(
-    program="abc",
-    page="docs/abc.md",
-    keys={
-        "engine.watts": RenamedKey("motor.power", "kilowatts here"),
-        "engine.fuel": RenamedKey("motor.fuel"),
-        "engine.turbo.size": RenamedKey("motor.power"),
-        "engine.turbo": absent("nothing turns"),
-        "*.note": absent("notes are not read"),
-        **{f"tyre.t{number}": RenamedKey(f"motor.t{number}") for number in range(SINGLE)},
-        "tyre.width": RenamedKey("motor.power"),
-    },
-)
+KEYS = """
+repeats:
+  spare.engine: [engine, motor., spare.]
+shared: [motor.fuel]
+keys:
+  Engine:
+    engine.watts: motor.power; kilowatts here
+    engine.fuel: motor.fuel
+    engine.turbo.size: motor.power
+    engine.turbo: none; there is no turbo
+    spare.engine.turbo.size: none; there is one size
+  The rest:
+    "*.note": none; notes are not read
+    tire.width: motor.power
+""" + "".join(f"    tire.t{number}: motor.t{number}\n" for number in range(SINGLE))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text(KEYS)
+    return RenamedKeys("abc", "docs/abc.md", file)
 
 
 @dataclass(frozen=True)
@@ -36,27 +45,31 @@ class Boat:
             yield "`motor.fuel` must be set"
 
 
-def problems_of(*arguments):
-    with pytest.raises(ConfigError) as raised:
-        load_config(Boat, arguments, OTHERS)
-    return raised.value.problems
+@pytest.fixture
+def problems_of(others):
+    def problems(*arguments):
+        with pytest.raises(ConfigError) as raised:
+            load_config(Boat, arguments, others)
+        return raised.value.problems
+
+    return problems
 
 
-def test_a_key_of_another_program_is_named_by_what_it_is_here_before_any_guess():
-    # `motor.watts` is nearer to an option than to an entry, and is guessed; `motor.fuel` is not asked for.
+def test_a_key_of_another_program_is_answered_with_its_name_here_before_any_guess(problems_of):
+    # The rule about `motor.fuel` is not checked, because it was given under its other name.
     assert problems_of("engine.fuel=oil", "engine.watts=3", "motor.powr=2") == [
-        "`engine.fuel` is abc's name of `motor.fuel`",
-        "`engine.watts` is abc's name of `motor.power`: kilowatts here",
+        "`engine.fuel` is abc's name for `motor.fuel`",
+        "`engine.watts` is abc's name for `motor.power`: kilowatts here",
         "`motor.powr` is not an option; did you mean `motor.power`?",
     ]
 
 
-def test_a_key_in_a_yaml_file_is_named_in_the_same_way(tmp_path):
+def test_a_key_in_a_yaml_file_is_answered_in_the_same_way(problems_of, tmp_path):
     (tmp_path / "abc.yaml").write_text("engine: {fuel: oil, note: x}\n")
 
     assert problems_of(f"config={tmp_path / 'abc.yaml'}") == [
-        "`engine.fuel` is abc's name of `motor.fuel`",
-        "`engine.note` is abc's and has no counterpart here: notes are not read",
+        "`engine.fuel` is abc's name for `motor.fuel`",
+        "`engine.note` is a key of abc without a counterpart here: notes are not read",
     ]
 
 
@@ -65,51 +78,58 @@ def test_a_key_in_a_yaml_file_is_named_in_the_same_way(tmp_path):
     [
         ("engine.watts", "engine.watts"),
         ("+engine.watts", "engine.watts"),  # as Hydra's command line adds a key
-        ("engine.turbo.size", "engine.turbo.size"),  # before the section around it
-        ("engine.turbo.blades.colour", "engine.turbo"),
+        ("engine.turbo.size", "engine.turbo.size"),  # takes precedence over its section
+        ("engine.turbo.blades.color", "engine.turbo"),
         ("engine.turbo", "engine.turbo"),
-        ("engine.watts.colour", None),  # an entry with an option stands for itself alone
+        ("engine.watts.color", None),  # an entry with an option covers only itself
         ("mast.note", "*.note"),
         ("engine.turbo.note", "engine.turbo"),
         ("mast", None),
     ],
 )
-def test_an_entry_stands_for_its_key_and_without_an_option_for_all_below(key, entry):
-    assert OTHERS.find(key) == entry
+def test_an_entry_covers_its_key_and_without_an_option_all_keys_below(others, key, entry):
+    assert others.find(key) == entry
 
 
-def test_a_key_without_end_is_looked_up_at_once_and_told_in_part():
+def test_a_huge_key_is_looked_up_quickly_and_quoted_in_part(others):
     hostile = "engine.turbo." + "a." * 300_000 + "a"
 
-    assert OTHERS.find(hostile) == "engine.turbo"
-    assert OTHERS.find(hostile.removeprefix("engine.turbo.")) is None
-    (problem,) = OTHERS.problems([(hostile, "engine.turbo")])
+    assert others.find(hostile) == "engine.turbo"
+    assert others.find(hostile.removeprefix("engine.turbo.")) is None
+    (problem,) = others.problems([(hostile, "engine.turbo")])
     assert len(problem) < 300
 
 
-def test_a_section_without_counterpart_is_told_once():
+def test_a_section_repeats_another_for_another_model_unless_an_option_is_shared_or_a_key_is_listed(others):
+    assert others.keys["spare.engine.watts"] == RenamedKey("spare.power", "kilowatts here")
+    assert others.keys["spare.engine.fuel"] == RenamedKey("motor.fuel")
+    assert others.keys["spare.engine.turbo"] == RenamedKey(None, "there is no turbo")
+    assert others.keys["spare.engine.turbo.size"] == RenamedKey(None, "there is one size")
+
+
+def test_a_section_without_counterpart_is_reported_once(problems_of):
     (problem,) = problems_of("engine.turbo.a=1", "engine.turbo.b=1", "motor.fuel=oil")
 
-    assert problem == "`engine.turbo` is abc's and has no counterpart here: nothing turns"
+    assert problem == "`engine.turbo` is a key of abc without a counterpart here: there is no turbo"
 
 
-def test_many_keys_become_one_table_by_section_and_one_list():
-    arguments = [f"tyre.t{number}=1" for number in range(SINGLE)]
-    arguments += ["tyre.width=1", "engine.watts=2", "engine.turbo.a=1", "mast.note=1", "motor.fuel=oil"]
+def test_many_keys_become_one_table_by_section_and_one_list(problems_of):
+    arguments = [f"tire.t{number}=1" for number in range(SINGLE)]
+    arguments += ["tire.width=1", "engine.watts=2", "engine.turbo.a=1", "mast.note=1", "motor.fuel=oil"]
 
     table, absent_keys = problems_of(*arguments)
 
     kept = ", ".join(f"t{number}" for number in range(SINGLE))
     assert [line.rstrip() for line in table.splitlines()] == [
-        f"{SINGLE + 2} keys are abc's; here they are (docs/abc.md):",
-        "      tyre",
+        f"{SINGLE + 2} keys of abc have another name here (docs/abc.md):",
+        "      tire",
         "        width -> motor.power",
         f"        {kept} -> motor.*",
         "      engine",
         "        watts -> motor.power; kilowatts here",
     ]
     assert absent_keys.splitlines() == [
-        "2 keys and sections of abc have no counterpart here (docs/abc.md says why):",
+        "2 keys and sections of abc have no counterpart here (docs/abc.md gives the reasons):",
         "      engine: turbo",
         "      *: note",
     ]

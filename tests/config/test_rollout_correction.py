@@ -19,7 +19,7 @@ SECTION = "algorithm.rollout_correction"
         ("0_3", Bounds(0.0, 3.0)),
     ],
 )
-def test_a_threshold_cuts_and_two_drop(text, expected):
+def test_one_threshold_clips_and_two_drop(text, expected):
     assert parse_bounds(text, "an.option") == expected
 
 
@@ -32,7 +32,7 @@ def test_a_threshold_that_cannot_hold_a_weight_of_one_is_refused(text):
 
 
 def test_a_threshold_that_yaml_read_as_one_number_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="in quotes"):
+    with pytest.raises(ValueError, match="quote it in YAML"):
         parse_bounds("0.55", "an.option")  # what YAML makes of 0.5_5
 
 
@@ -80,7 +80,7 @@ def test_no_names_reject_nothing():
         ("token_k2", "some", "of token_k2 must be one number above 0, got 'some'"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_options_name(names, thresholds, message):
+def test_invalid_rejections_are_errors_that_name_the_option(names, thresholds, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse_rejections(names, thresholds, SECTION)
 

@@ -28,14 +28,14 @@ from verl.config.text import config_yaml, example_yaml, help_text, options_page
 class Wheel:
     size: int = option(4, help="Inches.", minimum=1, also=(-1,), example=6)
     spokes: int | None = option(None, help="Spokes; null is a disc.")
-    colour: str = option("red", help="Paint.", choices=("red", "blue", "gold"))
+    color: str = option("red", help="Paint.", choices=("red", "blue", "gold"))
 
 
 @dataclass(frozen=True)
 class Engine:
     power: float = option(1.0, help="Kilowatts.", minimum=0.0, maximum=10.0)
-    fuel: str = option("none", help="What burns.", unavailable="combustion")
-    quiet: bool = option(False, help="Make no noise.", inert="it never makes any")
+    fuel: str = option("none", help="Fuel.")
+    quiet: bool = option(False, help="Make no noise.")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class Car:
     files: str | list[str] = option("", help="Papers.")
     range_km: tuple[float, float] = option((1.0, 2.0), help="Shortest and longest.")
     extra: dict[str, Any] = option(dict, help="Anything.")
-    armed: bool = option(False, help="Whether.")
+    armed: bool = option(False, help="Arm it.")
     wheel: Wheel = option(Wheel, help="Wheel.")
     engine: Engine = option(Engine, help="Engine.", example={"power": 2.0})
-    trailer: Wheel = option(Wheel, help="Trailer.", unavailable="trailer")
+    trailer: Wheel = option(Wheel, help="Trailer.")
+    REFUSED = {"fuel": "combustion", "trailer.color": "painted trailers"}  # noqa: RUF012 (read only)
+    INERT = {"quiet": "it is always silent"}  # noqa: RUF012
 
     def problems(self, path):
         if self.wheel.size > 5 and self.engine.power < 2:
@@ -65,7 +67,7 @@ def problems_of(*arguments):
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("tags=[console,swanlab]", ("console", "swanlab")),  # what a shell makes of ['console','swanlab']
+        ("tags=[console,swanlab]", ("console", "swanlab")),  # after a shell has removed the quotes
         ("tags=['console','swanlab']", ("console", "swanlab")),
         ('tags=["console","wandb"]', ("console", "wandb")),
         ("tags=console", ("console",)),
@@ -107,13 +109,13 @@ def test_a_whole_number_may_be_written_as_a_float():
     assert load_config(Car, ["wheel.size=1e1", "engine.power=3"]).wheel.size == 10
 
 
-def test_later_wins_over_earlier_argument_over_file_over_default(tmp_path):
+def test_arguments_override_files_and_files_override_defaults(tmp_path):
     file = tmp_path / "car.yaml"
-    file.write_text("name: from_file\nowner: from_file\nextra: {a: 1, b: 2}\nwheel: {colour: blue}\n")
+    file.write_text("name: from_file\nowner: from_file\nextra: {a: 1, b: 2}\nwheel: {color: blue}\n")
 
     config = load_config(Car, ["owner=first", f"config={file}", "owner=second", "extra.b=3"])
 
-    assert (config.name, config.owner, config.wheel.colour) == ("from_file", "second", "blue")
+    assert (config.name, config.owner, config.wheel.color) == ("from_file", "second", "blue")
     assert config.extra == {"a": 1, "b": 3}
     assert config.wheel.size == 4
 
@@ -140,13 +142,13 @@ def test_a_config_is_read_only():
 
 
 def test_all_problems_are_reported_together():
-    problems = problems_of("wheel.size=0", "engine.power=b", "naame=x", "wheel.colour=pink", "armed=perhaps")
+    problems = problems_of("wheel.size=0", "engine.power=b", "naame=x", "wheel.color=pink", "armed=perhaps")
 
     assert problems == [
         "`naame` is not an option; did you mean `name`?",
         "`armed` must be true or false, got 'perhaps'",
         "`wheel.size` must be at least 1, or -1, got 0",
-        "`wheel.colour` must be one of ['red', 'blue', 'gold'], got 'pink'",
+        "`wheel.color` must be one of ['red', 'blue', 'gold'], got 'pink'",
         "`engine.power` must be a number, got 'b'",
     ]
 
@@ -163,7 +165,7 @@ def test_all_problems_are_reported_together():
         ("extra=5", "`extra` must be a mapping, got 5"),
         ("wheel=5", "`wheel` is a section and must be a mapping, got 5"),
         ("wheel", "an argument must look like `section.option=value`, got 'wheel'"),
-        ("car.yaml", "an argument must look like `section.option=value`, got 'car.yaml': a file is given as"),
+        ("car.yaml", "an argument must look like `section.option=value`, got 'car.yaml': pass a file as"),
         ("wheel..size=3", "an argument must look like `section.option=value`, got 'wheel..size=3'"),
         ("config=nowhere.yaml", "`config`: no file "),
         ("tags=[1,", "`tags` cannot be read from '[1,': "),
@@ -190,7 +192,7 @@ def test_a_broken_file_is_named(tmp_path, text):
     [
         ("wheel.sizze", "wheel.size"),
         ("size", "wheel.size"),  # the section is missing
-        ("engine.colour", "wheel.colour"),  # the wrong section
+        ("engine.color", "wheel.color"),  # the wrong section
         ("motor.power", "engine.power"),
         ("zzzz.qqqq", None),
     ],
@@ -200,24 +202,24 @@ def test_an_unknown_key_suggests_the_nearest(key, nearest):
     assert key in problems_of(f"{key}=1")[0]
 
 
-def test_a_rule_is_not_checked_on_account_of_an_option_that_is_wrong_anyway():
+def test_a_rule_is_not_checked_if_one_of_its_options_is_invalid():
     assert len(problems_of("wheel.size=x", "engine.power=1")) == 1
     assert problems_of("wheel.size=6") == ["`wheel.size` (6) must be at most 5 with `engine.power` below 2"]
 
 
-def test_an_unavailable_option_is_accepted_at_its_neutral_value_only():
-    load_config(Car, ["engine.fuel=none", "trailer.size=4"])
+def test_a_refused_option_is_accepted_at_its_default_only():
+    load_config(Car, ["engine.fuel=none", "trailer.color=red", "wheel.color=blue"])
 
-    assert problems_of("engine.fuel=oil", "trailer.colour=blue") == [
+    assert problems_of("engine.fuel=oil", "trailer.color=blue") == [
         "`engine.fuel` must be 'none', got 'oil': this version has no combustion",
-        "`trailer.colour` must be 'red', got 'blue': this version has no trailer",
+        "`trailer.color` must be 'red', got 'blue': this version has no painted trailers",
     ]
 
 
-def test_an_option_without_effect_is_told_when_it_was_set():
+def test_an_option_without_effect_is_reported_when_it_was_set():
     assert config_notes(load_config(Car)) == []
     assert config_notes(load_config(Car, ["engine.quiet=true"])) == [
-        "`engine.quiet` has no effect: it never makes any"
+        "`engine.quiet` has no effect: it is always silent"
     ]
 
 
@@ -238,7 +240,7 @@ def test_the_example_holds_every_option_with_its_example_value(tmp_path):
     assert "# Inches. (at least 1, or -1)\n  size: 6\n" in file.read_text()
 
 
-def test_options_that_a_class_adds_to_inherited_sections_stand_before_them():
+def test_options_that_a_class_adds_to_inherited_sections_come_before_them():
     @dataclass(frozen=True)
     class Inner:
         size: int = option(1, help="Size.")
@@ -285,13 +287,13 @@ def test_the_page_of_options_has_a_heading_for_each_section_and_a_row_for_each_o
 
     assert re.findall(r"^## `(.+)`$", page, re.MULTILINE) == ["wheel", "engine", "trailer"]
     assert "| `size` | an integer; at least 1, or -1 | `4` | Inches. |" in page
-    assert "| `colour` | `red`, `blue`, `gold` | `red` | Paint. |" in page
-    assert '| `fuel` | text | `"none"` | What burns. (only "none": this version has no combustion) |' in page
+    assert "| `color` | `red`, `blue`, `gold` | `red` | Paint. |" in page
+    assert '| `fuel` | text | `"none"` | Fuel. (only "none": this version has no combustion) |' in page
     assert page.index("| `name` | text | `car` | Name. |") < page.index("## `wheel`")
-    assert "| `quiet` | true or false | `false` | Make no noise. (no effect: it never makes any) |" in page
+    assert "| `quiet` | true or false | `false` | Make no noise. (no effect: it is always silent) |" in page
 
 
-def test_the_page_of_options_shows_what_a_table_or_html_would_take_as_its_own():
+def test_the_page_of_options_escapes_markdown_and_html():
     @dataclass(frozen=True)
     class Odd:
         inner: str = option("a", help="A <b> in a|b, not `a|b_c` or a_b.")

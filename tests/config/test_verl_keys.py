@@ -4,9 +4,8 @@ import re
 import pytest
 
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import MAX_DEPTH
+from verl.config.renamed_keys import MAX_DEPTH, VERL_KEYS
 from verl.config.schema import walk_options
-from verl.config.verl_keys import VERL_KEYS
 from verl.trainer.main import main
 
 OPTION = re.compile(r"`((?:data|algorithm|worker|trainer)(?:\.\w+)+)")
@@ -18,7 +17,7 @@ def is_option(key):
     return key in ENTRIES or key.startswith(MAPPINGS)
 
 
-def test_every_key_of_verl_leads_to_an_option_or_says_why_there_is_none():
+def test_every_key_of_verl_has_an_option_or_a_reason():
     moved = VERL_KEYS.keys
 
     assert {
@@ -27,7 +26,7 @@ def test_every_key_of_verl_leads_to_an_option_or_says_why_there_is_none():
     assert [key for key, there in moved.items() if there.option is None and not there.note] == []
 
 
-def test_no_entry_is_deeper_than_keys_are_looked_up():
+def test_no_entry_is_deeper_than_the_lookup():
     assert max(key.count(".") + 1 for key in VERL_KEYS.keys) <= MAX_DEPTH
 
 
@@ -43,7 +42,7 @@ def test_the_remarks_name_options_that_exist_and_are_single_clauses():
 
 
 def test_a_command_of_verl_is_answered_with_the_command_here(capsys):
-    # The heart of verl's example of GRPO on GSM8K.
+    # The main options of verl's GRPO example on GSM8K.
     status = main(
         [
             "algorithm.adv_estimator=grpo",
@@ -58,7 +57,7 @@ def test_a_command_of_verl_is_answered_with_the_command_here(capsys):
     )
 
     assert status == 2
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for theirs, ours in (
         ("data.train_batch_size", "data.rollout_batch_size"),
         ("actor_rollout_ref.actor.optim.lr", "worker.actor.optim.lr"),
@@ -67,8 +66,8 @@ def test_a_command_of_verl_is_answered_with_the_command_here(capsys):
         ("actor_rollout_ref.rollout.n", "worker.rollout.n"),
         ("trainer.test_freq", "trainer.val_freq"),
     ):
-        assert f"`{theirs}` is verl's name of `{ours}`" in told
-    assert "`worker.rollout.n` must be" not in told  # it was given, under verl's name
+        assert f"`{theirs}` is verl's name for `{ours}`" in printed
+    assert "`worker.rollout.n` must be" not in printed  # it was given, under verl's name
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_help_and_an_unknown_switch(capsys):
         (["data.train_turns=first"], "`data.train_turns` must be one of ['all', 'last'], got 'first'"),
         (
             ["worker.actor.global_batch_size=12"],
-            "`worker.actor.global_batch_size` (12) must be divisible by the number of ranks",
+            "`worker.actor.global_batch_size` (12) must be divisible by the number of data parallel ranks",
         ),
         (["worker.actor.ulysses_size=3"], "must be divisible by `worker.actor.ulysses_size` x"),
         (["trainer.val_freq=2"], "`data.val_files` must be set; without validation set"),

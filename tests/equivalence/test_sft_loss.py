@@ -108,7 +108,7 @@ def reference(kind, folder, batch, tokenizer):
 def losses_on_ranks(rank, world_size, root, settings):
     """For each case the logged loss, the mean loss of validation, and the worst gradient."""
     from verl.config.model import FSDPConfig, ModelConfig
-    from verl.config.sft_options import SFTActorConfig
+    from verl.config.sft import SFTActorConfig
     from verl.distributed.fsdp import make_mesh
     from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
     from verl.workers.model_builder import build_model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any config file and any command line gives a config, or an error that names file or option."""
+"""Any config file and any command line results in a config or in an error that names the cause."""
 
 import json
 import re
@@ -10,11 +10,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from verl.config.config_source import MAX_BYTES, read_config_file, resolve_references
+from verl.config.parsing import MAX_BYTES, read_config_file, resolve_references, yaml_text
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, list_options, load_config, walk_options
 from verl.config.text import config_yaml
-from verl.config.values import yaml_text
 from verl.trainer.main import main
 from verl.trainer.run.exit_status import BAD_INPUT
 
@@ -112,7 +111,7 @@ arguments = st.tuples(keys, values).map("=".join) | any_text.filter(
 
 
 def check_loads_or_names_the_cause(arguments):
-    """Load; return the config, or None after an error that says what to change."""
+    """Return the config, or None after an error that quotes an option or argument."""
     try:
         return load_config(PPOConfig, [*BASE, *arguments])
     except ConfigError as error:
@@ -154,7 +153,7 @@ def test_any_tree_as_a_config_file(tmp_path, tree):
 
 
 def doubling(first, line):
-    """YAML whose every line holds the one above twice."""
+    """Return YAML in which every line contains the previous line twice."""
     return f"a0: {first}\n" + "".join(f"a{n}: &a{n} {line.format(n - 1)}\n" for n in range(1, 60))
 
 
@@ -210,7 +209,7 @@ def test_any_value_of_any_option(tmp_path, option, value):
 @example({"a": ".5"})
 @example({"a": [float("inf"), float("-inf"), 1e300, 5e-324, -0.0]})
 @example({"a": {2: 1, True: "x", 1.5: None}})
-def test_yaml_text_is_read_back_as_the_value_it_was_made_from(tmp_path, tree):
+def test_yaml_text_reads_back_as_the_same_value(tmp_path, tree):
     file = tmp_path / "tree.yaml"
     file.write_text(
         "".join(f"{yaml_text(key)}: {yaml_text(value)}\n" for key, value in tree.items()), encoding="utf-8"
@@ -220,13 +219,13 @@ def test_yaml_text_is_read_back_as_the_value_it_was_made_from(tmp_path, tree):
 
 
 def doubled(key):
-    """A key's value twice, in each kind of value."""
+    """Return values of each kind that contain the value of a key twice."""
     reference = f"${{{key}}}"
     return {"text": 2 * reference, "list": 2 * [reference], "mapping": {"a": reference, "b": reference}}
 
 
 @pytest.mark.parametrize("kind", ["text", "list", "mapping"])
-def test_references_that_double_are_refused_before_they_fill_the_memory(kind):
+def test_references_that_grow_exponentially_are_refused_before_they_are_resolved(kind):
     values = {f"k{n}": doubled(f"k{n + 1}")[kind] for n in range(60)} | {"k60": "x"}
 
     with pytest.raises(ValueError, match=rf"refers to more than {MAX_BYTES}"):
@@ -237,7 +236,7 @@ def test_references_within_the_limits_are_followed():
     tree = {"a": {"b": "${.c}${..d}", "c": "x"}, "d": "y", "e": ["${a.b}", "${e[0]}"]}
 
     assert resolve_references(tree) == {"a": {"b": "xy", "c": "x"}, "d": "y", "e": ["xy", "xy"]}
-    with pytest.raises(ValueError, match="lead on"):
+    with pytest.raises(ValueError, match="too long to follow"):
         resolve_references({f"k{n}": f"${{k{n + 1}}}" for n in range(2000)})
 
 

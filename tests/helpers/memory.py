@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.helpers.distributed import run_distributed
-from verl.config.model import LoraConfig, ModelConfig
+from verl.config.model import LoraConfig, ModelConfig, PolicyConfig
 from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
-from verl.config.sft_options import SFTActorConfig, SFTWorkerConfig
-from verl.config.update_options import PolicyConfig
+from verl.config.sft import SFTActorConfig, SFTConfig, SFTDataConfig, SFTRunConfig, SFTWorkerConfig
 from verl.config.worker import ActorConfig, WorkerConfig
 from verl.models.tiny import save_tiny_model
 from verl.planning.machine import find_machine

@@ -8,8 +8,7 @@ import pytest
 from tests.planning.planning import GPU, NODE, TOWER, read_shape, sizes
 from verl.config.model import ModelConfig
 from verl.config.schema import value_at
-from verl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
-from verl.config.sft_options import SFTActorConfig, SFTWorkerConfig
+from verl.config.sft import SFTActorConfig, SFTConfig, SFTDataConfig, SFTRunConfig, SFTWorkerConfig
 from verl.models.tiny import save_tiny_model
 from verl.planning.machine import GIB
 from verl.planning.memory_plan import Planner

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.config.ppo import PPOConfig
+from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
-from verl.config.verl_keys import VERL_KEYS
 from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.run.exit_status import BAD_INPUT
 

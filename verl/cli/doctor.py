@@ -24,8 +24,8 @@ from verl.cli import diagnosis
 from verl.cli.device_diagnosis import check_gpus, check_imports
 from verl.cli.diagnosis import Finding, Level
 from verl.config.ppo import PPOConfig
+from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
-from verl.config.verl_keys import VERL_KEYS
 from verl.distributed.gpus import list_gpus
 from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED

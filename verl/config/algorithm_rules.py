@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithms go together with which sampling, models and losses.
-
-To add a rule: one generator here, listed in `RULES`.
-"""
-
-from __future__ import annotations
+"""Rules between the algorithm and the other sections. To add one, add a generator and call it above."""
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
-from verl.config.algorithm import TOKEN_BASELINES
+from verl.config.algorithm import TOKEN_BASELINES, AlgorithmConfig
+from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
-
-if TYPE_CHECKING:
-    from verl.config.ppo import PPOConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.trainer import TrainerConfig
+from verl.config.worker import RewardConfig, WorkerConfig
 
 COMPARING = {  # estimators that compare the responses to one prompt
     *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"),
@@ -22,106 +17,98 @@ COMPARING = {  # estimators that compare the responses to one prompt
 }
 
 
-def algorithm_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield every combination that cannot mean anything."""
-    for rule in RULES:
-        yield from rule(config)
+def algorithm_problems(
+    data: DataConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield every combination that makes no sense."""
+    yield from _group_sizes(algorithm, worker.rollout, trainer)
+    yield from _filters(algorithm, worker.reward, trainer)
+    yield from _critic(algorithm, worker, trainer)
+    yield from _prime(algorithm, worker)
+    yield from _bypass(algorithm)
+    yield from _rewards(algorithm, worker, data)
 
 
-def group_sizes(config: PPOConfig) -> Iterator[str]:
-    """Estimators that compare responses need several; remax's samples must differ from its baseline."""
-    estimator, num_responses = config.algorithm.adv_estimator, config.worker.rollout.n
-    if estimator in COMPARING and num_responses < 2:
+def _group_sizes(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
+    estimator = algorithm.adv_estimator
+    if estimator in COMPARING and rollout.n < 2:
         yield (
             f"`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator={estimator}`,"
-            f" got {num_responses}: it compares the responses to one prompt"
+            f" got {rollout.n}: it compares the responses to one prompt"
         )
-    if estimator == "remax" and config.worker.rollout.top_k == 1:
+    if estimator == "remax" and rollout.top_k == 1:
         yield (
             "`worker.rollout.top_k` must not be 1 with `algorithm.adv_estimator=remax`: every response would"
-            " equal the greedy one it is compared with"
+            " equal the greedy baseline"
         )
-    if config.filters_prompts and num_responses < 2:
-        option = (
-            "algorithm.online_filtering" if config.algorithm.online_filtering else "trainer.rejection_sample"
-        )
-        yield f"`worker.rollout.n` must be at least 2 with `{option}=true`, got {num_responses}"
+    if (algorithm.online_filtering or trainer.rejection_sample) and rollout.n < 2:
+        option = "algorithm.online_filtering" if algorithm.online_filtering else "trainer.rejection_sample"
+        yield f"`worker.rollout.n` must be at least 2 with `{option}=true`, got {rollout.n}"
 
 
-def filters(config: PPOConfig) -> Iterator[str]:
-    """Two ways to choose prompts exclude each other, and both need the reward function's scores."""
-    algorithm, trainer = config.algorithm, config.trainer
+def _filters(algorithm: AlgorithmConfig, reward: RewardConfig, trainer: TrainerConfig) -> Iterator[str]:
     if algorithm.online_filtering and trainer.rejection_sample:
         yield "`algorithm.online_filtering` and `trainer.rejection_sample` must not both be true: choose one"
     if trainer.rejection_sample_multiplier > 1 and not trainer.rejection_sample:
         yield "`trainer.rejection_sample_multiplier` above 1 needs `trainer.rejection_sample=true`"
-    if config.filters_prompts and config.worker.reward.reward_function is None:
+    if (algorithm.online_filtering or trainer.rejection_sample) and reward.reward_function is None:
         yield (
-            "`worker.reward.reward_function` must be set to filter prompts: only its scores are known while"
+            "`worker.reward.reward_function` must be set to filter prompts: only its scores are known during"
             " sampling"
         )
 
 
-def critic(config: PPOConfig) -> Iterator[str]:
-    """`gae` needs a value model, and only `gae` does."""
-    if config.use_critic and config.worker.critic.model.model_path is None:
+def _critic(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerConfig) -> Iterator[str]:
+    if algorithm.use_critic and worker.critic.model.model_path is None:
         yield (
             "`worker.critic.model.model_path` must be set with `algorithm.adv_estimator=gae`, usually to the"
             " actor's model; or choose an estimator without a critic, such as grpo"
         )
-    if config.trainer.critic_warmup and not config.use_critic:
+    if trainer.critic_warmup and not algorithm.use_critic:
         yield (
-            f"`trainer.critic_warmup` ({config.trainer.critic_warmup}) must be 0 with"
-            f" `algorithm.adv_estimator={config.algorithm.adv_estimator}`, which has no critic"
+            f"`trainer.critic_warmup` ({trainer.critic_warmup}) must be 0 with"
+            f" `algorithm.adv_estimator={algorithm.adv_estimator}`, which has no critic"
         )
 
 
-def prime(config: PPOConfig) -> Iterator[str]:
-    """Without files of its own the process reward model is the actor's, with all that is said of that."""
-    model, default = config.worker.prime.model, ModelConfig()
-    if not config.use_prime or model.model_path is not None:
+def _prime(algorithm: AlgorithmConfig, worker: WorkerConfig) -> Iterator[str]:
+    # Without `model_path` PRIME uses the actor's model config, so its other model options are ignored.
+    model, default = worker.prime.model, ModelConfig()
+    if not algorithm.use_prime or model.model_path is not None:
         return
     for entry in fields(model):
         if getattr(model, entry.name) != getattr(default, entry.name):
             yield (
                 f"`worker.prime.model.{entry.name}` has no effect without `worker.prime.model.model_path`:"
-                " set that, or leave it out to take the actor's model with its options"
+                " set that, or remove this option to use the actor's model with its options"
             )
 
 
-def bypass(config: PPOConfig) -> Iterator[str]:
-    """What needs the trainer's own log-probs of the sampled tokens does not go with skipping them."""
-    algorithm = config.algorithm
+def _bypass(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not algorithm.rollout_correction.bypass_mode:
         return
+    key, why = "algorithm.rollout_correction.bypass_mode", "which needs the log-probs pass that it skips"
     if algorithm.adv_estimator in TOKEN_BASELINES:
-        yield (
-            "`algorithm.rollout_correction.bypass_mode` must be false with"
-            f" `algorithm.adv_estimator={algorithm.adv_estimator}`, which needs the pass that it skips"
-        )
-    in_rewards = config.use_reference and not algorithm.use_kl_loss
-    if in_rewards and algorithm.kl_penalty == "full":
-        yield (
-            "`algorithm.rollout_correction.bypass_mode` must be false with `algorithm.kl_penalty=full` in the"
-            " rewards, which needs the pass that it skips"
-        )
+        yield f"`{key}` must be false with `algorithm.adv_estimator={algorithm.adv_estimator}`, {why}"
+    if algorithm.use_reference and not algorithm.use_kl_loss and algorithm.kl_penalty == "full":
+        yield f"`{key}` must be false with `algorithm.kl_penalty=full` in the rewards, {why}"
 
 
-def rewards(config: PPOConfig) -> Iterator[str]:
-    """What is added to the overall score is lost where an estimator reads components instead."""
-    reward, estimator = config.worker.reward, config.algorithm.adv_estimator
-    if reward.overlong_buffer_length > config.data.max_response_length:
+def _rewards(algorithm: AlgorithmConfig, worker: WorkerConfig, data: DataConfig) -> Iterator[str]:
+    reward, estimator = worker.reward, algorithm.adv_estimator
+    if reward.overlong_buffer_length > data.max_response_length:
         yield (
             f"`worker.reward.overlong_buffer_length` ({reward.overlong_buffer_length}) must be at most"
-            f" `data.max_response_length` ({config.data.max_response_length})"
+            f" `data.max_response_length` ({data.max_response_length})"
         )
-    if estimator == "remax" and config.worker.reward_model.is_used:
+    if estimator == "remax" and worker.reward_model.is_used:
         yield (
-            "`worker.reward_model.model.model_path` must be null with `algorithm.adv_estimator=remax`: the"
-            " greedy baseline is scored by the reward function alone"
+            "`worker.reward_model.model.model_path` must be null with `algorithm.adv_estimator=remax`: only"
+            " the reward function scores the greedy baseline"
         )
     if estimator not in ("gdpo", "prime"):
         return
+    # These estimators read components of the reward, so whatever is added to the overall score would be lost.
     if reward.reward_function is None:
         yield f"`worker.reward.reward_function` must be set with `algorithm.adv_estimator={estimator}`"
     if reward.overlong_buffer_length:
@@ -129,11 +116,8 @@ def rewards(config: PPOConfig) -> Iterator[str]:
             f"`worker.reward.overlong_buffer_length` must be 0 with `algorithm.adv_estimator={estimator}`,"
             " which reads components of the reward and not its sum"
         )
-    if config.worker.reward_model.is_used:
+    if worker.reward_model.is_used:
         yield (
             f"`worker.reward_model.model.model_path` must be null with `algorithm.adv_estimator={estimator}`,"
             " which reads components of the reward function only"
         )
-
-
-RULES = (group_sizes, filters, critic, prime, bypass, rewards)

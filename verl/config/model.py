@@ -1,205 +1,231 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of one model, whichever role it has: its files, its optimizer, its sharding, where it waits."""
+"""Options of one model in any role: files, adapters, optimizer, sharding, offloading, batch sizes.
+
+Roles inherit `TrainedModelConfig`. A role with another default or help declares the option again.
+"""
 
 import importlib.util
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from verl.config.paths import existing_folder, model_source
+from verl.config.paths import existing_folder, model_source, writable_folder
 from verl.config.schema import option
 
 DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp32": "fp32",
-}
-TINY = 1e-6  # the smallest value of an option that must be above zero
-
-
-def short_dtype(name: str) -> str:
-    """Return `bf16`, `fp16` or `fp32` for it or for torch's name of it."""
-    return DTYPES[name]
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
+    "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
+}  # fmt: skip
+TINY = 1e-6  # smallest value of an option that must be positive
+AUTO = "auto"  # largest micro batch whose planned memory fits; the trainer replaces it by a number
+MicroBatchSize = int | Literal["auto"]
 
 
 def dtype_option(default: str | None, help: str) -> Any:
-    """Declare an option that names a floating-point type."""
-    return option(default, help=help, choices=tuple(DTYPES), resolve=short_dtype)
+    """Declare an option for a floating-point type, whose value becomes `bf16`, `fp16` or `fp32`."""
+    return option(default, help, choices=tuple(DTYPES), resolve=DTYPES.__getitem__)
+
+
+def micro_batch_option(default: int, use: str) -> Any:
+    """Declare an option for the number of sequences that a device processes at once; `use` ends its help."""
+    help = f"Sequences per device in a micro batch for {use}; `auto` is as many as fit."
+    return option(default, help, minimum=1, also=(AUTO,))
+
+
+def as_number(size: MicroBatchSize) -> int:
+    """Return a micro batch size that is a number by now."""
+    assert size != AUTO, "the trainer replaces `auto` before workers start"
+    return int(size)
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters instead of full weights."""
+    """Low-rank adapters."""
 
-    rank: int = option(
-        0, help="Rank of the adapters; 0 trains the full weights, or takes the rank of `path`.", minimum=0
-    )
-    alpha: int = option(64, help="Scale of the adapters, divided by the rank.", minimum=1)
+    rank: int = option(0, "Rank; 0 trains the full weights, or uses the rank of `path`.", minimum=0)
+    alpha: int = option(64, "Scale, which is divided by the rank.", minimum=1)
     target_modules: str = option(
-        "all-linear",
-        help="Modules with an adapter: `all-linear`, names and commas, or a regular expression.",
+        "all-linear", "Modules with adapters: `all-linear`, comma-separated names, or a regular expression."
     )
-    exclude_modules: str | None = option(
-        None, help="Modules without an adapter: names and commas, or a regular expression."
-    )
-    use_rslora: bool = option(False, help="Divide alpha by the root of the rank, not by the rank.")
-    use_dora: bool = option(False, help="DoRA: learn the size of a weight's rows apart from their direction.")
+    exclude_modules: str | None = option(None, "Modules without adapters: names or a regular expression.")
+    use_rslora: bool = option(False, "Divide alpha by the square root of the rank (rsLoRA).")
+    use_dora: bool = option(False, "Learn magnitude and direction of weight rows separately (DoRA).")
     path: str | None = option(
         None,
-        help="Folder of an adapter in peft's format to start from; its config replaces the options above.",
+        "Folder of a PEFT adapter to start from; its config replaces the options above.",
         resolve=existing_folder,
     )
 
     @property
     def is_used(self) -> bool:
-        """Whether adapters are trained in place of the weights."""
         return self.rank > 0 or self.path is not None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and how it is loaded."""
+    """Model and trainable parameters."""
 
     model_path: str | None = option(
-        None,
-        help="Model folder or hub name; required for the actor.",
-        resolve=model_source,
+        None, "Model folder or hub name; required for the actor.", resolve=model_source
     )
     tokenizer_path: str | None = option(
-        None,
-        help="Folder or hub name of tokenizer and processor; null is `model_path`.",
-        resolve=model_source,
+        None, "Folder or hub name of the tokenizer and processor; null is `model_path`.", resolve=model_source
     )
-    override_config: dict[str, Any] = option(dict, help="Fields of the model's own config to replace.")
-    enable_gradient_checkpointing: bool = option(
-        True, help="Recompute activations in backward to save memory."
-    )
-    trust_remote_code: bool = option(False, help="Run Python code that comes with the model; off for safety.")
-    freeze_vision_tower: bool = option(False, help="Train the language model only.")
+    override_config: dict[str, Any] = option(dict, "Fields of the model config to override.")
+    enable_gradient_checkpointing: bool = option(True, "Recompute activations in backward to save memory.")
+    trust_remote_code: bool = option(False, "Allow Python code that comes with the model; off for security.")
+    freeze_vision_tower: bool = option(False, "Train only the language model.")
     train_modules: list[str] = option(
-        list,
-        help="Regular expressions found in names of parameters: train these alone, with `lora` these beside.",
+        list, "Regular expressions for the names of parameters: train only these; with `lora`, also these."
     )
     freeze_modules: list[str] = option(
-        list, help="Regular expressions found in names of parameters that are not trained; they win."
+        list, "Regular expressions for the names of parameters to freeze; overrides `train_modules`."
     )
-    lora: LoraConfig = option(LoraConfig, help="Low-rank adapters.")
+    lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")
 
     def __post_init__(self) -> None:
-        """Take the tokenizer from the model unless it is named."""
         if self.tokenizer_path is None:
             object.__setattr__(self, "tokenizer_path", self.model_path)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer and learning rate."""
+    """Optimizer and learning rate schedule."""
 
-    lr: float = option(1e-6, help="Peak learning rate.", minimum=0.0)
+    lr: float = option(1e-6, "Peak learning rate.", minimum=0.0)
     lr_factors: dict[str, float] = option(
-        dict,
-        help="Factor of `lr` by a regular expression found in names of parameters; the first found decides.",
+        dict, "Factors of `lr` by regular expressions for the names of parameters; the first match applies."
     )
-    betas: tuple[float, float] = option((0.9, 0.999), help="Decay rates of AdamW's two moments, in [0, 1).")
-    weight_decay: float = option(1e-2, help="Decoupled weight decay.", minimum=0.0)
+    betas: tuple[float, float] = option((0.9, 0.999), "AdamW betas, in [0, 1).")
+    weight_decay: float = option(1e-2, "Decoupled weight decay.", minimum=0.0)
     strategy: str = option(
         "adamw",
-        help="`adamw`; for weights in bf16 `adamw_bf16` with Kahan summation or `adamw_bf16_sr` with"
-        " stochastic rounding; `adamw_8bit` with 8-bit moments; `muon` for matrices.",
+        "Optimizer: `adamw`; for bf16 weights `adamw_bf16` (Kahan summation) or `adamw_bf16_sr`"
+        " (stochastic rounding); `adamw_8bit` with 8-bit moments; `muon` for matrices.",
         choices=("adamw", "adamw_bf16", "adamw_bf16_sr", "adamw_8bit", "muon"),
     )
-    lr_warmup_ratio: float = option(
-        0.0, help="Share of the training steps in which the rate rises from 0.", minimum=0.0, maximum=1.0
-    )
-    lr_warmup_steps: int | None = option(
-        None, help="Training steps in which the rate rises from 0; wins over the ratio.", minimum=0
-    )
+    lr_warmup_ratio: float = option(0.0, "Warm-up as a fraction of training steps.", minimum=0.0, maximum=1.0)
+    lr_warmup_steps: int | None = option(None, "Warm-up steps; overrides `lr_warmup_ratio`.", minimum=0)
     min_lr_ratio: float | None = option(
-        None, help="Final rate of a falling schedule as a share of `lr`; null is 0.", minimum=0.0, maximum=1.0
+        None, "Final learning rate as a fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0
     )
     lr_scheduler_type: str = option(
         "constant",
-        help="Rate after warm-up; `wsd` is constant, then falls in the last steps.",
+        "Schedule after warm-up; `wsd` is constant, then decays in the last steps.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     lr_decay_ratio: float = option(
-        0.2, help="Share of the training steps in which `wsd` falls.", minimum=TINY, maximum=1.0
+        0.2, "Decay phase of `wsd` as a fraction of the training steps.", minimum=TINY, maximum=1.0
     )
     lr_decay_shape: str = option(
         "sqrt",
-        help="How `wsd` falls: by a line, half a cosine, or 1 - sqrt(progress).",
+        "Decay shape of `wsd`: linear, half a cosine, or 1 - sqrt(progress).",
         choices=("linear", "cosine", "sqrt"),
     )
 
     def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong with the moments, the groups and what the strategy needs."""
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"`{path}.betas` must be in [0, 1), got {list(self.betas)}"
         for pattern, factor in self.lr_factors.items():
-            yield from self._factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
+            yield from _factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
         if self.strategy == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             yield (
                 f"`{path}.strategy` (adamw_8bit) needs the package torchao, which is not installed:"
                 " pip install 'verl[torchao]'"
             )
 
-    @staticmethod
-    def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
-        """Yield what is wrong with one pattern and its factor, whose types nobody has checked."""
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            yield f"{name} must be a regular expression: {error}"
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not is_number or not 0.0 < factor < math.inf:
-            yield (
-                f"{name} must be a number above 0, got {factor!r}:"
-                " what is not to be trained is named in `freeze_modules` of the model"
-            )
+
+def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        yield f"{name} must be a regular expression: {error}"
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not is_number or not 0.0 < factor < math.inf:
+        yield (
+            f"{name} must be a number above 0, got {factor!r}:"
+            " use `freeze_modules` of the model to freeze parameters"
+        )
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """How weights are sharded over ranks, and in which type they compute."""
+    """Sharding and number types."""
 
-    enable_full_shard: bool = option(
-        True, help="Shard weights again after forward; false keeps them until backward."
-    )
-    enable_cpu_offload: bool = option(
-        False, help="Keep shards in CPU memory and copy them when they are used."
-    )
-    enable_rank0_init: bool = option(
-        True,
-        help="Read the weights on rank 0 and send them.",
-        inert="rank 0 always reads, the others receive",
-    )
-    use_orig_params: bool = option(
-        False, help="Keep the model's own parameters.", inert="FSDP2 always keeps the model's own parameters"
-    )
+    enable_full_shard: bool = option(True, "Reshard weights after forward instead of after backward.")
+    enable_cpu_offload: bool = option(False, "Keep the shards in CPU memory and copy them on use.")
+    enable_rank0_init: bool = option(True, "Read the weights on rank 0 and broadcast them.")
+    use_orig_params: bool = option(False, "Keep the model's own parameters.")
     torch_dtype: str | None = dtype_option(
-        None, "Type the weights are stored in; null is fp32 for training and bf16 for the reference."
+        None, "Data type of the stored weights; null is fp32 for training and bf16 for the reference."
     )
     fsdp_size: int = option(
         -1,
-        help="Ranks that share one copy of the weights; -1 is all, fewer is hybrid sharding.",
+        "Ranks that share one copy of the weights; -1 is all, fewer is hybrid sharding.",
         minimum=1,
         also=(-1,),
     )
-    mp_param_dtype: str = dtype_option("bf16", "Type of weights and activations in forward and backward.")
-    mp_reduce_dtype: str = dtype_option("fp32", "Type in which gradients are summed over ranks.")
-    mp_buffer_dtype: str = dtype_option("fp32", "Type of buffers such as rotary frequencies.")
+    mp_param_dtype: str = dtype_option("bf16", "Data type of weights and activations in computation.")
+    mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
+    mp_buffer_dtype: str = dtype_option("fp32", "Data type of buffers such as rotary frequencies.")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What leaves the GPU while it is not used."""
+    """Offloading between uses."""
 
-    offload_params: bool = option(
-        False, help="Move weights to CPU memory between uses: less GPU memory, more CPU memory."
+    offload_params: bool = option(False, "Move weights to CPU memory between uses to save GPU memory.")
+    offload_optimizer: bool = option(False, "Move the optimizer state to CPU memory between updates.")
+
+
+@dataclass(frozen=True)
+class TrainedModelConfig:
+    """A trained model and its update."""
+
+    global_batch_size: int = option(256, "Prompts per mini batch, which is one optimizer step.", minimum=1)
+    micro_batch_size_per_device_for_update: MicroBatchSize = micro_batch_option(4, "forward and backward")
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "log-probs")
+    max_grad_norm: float = option(1.0, "Maximum gradient norm; gradients are clipped to it.", minimum=TINY)
+    dynamic_batching: bool = option(
+        True, "Fill micro batches by tokens, up to their size x the longest sequence, not by sequences."
     )
-    offload_optimizer: bool = option(False, help="Move the optimizer's state to CPU memory between updates.")
+    model: ModelConfig = option(ModelConfig, "Model and trainable parameters.")
+    optim: OptimConfig = option(OptimConfig, "Optimizer and learning rate schedule.")
+    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
+
+
+@dataclass(frozen=True)
+class PolicyConfig(TrainedModelConfig):
+    """A trained policy, with sequence parallelism and cached features of a frozen vision tower."""
+
+    ulysses_size: int = option(
+        1, "Ranks that share a sequence by attention heads, whose number it must divide.", minimum=1
+    )
+    ring_size: int = option(1, "Groups of `ulysses_size` ranks that share a sequence in a ring.", minimum=1)
+    divide_short_sequences: bool = option(
+        False, "Divide all sequences over the ranks, even those estimated to be faster undivided."
+    )
+    cached_embeds_dir: str | None = option(
+        None,
+        "Folder that caches features of a frozen vision tower between runs; null disables the cache.",
+        resolve=writable_folder,
+    )
+    model: ModelConfig = option(
+        ModelConfig,
+        "Model and trainable parameters.",
+        example={"model_path": "Qwen/Qwen2.5-7B-Instruct", "lora": {"exclude_modules": ".*visual.*"}},
+    )
+
+    @property
+    def sp_size(self) -> int:
+        return self.ulysses_size * self.ring_size
+
+    def problems(self, path: str) -> Iterator[str]:
+        if self.cached_embeds_dir is not None and not self.model.freeze_vision_tower:
+            yield (
+                f"`{path}.cached_embeds_dir` ({self.cached_embeds_dir}) needs"
+                f" `{path}.model.freeze_vision_tower=true`: features of a trained tower change"
+            )

@@ -1,130 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of another program are called here, and how an error says so.
+"""Names of another program's options here, for the errors about its keys and for its migration page.
 
-A config or a command that was written for another program has keys that are unknown here. For a program whose
-keys are listed as `RenamedKeys`, `load_config` names the option that each of them became, or says that
-there is none, instead of guessing the nearest name. To list a program: one module like `verl_keys.py`.
+The keys of a program are a data file such as `verl_keys.yaml`, which describes its own format. To support
+another program, add a file and an instance. `python3 -m verl.config.renamed_keys PAGE` rewrites the tables of
+verl's page.
 """
 
+import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
-SINGLE = 12  # keys that are explained in a sentence each; more are those of a whole file, shown as a table
-ANYWHERE = "*."  # begins the entry of a name that stands in any section
-MAX_DEPTH = 8  # names in an entry at most
-MAX_SHOWN = 200  # characters of a key that an error quotes
-OVERRIDE_SIGNS = "+~"  # Hydra's, before a key on the command line
+import yaml
+
+SINGLE = 12  # number of keys up to which each gets a sentence; more are shown as a table
+ANYWHERE = "*."  # prefix of an entry that matches in any section
+MAX_DEPTH = 8  # of a key in a data file
+MAX_SHOWN = 200  # characters of a key in an error message
+OVERRIDE_SIGNS = "+~"  # Hydra's prefixes of a key on the command line
 INDENT = 6 * " "
 WIDTH = 110
 
 
 class RenamedKey(NamedTuple):
-    """What a key of another program is here."""
+    """Counterpart of another program's key."""
 
-    option: str | None  # None: nothing here does what it says
-    note: str = ""  # what is different beside the name; without an option, why there is none
-
-
-def absent(why: str) -> RenamedKey:
-    """A key, or a whole section, that has no counterpart."""
-    return RenamedKey(None, why)
+    option: str | None  # None: nothing here has its effect
+    note: str = ""  # difference beyond the name; without an option the reason
 
 
 @dataclass(frozen=True)
 class RenamedKeys:
-    """The keys of one program. An entry without an option stands for everything below it, too.
+    """The keys of one program.
 
     Attributes:
-        program: Its name, in errors.
-        page: Where all of them are explained.
-        keys: By their dotted name; `*.name` in any section.
-
-    Example::
-
-        RenamedKeys("abc", "docs/abc.md", {"optim.rate": RenamedKey("worker.actor.optim.lr")})
+        page: Page of the docs that explains them, for errors.
+        file: YAML file of the keys. It is read at the first unknown key, because a run rarely needs it.
     """
 
     program: str
     page: str
-    keys: Mapping[str, RenamedKey]
+    file: Path
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        return yaml.safe_load(self.file.read_text(encoding="utf-8"))
+
+    @cached_property
+    def keys(self) -> Mapping[str, RenamedKey]:
+        """Every entry by its key, including those of repeated sections."""
+        data, repeated = self.data, {}
+        listed = {key: _entry(text) for table in data["keys"].values() for key, text in table.items()}
+        for section, (original, ours, replacement) in data["repeats"].items():
+            for key, (option, note) in listed.items():
+                if key.startswith(f"{original}."):
+                    if option and option not in data["shared"]:
+                        option = option.replace(ours, replacement, 1)
+                    repeated[section + key.removeprefix(original)] = RenamedKey(option, note)
+        return repeated | listed
 
     def find(self, key: str) -> str | None:
-        """Return the entry of a key, or None: its own, that of a section around it, or that of its name."""
+        """Return the entry that covers a key: its own, that of an enclosing section, or that of its name."""
         names = key.lstrip(OVERRIDE_SIGNS).split(".")
-        if ".".join(names) in self.keys:
-            return ".".join(names)
-        for end in range(min(len(names) - 1, MAX_DEPTH), 0, -1):
-            section = self.keys.get(".".join(names[:end]))
-            if section is not None and section.option is None:
-                return ".".join(names[:end])
-        anywhere = ANYWHERE + names[-1]
-        return anywhere if anywhere in self.keys else None
+        sections = [".".join(names[:end]) for end in range(min(len(names) - 1, MAX_DEPTH), 0, -1)]
+        absent = [name for name in sections if name in self.keys and not self.keys[name].option]
+        candidates = (".".join(names), *absent, ANYWHERE + names[-1])
+        return next((name for name in candidates if name in self.keys), None)
 
     def problems(self, found: Sequence[tuple[str, str]]) -> list[str]:
-        """Tell what became of keys: a sentence for each of a few, for many a table and a list.
+        """Return a sentence for each of a few keys, or a table and a list for many.
 
         Args:
             found: Each key as the user wrote it, with its entry from `find`.
         """
         if len(found) <= SINGLE:
-            return [self._sentence(key, self.keys[entry]) for key, entry in found]
-        moved = [(key, self.keys[entry]) for key, entry in found if self.keys[entry].option is not None]
-        absent_keys = list(dict.fromkeys(entry for _, entry in found if self.keys[entry].option is None))
-        return [
-            *_block(f"{len(moved)} keys are {self.program}'s; here they are ({self.page}):", _table(moved)),
-            *_block(
-                f"{len(absent_keys)} keys and sections of {self.program} have no counterpart here"
-                f" ({self.page} says why):",
-                _lists(absent_keys),
-            ),
-        ]
+            return [self._sentence(key[:MAX_SHOWN], *self.keys[entry]) for key, entry in found]
+        renamed = {key: self.keys[entry] for key, entry in found if self.keys[entry].option}
+        absent = list(dict.fromkeys(entry for _, entry in found if not self.keys[entry].option))
+        blocks = {
+            f"{len(renamed)} keys of {self.program} have another name here ({self.page}):": _table(renamed),
+            f"{len(absent)} keys and sections of {self.program} have no counterpart here"
+            f" ({self.page} gives the reasons):": _lists(absent),
+        }
+        return [f"\n{INDENT}".join([heading, *lines]) for heading, lines in blocks.items() if lines]
 
-    def _sentence(self, key: str, there: RenamedKey) -> str:
-        key = key[:MAX_SHOWN]
-        if there.option is None:
-            return f"`{key}` is {self.program}'s and has no counterpart here: {there.note}"
-        return f"`{key}` is {self.program}'s name of `{there.option}`{_after(': ', there.note)}"
+    def _sentence(self, key: str, option: str | None, note: str) -> str:
+        if option is None:
+            return f"`{key}` is a key of {self.program} without a counterpart here: {note}"
+        return f"`{key}` is {self.program}'s name for `{option}`" + (note and f": {note}")
+
+    def page_tables(self) -> str:
+        """Return the tables of the migration page."""
+        text = ""
+        for heading, table in self.data["keys"].items():
+            text += f"\n### {heading}\n\n| {self.program} | here | |\n|---|---|---|\n"
+            for key in table:
+                option, note = self.keys[key]
+                text += f"| `{key}` | {f'`{option}`' if option else 'none'} | {note} |\n"
+        return text
 
 
-def _block(heading: str, lines: Sequence[str]) -> list[str]:
-    """One problem of several lines; none where there is nothing to say."""
-    return ["\n".join([heading, *(INDENT + line for line in lines)])] if lines else []
+def _entry(text: str) -> RenamedKey:
+    option, _, note = text.partition("; ")
+    return RenamedKey(None if option == "none" else option, note)
 
 
-def _table(moved: Sequence[tuple[str, RenamedKey]]) -> list[str]:
-    """A line for each key below the name of its section; keys that keep their name share one."""
-    same: dict[tuple[str, str], list[str]] = {}
-    sections: dict[str, list[str]] = {}
-    for key, (option, note) in moved:
+def _table(renamed: Mapping[str, RenamedKey]) -> list[str]:
+    same: dict[tuple[str, str], list[str]] = defaultdict(list)  # keys that keep their name share a line
+    sections: dict[str, list[str]] = defaultdict(list)
+    for key, (option, note) in renamed.items():
         section, name = _divided(key)
         ours, _, last = (option or "").rpartition(".")
         if name == last and not note:
-            same.setdefault((section, ours), []).append(name)
+            same[section, ours].append(name)
         else:
-            sections.setdefault(section, []).append(f"{name} -> {option}{_after('; ', note)}")
+            sections[section].append(f"{name} -> {option}{note and '; ' + note}")
     for (section, ours), names in same.items():
-        joined = f"{', '.join(names)} -> {ours}.{'*' if len(names) > 1 else names[0]}"
-        sections.setdefault(section, []).extend(_wrapped(joined))
-    return [
-        line for section, lines in sections.items() for line in (section, *("  " + line for line in lines))
-    ]
+        sections[section] += _wrapped(f"{', '.join(names)} -> {ours}.{'*' if len(names) > 1 else names[0]}")
+    return [line for name, lines in sections.items() for line in (name, *("  " + line for line in lines))]
 
 
 def _lists(keys: Sequence[str]) -> list[str]:
-    """The names of keys, those of a section together."""
-    sections: dict[str, list[str]] = {}
-    for key in keys:
-        section, name = _divided(key)
-        sections.setdefault(section, []).append(name)
+    sections: dict[str, list[str]] = defaultdict(list)
+    for section, name in map(_divided, keys):
+        sections[section].append(name)
     return [
         line for section, names in sections.items() for line in _wrapped(f"{section}: {', '.join(names)}")
     ]
 
 
 def _divided(key: str) -> tuple[str, str]:
-    """A key as its section, of at most two names, and the rest of its name."""
     names = key.split(".")
     depth = min(2, len(names) - 1)
     return ".".join(names[:depth]) or "at the top", ".".join(names[depth:])
@@ -134,5 +143,10 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH - len(INDENT), subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _after(separator: str, text: str) -> str:
-    return separator + text if text else ""
+VERL_KEYS = RenamedKeys("verl", "docs/migration/verl.md", Path(__file__).with_name("verl_keys.yaml"))
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    introduction = page.read_text(encoding="utf-8").partition("\n### ")[0]
+    page.write_text(introduction + VERL_KEYS.page_tables(), encoding="utf-8")

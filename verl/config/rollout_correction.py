@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of `algorithm.rollout_correction`'s thresholds and rejections, read without torch.
+"""Parsing of the thresholds and rejections of `algorithm.rollout_correction`, without torch.
 
-The config reads them to find errors, the trainer to use them; what the numbers mean stands in
-`verl/algorithms/rollout_correction.py`.
+The config uses it to find errors, the trainer to apply them; `verl/algorithms/rollout_correction.py` has the
+formulas.
 """
 
 import math
@@ -13,39 +13,34 @@ MEASURES = ("k1", "k2", "k3")
 REJECTIONS = tuple(
     f"{level}_{measure}" for level in LEVELS for measure in MEASURES if (level, measure) != ("seq_max", "k1")
 )
-QUOTE = "; in YAML write it in quotes, which otherwise reads 0.5_5 as the number 0.55"
+QUOTE = "; quote it in YAML, which otherwise reads 0.5_5 as the number 0.55"
 
 
 class Bounds(NamedTuple):
-    """What importance weights may be."""
+    """Bounds of importance weights."""
 
-    lower: float | None  # None: only cut at `upper`; else weights outside of both become zero
+    lower: float | None  # None: clip at `upper`; otherwise weights outside the bounds become zero
     upper: float
 
 
 class Rejection(NamedTuple):
-    """One reason to leave tokens or whole sequences out of the loss."""
+    """A criterion to exclude tokens or whole sequences from the loss."""
 
     level: str  # in LEVELS
     measure: str  # in MEASURES
-    lower: float | None  # smallest ratio of k1; None for k2 and k3, which have no lower bound
-    upper: float  # largest ratio of k1, largest value of k2 and k3
+    lower: float | None  # minimum ratio of k1; k2 and k3 have no lower bound
+    upper: float  # maximum ratio of k1, maximum value of k2 and k3
 
     @property
     def name(self) -> str:
-        """As in `REJECTIONS`: `seq_mean_k1`."""
         return f"{self.level}_{self.measure}"
 
 
 def parse_bounds(text: str, option: str) -> Bounds:
-    """Read the threshold of importance weights: `2.0` cuts them at 2, `0.5_5.0` drops those outside.
-
-    Args:
-        text: One number, or two with an underscore between.
-        option: The option's dotted name, for errors.
+    """Parse the threshold of importance weights: `2.0` clips them at 2, `0.5_5.0` drops weights outside.
 
     Raises:
-        ValueError: It is neither, or the bounds are no interval that can hold a weight of 1.
+        ValueError: It is neither, or the bounds do not contain 1; the message names `option`.
     """
     numbers = _numbers(text)
     if len(numbers) == 1 and numbers[0] >= 1:
@@ -59,17 +54,13 @@ def parse_bounds(text: str, option: str) -> Bounds:
 
 
 def parse_rejections(names: str | None, thresholds: str | None, path: str) -> tuple[Rejection, ...]:
-    """Read which tokens and sequences are left out: `seq_mean_k1,seq_max_k3` with `0.99_1.01,0.5`.
+    """Parse comma-separated criteria, `seq_mean_k1,seq_max_k3`, and their thresholds, `0.99_1.01,0.5`.
 
-    A k1 threshold is `LOW_HIGH`, or one number u for `1/u_u`; k2 and k3 take one number.
-
-    Args:
-        names: `rollout_rs`: names in `REJECTIONS` with commas between; None rejects nothing.
-        thresholds: `rollout_rs_threshold`: one for each name, with commas between.
-        path: Dotted name of the section, for errors.
+    A threshold of k1 is `LOW_HIGH`, or one number u for `1/u_u`; k2 and k3 take one number.
 
     Raises:
-        ValueError: A name is unknown or given twice, thresholds are missing or too many, or one is wrong.
+        ValueError: A name or threshold is invalid, or their numbers differ; the message names the option
+            in the section `path`.
     """
     option = f"{path}.rollout_rs"
     if names is None:
@@ -85,7 +76,7 @@ def parse_rejections(names: str | None, thresholds: str | None, path: str) -> tu
     texts = [] if thresholds is None else thresholds.split(",")
     if len(texts) != len(parts):
         raise ValueError(
-            f"`{option}_threshold` must hold one threshold for each of {parts}, with commas between,"
+            f"`{option}_threshold` must hold one threshold for each of {parts}, comma-separated,"
             f" got {thresholds!r}"
         )
     return tuple(_rejection(*pair, f"{option}_threshold") for pair in zip(parts, texts, strict=True))
@@ -109,7 +100,6 @@ def _rejection(name: str, text: str, option: str) -> Rejection:
 
 
 def _numbers(text: str) -> list[float]:
-    """The numbers between underscores; none if one of them is not a finite number."""
     try:
         numbers = [float(part) for part in text.split("_")]
     except ValueError:

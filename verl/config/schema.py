@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config trees: frozen dataclasses of fields declared with `option(...)`, loaded from YAML and arguments.
 
-One declaration gives the default, the check, the help text and the line in the example YAML. A rule about one
-option stands in its `option`; a rule about a section, or between sections, in a method of the lowest
-dataclass that sees all of them: `problems(path)` yields a sentence for each problem; `path` is its key. To
-add an option, add one field.
+One declaration gives the default, the check, the help text and the line in the example YAML. To add an
+option, add one field. A rule between options goes into the method `problems(path)` of the lowest dataclass
+that sees them all: it yields a sentence per broken rule; `path` is the key of the section. The top dataclass
+may have tables `REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and
+options without effect.
 """
 
 import dataclasses
 import difflib
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from verl.config.config_source import read_argument, read_config_file, resolve_references
+from verl.config.parsing import convert, read_config_file, read_option, resolve_references, show
 from verl.config.renamed_keys import RenamedKeys
-from verl.config.values import NULL_WORDS, convert, members_of, show
 
 C = TypeVar("C")
-QUOTED_OPTION = re.compile(r"`([\w.]+)")  # how a problem names the options it is about
-MAX_KEY = 200  # characters of a key that could be a misspelt one
-MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys are those of another program
+QUOTED_OPTION = re.compile(r"`([\w.]+)")
+MAX_KEY = 200  # characters of a key that may be a misspelled one
+MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
 MIN_SIMILARITY = 0.6  # below it a suggestion confuses more than it helps
 
 
@@ -30,127 +32,86 @@ class ConfigError(ValueError):
     """All problems of a config at once; `problems` holds them one by one."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        """Join `problems` into one message, a line for each."""
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(
-            "\n".join([f"{count} in the configuration:", *(f"  - {text}" for text in self.problems)])
-        )
+        super().__init__("\n  - ".join([f"{count} in the configuration:", *self.problems]))
 
 
 @dataclasses.dataclass(frozen=True)
 class OptionInfo:
-    """What a field declares beside its default; see `option`."""
+    """Declaration of an option."""
 
-    help: str
+    help: str  # one sentence with the unit and the meaning of special values
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
-    also: tuple[Any, ...] = ()
-    resolve: Callable[[Any], Any] | None = None
-    example: Any = None
-    unavailable: str | None = None
-    supported: tuple[Any, ...] | None = None
-    inert: str | None = None
+    also: tuple[Any, ...] = ()  # values allowed outside the range, such as -1 for "never"
+    resolve: Callable[[Any], Any] | None = None  # maps a value to what the program uses, or raises
+    example: Any = None  # value in `examples/config.yaml` if it is not the default; a mapping for a section
+    unavailable: str | None = None  # set from `REFUSED`
+    inert: str | None = None  # set from `INERT`
 
     def range_text(self) -> str:
         """Return the range in words, such as "at least 1, or -1"; empty without a range."""
-        bounds = [
-            text
-            for text in (
-                None if self.minimum is None else f"at least {self.minimum}",
-                None if self.maximum is None else f"at most {self.maximum}",
-            )
-            if text
-        ]
-        return " and ".join(bounds) + "".join(f", or {value}" for value in self.also)
-
-
-NO_SECTION = OptionInfo(help="")  # what surrounds the top of a tree
+        bounds = (("at least", self.minimum), ("at most", self.maximum))
+        text = " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+        return text + "".join(f", or {value}" for value in self.also)
 
 
 class OptionEntry(NamedTuple):
-    """One option or section in a tree: its dotted key, its type, its default and its declaration."""
+    """An option or section of a config tree."""
 
     key: str
-    hint: Any
+    hint: Any  # its type
     default: Any
     info: OptionInfo
 
 
-def option(
-    default: Any = None,
-    *,
-    help: str,
-    choices: tuple[Any, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    also: tuple[Any, ...] = (),
-    resolve: Callable[[Any], Any] | None = None,
-    example: Any = None,
-    unavailable: str | None = None,
-    supported: tuple[Any, ...] | None = None,
-    inert: str | None = None,
-) -> Any:
-    """Declare one documented option of a config dataclass.
+def option(default: Any, help: str, **declared: Any) -> Any:
+    """Declare an option, or a section, of a config dataclass with the fields of `OptionInfo`.
 
-    Args:
-        default: The value when nobody sets it; a class or a function makes a new value each time.
-        help: One sentence with the unit and the meaning of special values.
-        choices: The closed set of values.
-        minimum: Smallest value.
-        maximum: Largest value.
-        also: Values allowed outside the range, such as -1 for "never".
-        resolve: Turns the value into what the program uses (an absolute path), or raises.
-        example: The value in `examples/config.yaml`, where it differs from the default; for a
-            section a mapping.
-        unavailable: Names the feature that this option belongs to and that is not built: any other value than
-            `supported` is then an error. On a section it covers every option inside.
-        supported: The values that work although the feature is unavailable; the default alone if not given.
-        inert: Says why the value has no effect here; another value than the default is told to the user.
+    A default that is a class or a function is called for each config.
     """
-    info = OptionInfo(help, choices, minimum, maximum, also, resolve, example, unavailable, supported, inert)
+    metadata = {"option": OptionInfo(help, **declared)}
     if callable(default):
-        return dataclasses.field(default_factory=default, metadata={"option": info})
-    return dataclasses.field(default=default, metadata={"option": info})
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def load_config(cls: type[C], arguments: Sequence[str] = (), moved: RenamedKeys | None = None) -> C:
+def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKeys | None = None) -> C:
     """Return the config that `arguments` describe.
 
     Later wins: the defaults, the YAML files named by `config=FILE`, the arguments `section.option=value`.
-
-    Args:
-        cls: The dataclass at the top of the tree.
-        arguments: As on the command line.
-        moved: The keys of another program, which errors then name by what they are called here.
+    Errors name the counterparts of the keys in `renamed`.
 
     Raises:
         ConfigError: Names every unknown key, wrong value and broken rule.
     """
     problems: list[str] = []
+    hints = {entry.key: entry.hint for entry in list_options(cls)}
     layers: dict[str, Any] = default_values(cls)
-    for path in _named_files(arguments):
-        layers = _merged(layers, _read_file(path))
+    for argument in arguments:
+        if argument.startswith("config="):
+            layers = _merged(layers, _read_file(argument.removeprefix("config=")))
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or "" in key.split("."):
-            hint = f": a file is given as `config={argument}`" if argument.endswith((".yaml", ".yml")) else ""
+            hint = f": pass a file as `config={argument}`" if argument.endswith((".yaml", ".yml")) else ""
             problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
         elif key != "config":
             try:
-                layers = _merged(layers, _nest(key, _read_value(cls, key, text)))
+                layers = _merged(layers, _nest(key, read_option(text, hints.get(key, Any))))
             except ValueError as error:
                 problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:
         values = resolve_references(layers)
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
-    return _Builder(cls, problems, moved).build(values)
+    return _Builder(cls, problems, renamed).build(values)
 
 
 def check_config(config: Any) -> None:
-    """Check every option and every rule of a config that was built in Python.
+    """Check every option and rule of a config that was built in Python.
 
     Raises:
         ConfigError: Names every wrong value and broken rule.
@@ -160,33 +121,31 @@ def check_config(config: Any) -> None:
 
 def default_values(cls: type) -> dict[str, Any]:
     """Return the defaults of a config class as nested mappings."""
-    values = {}
-    for entry, hint in _fields(cls):
-        if is_section(hint):
-            values[entry.name] = default_values(hint)
-        else:
-            values[entry.name] = _default(entry)
-    return values
+    fields = _fields(cls)
+    return {
+        field.name: default_values(hint) if is_section(hint) else _default(field) for field, hint in fields
+    }
 
 
-def walk_options(cls: type, path: str = "", section: OptionInfo = NO_SECTION) -> Iterator[OptionEntry]:
-    """Yield options in order, sections behind them, each with what its section declares for it."""
-    # A class that inherits sections declares its own options behind them.
+def walk_options(
+    cls: type, path: str = "", examples: Mapping[str, Any] | None = None, top: type | None = None
+) -> Iterator[OptionEntry]:
+    """Yield the options of a config class in order, sections after them, each followed by its options."""
+    limits = [getattr(top or cls, name, {}) for name in ("REFUSED", "INERT")]
+    # A class that inherits sections declares its own options after them.
     for entry, hint in sorted(_fields(cls), key=lambda field: is_section(field[1])):
         info: OptionInfo = entry.metadata["option"]
-        unavailable = info.unavailable or section.unavailable
-        example = (section.example or {}).get(entry.name, info.example)
-        if unavailable and example not in (info.supported or ()):
-            example = None
-        info = dataclasses.replace(info, unavailable=unavailable, example=example)
         key = _join(path, entry.name)
+        refused, inert = (table.get(key) or table.get(entry.name) for table in limits)
+        example = (examples or {}).get(entry.name, info.example)
+        info = dataclasses.replace(info, example=example, unavailable=refused, inert=inert)
         yield OptionEntry(key, hint, _default(entry), info)
         if is_section(hint):
-            yield from walk_options(hint, key, info)
+            yield from walk_options(hint, key, example, top or cls)
 
 
 def list_options(cls: type) -> list[OptionEntry]:
-    """Return every option of a config class in order, those of sections under their dotted keys."""
+    """Return every option of a config class in order, without the sections."""
     return [entry for entry in walk_options(cls) if not is_section(entry.hint)]
 
 
@@ -200,7 +159,7 @@ def config_notes(config: Any) -> list[str]:
 
 
 def is_section(hint: Any) -> bool:
-    """Whether a field's type is a section, not a single option."""
+    """Return whether a field's type is a section, not a single option."""
     return dataclasses.is_dataclass(hint)
 
 
@@ -212,35 +171,32 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def nearest_key(key: str, cls: type) -> str | None:
-    """Return the option or section that an unknown key most likely meant, also from another section."""
+    """Return the option or section that an unknown key most likely meant, in any section."""
     best, best_score = None, 0.0
-    if len(key) > MAX_KEY:
-        return None
-    for candidate, _, _, info in walk_options(cls):
+    for candidate, _, _, info in walk_options(cls) if len(key) <= MAX_KEY else ():
         name_score = _similarity(key.rpartition(".")[2], candidate.rpartition(".")[2])
         path_score = _similarity(key, candidate)
-        if max(name_score, path_score) < MIN_SIMILARITY:
-            continue
         score = 2 * name_score + path_score - 0.5 * bool(info.unavailable)
-        if score > best_score:
+        if max(name_score, path_score) >= MIN_SIMILARITY and score > best_score:
             best, best_score = candidate, score
     return best
 
 
 class _Builder:
-    """Builds a config tree from nested mappings and collects every problem on the way."""
+    """Build a config tree from nested mappings, collecting every problem."""
 
-    def __init__(self, cls: type, problems: Sequence[str] = (), moved: RenamedKeys | None = None) -> None:
+    def __init__(self, cls: type, problems: Sequence[str] = (), renamed: RenamedKeys | None = None) -> None:
         self.cls = cls
+        self.options = {entry.key: entry for entry in walk_options(cls)}
         self.problems = list(problems)
-        self.moved = moved
-        self.found: list[tuple[str, str]] = []  # unknown keys that are another program's, and their entries
-        self.broken: set[str] = set()  # options already complained about: no rule is checked on their account
+        self.renamed = renamed
+        self.found: list[tuple[str, str]] = []  # unknown keys with their entries in `renamed`
+        self.broken: set[str] = set()  # options with a problem; rules about them are not checked
 
     def build(self, values: Any) -> Any:
-        config = self._build_section(self.cls, values, "", None)
-        if self.moved is not None:
-            self.problems[:0] = self.moved.problems(self.found)
+        config = self._section(self.cls, values, "")
+        if self.renamed is not None:
+            self.problems[:0] = self.renamed.problems(self.found)
         for problem in _rule_problems(config):
             if not self.broken.intersection(QUOTED_OPTION.findall(problem)):
                 self.problems.append(problem)
@@ -248,62 +204,54 @@ class _Builder:
             raise ConfigError(self.problems)
         return config
 
-    def _build_section(self, cls: type, values: Any, path: str, unavailable: str | None) -> Any:
+    def _section(self, cls: type, values: Any, path: str) -> Any:
         if not isinstance(values, dict):
             self._complain(path, f"`{path}` is a section and must be a mapping, got {show(values)}")
             values = {}
-        known = {entry.name: (entry, hint) for entry, hint in _fields(cls)}
+        hints = {entry.name: hint for entry, hint in _fields(cls)}
         for name in values:
-            if name not in known:
+            if name not in hints:
                 self._complain_unknown(_join(path, str(name)), values[name])
         built = {}
-        for name, (entry, hint) in known.items():
-            info: OptionInfo = entry.metadata["option"]
-            reason = info.unavailable or unavailable
+        for name, hint in hints.items():
             key = _join(path, name)
             if is_section(hint):
-                built[name] = self._build_section(hint, values.get(name, {}), key, reason)
+                built[name] = self._section(hint, values.get(name, {}), key)
             elif name in values:
-                built[name] = self._build_option(key, values[name], entry, hint, reason)
+                built[name] = self._option(self.options[key], values[name])
         return cls(**built)
 
-    def _build_option(
-        self, key: str, value: Any, entry: dataclasses.Field, hint: Any, reason: str | None
-    ) -> Any:
-        info: OptionInfo = entry.metadata["option"]
-        default = _default(entry)
+    def _option(self, entry: OptionEntry, value: Any) -> Any:
         try:
-            value = convert(value, hint)
-            _check_value(value, default, info, reason)
-            return info.resolve(value) if info.resolve and value is not None else value
-        except (ValueError, OSError) as error:  # a path may be too long for the system to look for
-            text = str(error)
-            self._complain(key, f"`{key}` {text}" if text.startswith("must") else f"`{key}`: {text}")
-            return default
+            value = convert(value, entry.hint)
+            _check_value(value, entry)
+            return entry.info.resolve(value) if entry.info.resolve and value is not None else value
+        except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
+            separator = " " if str(error).startswith("must") else ": "
+            self._complain(entry.key, f"`{entry.key}`{separator}{error}")
+            return entry.default
 
     def _complain(self, key: str, problem: str) -> None:
         self.broken.add(key)
         self.problems.append(problem)
 
     def _complain_unknown(self, key: str, value: Any) -> None:
-        entry = None if self.moved is None else self.moved.find(key)
-        if self.moved is not None and entry is not None:
-            self.found.append((key, entry))
-            self.broken.add(self.moved.keys[entry].option or key)
-            return
-        if isinstance(value, dict) and value:
+        found = self.renamed and self.renamed.find(key)
+        if self.renamed and found:
+            self.found.append((key, found))
+            self.broken.add(self.renamed.keys[found].option or key)
+        elif isinstance(value, dict) and value:
             for name, item in value.items():
                 self._complain_unknown(_join(key, str(name)), item)
-            return
-        nearest = nearest_key(key, self.cls) if len(self.problems) < MAX_SUGGESTIONS else None
-        if nearest:
-            self.broken.add(nearest)
-        remedy = f"did you mean `{nearest}`?" if nearest else "`--help` lists every option"
-        self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
+        else:
+            nearest = nearest_key(key, self.cls) if len(self.problems) < MAX_SUGGESTIONS else None
+            self.broken.add(nearest or key)
+            remedy = f"did you mean `{nearest}`?" if nearest else "`--help` lists every option"
+            self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
 
 
-def _check_value(value: Any, default: Any, info: OptionInfo, reason: str | None) -> None:
-    """Raise a ValueError if one value breaks its option's declaration."""
+def _check_value(value: Any, entry: OptionEntry) -> None:
+    info = entry.info
     if value is None:
         return
     if isinstance(value, tuple | list) and info.choices:
@@ -313,60 +261,33 @@ def _check_value(value: Any, default: Any, info: OptionInfo, reason: str | None)
         return
     if info.choices and value not in info.choices:
         raise ValueError(f"must be one of {list(info.choices)}, got {show(value)}")
-    allowed = (info.supported or (default,)) if reason else None
-    if allowed is not None and value not in allowed:
-        rule = show(allowed[0]) if len(allowed) == 1 else f"one of {list(allowed)}"
-        because = f": this version has no {reason}" if reason else ""
-        raise ValueError(f"must be {rule}, got {show(value)}{because}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and value not in info.also:
-        too_small = info.minimum is not None and value < info.minimum
-        too_large = info.maximum is not None and value > info.maximum
-        if too_small or too_large:
+    if info.unavailable and value != entry.default:
+        raise ValueError(
+            f"must be {show(entry.default)}, got {show(value)}: this version has no {info.unavailable}"
+        )
+    if isinstance(value, int | float) and value not in info.also:
+        low = -math.inf if info.minimum is None else info.minimum
+        high = math.inf if info.maximum is None else info.maximum
+        if not low <= value <= high:
             raise ValueError(f"must be {info.range_text()}, got {show(value)}")
 
 
 def _rule_problems(config: Any, path: str = "") -> Iterator[str]:
-    """Yield what the sections say about themselves, children first."""
-    for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        if dataclasses.is_dataclass(value):
-            yield from _rule_problems(value, _join(path, entry.name))
+    for entry, hint in _fields(type(config)):
+        if is_section(hint):
+            yield from _rule_problems(getattr(config, entry.name), _join(path, entry.name))
     if hasattr(config, "problems"):
         yield from config.problems(path)
 
 
-def _named_files(arguments: Sequence[str]) -> list[Path]:
-    names = [argument.removeprefix("config=") for argument in arguments if argument.startswith("config=")]
-    return [Path(os.path.abspath(os.path.expanduser(name))) for name in names]
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file; without it nothing else of the config can be judged."""
+def _read_file(name: str) -> dict[str, Any]:
     try:
-        return read_config_file(path)
+        return read_config_file(Path(os.path.abspath(os.path.expanduser(name))))
     except ValueError as error:
         raise ConfigError([f"`config`: {error}"]) from error
 
 
-def _read_value(cls: type, key: str, text: str) -> Any:
-    """Return the value of an argument; plain text for a text option (`001`, `a: b`) stays as it is."""
-    hint = next((entry.hint for entry in list_options(cls) if entry.key == key), Any)
-    members = members_of(hint)
-    if text in NULL_WORDS and (type(None) in members or (hint is Any and text)):
-        return None
-    is_text_option = any(member is str for member in members)
-    takes_more = any(get_origin(member) for member in members) or hint is Any
-    if (
-        is_text_option
-        and not (takes_more and text.startswith(("[", "{")))
-        and not text.startswith(("'", '"'))
-    ):
-        return text
-    return read_argument(text)
-
-
 def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Return both mappings as one; where both have a value, `upper` wins, and mappings are merged inside."""
     result = dict(lower)
     for key, value in upper.items():
         both_mappings = isinstance(value, dict) and isinstance(lower.get(key), dict)
@@ -380,16 +301,14 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+@cache
 def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
     hints = get_type_hints(cls)
     return [(entry, hints[entry.name]) for entry in dataclasses.fields(cls) if entry.init]
 
 
 def _default(entry: dataclasses.Field) -> Any:
-    if entry.default is not dataclasses.MISSING:
-        return entry.default
-    assert entry.default_factory is not dataclasses.MISSING, "option() gives every field a default"
-    return entry.default_factory()
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
 
 
 def _join(path: str, name: str) -> str:

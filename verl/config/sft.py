@@ -1,62 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of supervised fine-tuning: one tree, one YAML file, keys as in `ppo.py` where they are shared.
-
-What the model is and how it is updated is in `sft_options.py`.
-"""
+"""Options of a supervised fine-tuning run; keys are those of `ppo.py` where they mean the same."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.data import RowsConfig
-from verl.config.ppo import RANKS, WORLD, divisible
+from verl.config.model import MicroBatchSize, PolicyConfig, micro_batch_option
 from verl.config.schema import option
-from verl.config.sft_options import SFTWorkerConfig
-from verl.config.trainer import RunConfig
+from verl.config.trainer import RunConfig, RunTree
 
 
 @dataclass(frozen=True)
 class SFTDataConfig(RowsConfig):
-    """Conversations: where they come from, and which of their tokens are learned."""
+    """Conversations and the tokens to train on."""
 
-    messages_key: str = option("messages", help="Column of chat messages, the assistant's turns included.")
-    response_key: str = option(
-        "response", help="Column of the response to `prompt_key`, in rows without messages."
-    )
-    train_turns: str = option(
-        "all",
-        help="Turns of the assistant that are learned; the others are context.",
-        choices=("all", "last"),
-    )
-    max_length: int = option(1024, help="Tokens of a conversation at most.", minimum=2, example=4096)
-    filter_overlong_prompts: bool = option(
-        True, help="Leave out rows longer than `max_length`; false makes such a row an error."
-    )
+    messages_key: str = option("messages", "Column of chat messages, including the assistant's turns.")
+    response_key: str = option("response", "Column of the response to `prompt_key`, if not in messages.")
+    train_turns: str = option("all", "Assistant turns to train on.", choices=("all", "last"))
+    max_length: int = option(1024, "Maximum length of a conversation in tokens.", minimum=2, example=4096)
+    filter_overlong_prompts: bool = option(True, "Drop overlong rows; otherwise they are an error.")
     num_video_frames: int | None = option(
-        None, help="Frames of a video, spread evenly; null takes `video_fps` a second.", minimum=2
+        None, "Frames per video, evenly spaced; null samples at `video_fps`.", minimum=2
     )
     tokens_per_frame: int | None = option(
-        None, help="Tokens of a video frame at most; null is without limit but `max_pixels`.", minimum=1
+        None, "Maximum tokens per video frame; null is limited by `max_pixels` only.", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class SFTActorConfig(PolicyConfig):
+    """The fine-tuned model and its update."""
+
+    global_batch_size: int = option(64, "Rows per training step, which is one update.", minimum=1)
+    micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(8, "validation")
+    dynamic_batching: bool = option(
+        True, "Fill micro batches by tokens, up to their size x `data.max_length`, not by sequences."
+    )
+
+
+@dataclass(frozen=True)
+class SFTWorkerConfig:
+    """Worker processes."""
+
+    actor: SFTActorConfig = option(
+        SFTActorConfig,
+        "The fine-tuned model and its update.",
+        example={
+            "micro_batch_size_per_device_for_update": 1,
+            "micro_batch_size_per_device_for_experience": 2,
+            "optim": {"lr": 1e-5, "lr_scheduler_type": "cosine", "lr_warmup_ratio": 0.03},
+        },
     )
 
 
 @dataclass(frozen=True)
 class SFTRunConfig(RunConfig):
-    """How long, on what, and what is logged and saved."""
+    """The options of `RunConfig` with other defaults."""
 
-    total_epochs: int = option(3, help="Passes over the training rows.", minimum=1)
-    project_name: str = option("sft", help="Project in the loggers and in the checkpoint folder.")
+    total_epochs: int = option(3, "Epochs over the training data.", minimum=1)
+    project_name: str = option("sft", "Project name in loggers and checkpoint path.")
     experiment_name: str = option(
-        "demo", help="Run in the loggers and in the checkpoint folder.", example="qwen2_5_7b_sft"
+        "demo", "Run name in loggers and checkpoint path.", example="qwen2_5_7b_sft"
     )
 
 
 @dataclass(frozen=True)
-class SFTConfig:
-    """A whole run of supervised fine-tuning."""
+class SFTConfig(RunTree):
+    """A supervised fine-tuning run."""
 
     data: SFTDataConfig = option(
         SFTDataConfig,
-        help="Conversations: where they come from, and which of their tokens are learned.",
+        "Conversations and the tokens to train on.",
         example={
             "train_files": "HuggingFaceH4/ultrachat_200k@train_sft",
             "val_files": "HuggingFaceH4/ultrachat_200k@test_sft[:1000]",
@@ -64,48 +78,15 @@ class SFTConfig:
             "format_prompt": None,
         },
     )
-    worker: SFTWorkerConfig = option(SFTWorkerConfig, help="The processes that hold the model.")
-    trainer: SFTRunConfig = option(SFTRunConfig, help="How long, on what, and what is logged and saved.")
-
-    @property
-    def world_size(self) -> int:
-        """Worker processes of the run: one for each device."""
-        return self.trainer.world_size
-
-    @property
-    def sp_size(self) -> int:
-        """Ranks that share one sequence."""
-        return self.worker.actor.sp_size
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks, or groups of ranks that share sequences, that train on different sequences."""
-        return self.world_size // self.sp_size
+    worker: SFTWorkerConfig = option(SFTWorkerConfig, "Worker processes.")
+    trainer: SFTRunConfig = option(SFTRunConfig, "Duration, devices, logging and checkpoints.")
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are validation rows."""
         return bool(self.data.val_files)
 
     def problems(self, path: str) -> Iterator[str]:
-        """Yield every broken rule between the sections."""
-        trainer, actor = self.trainer, self.worker.actor
-        if actor.model.model_path is None:
-            yield "`worker.actor.model.model_path` must be set: a model folder or a hub name"
-        if not self.data.train_files and not trainer.val_only:
-            yield "`data.train_files` must be set: a file, a folder or a hub name"
-        if not self.has_validation and trainer.val_only:
-            yield "`data.val_files` must be set with `trainer.val_only=true`"
-        elif not self.has_validation and (trainer.val_before_train or trainer.val_freq > 0):
-            yield (
-                "`data.val_files` must be set; without validation set"
-                " `trainer.val_before_train=false` and `trainer.val_freq=-1`"
-            )
-        shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
-        yield from divisible(WORLD, self.world_size, shared, self.sp_size)
-        if actor.fsdp.fsdp_size > 0:
-            name = "`worker.actor.fsdp.fsdp_size`"
-            yield from divisible(WORLD, self.world_size, name, actor.fsdp.fsdp_size)
-        if self.dp_size:
-            name = "`worker.actor.global_batch_size`"
-            yield from divisible(name, actor.global_batch_size, RANKS, self.dp_size)
+        actor = self.worker.actor
+        yield from self.input_problems()
+        yield from self.rank_problems({"actor": actor.fsdp})
+        yield from self.dp_problems("`worker.actor.global_batch_size`", actor.global_batch_size)

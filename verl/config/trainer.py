@@ -1,87 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of every run, of reinforcement learning and of supervised fine-tuning."""
+"""Section `trainer`, and the base of the config trees of every kind of run."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from verl.config.data import RowsConfig
+from verl.config.model import FSDPConfig
 from verl.config.paths import checkpoint_folder, writable_file, writable_folder
 from verl.config.schema import option
+from verl.config.unsupported import INERT, REFUSED
 
-NEVER = (-1, 0)  # values of `*_freq` and of limits that switch them off
+NEVER = (-1, 0)  # values of `*_freq` and of limits that turn them off
+WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, on what, and what is logged and saved."""
+    """Duration, devices, logging and checkpoints."""
 
-    total_epochs: int = option(15, help="Passes over the training rows.", minimum=1)
-    max_steps: int | None = option(None, help="Training steps; wins over `total_epochs`.", minimum=1)
-    project_name: str = option("easy_r1", help="Project in the loggers and in the checkpoint folder.")
+    total_epochs: int = option(15, "Epochs over the training data.", minimum=1)
+    max_steps: int | None = option(None, "Training steps; overrides `total_epochs`.", minimum=1)
+    project_name: str = option("easy_r1", "Project name in loggers and checkpoint path.")
     experiment_name: str = option(
-        "demo", help="Run in the loggers and in the checkpoint folder.", example="qwen2_5_7b_math_grpo"
+        "demo", "Run name in loggers and checkpoint path.", example="qwen2_5_7b_math_grpo"
     )
     logger: tuple[str, ...] = option(
         ("console", "wandb"),
-        help="Where metrics go.",
+        "Loggers for metrics.",
         choices=("console", "file", "mlflow", "swanlab", "tensorboard", "wandb"),
         example=("file", "wandb"),
     )
-    nnodes: int = option(1, help="Machines.", minimum=1)
-    n_gpus_per_node: int = option(8, help="GPUs on each machine; on CPU, worker processes.", minimum=1)
+    nnodes: int = option(1, "Number of nodes.", minimum=1)
+    n_gpus_per_node: int = option(8, "GPUs per node; on CPU, worker processes per node.", minimum=1)
     device: str = option(
-        "auto",
-        help="Where the models run; `auto` is cuda where there is a GPU.",
-        choices=("auto", "cuda", "cpu"),
+        "auto", "Device of the models; `auto` is cuda if available.", choices=("auto", "cuda", "cpu")
     )
     val_freq: int = option(
-        -1, help="Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
+        -1, "Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
-    val_before_train: bool = option(True, help="Validate before the first step.")
-    val_only: bool = option(False, help="Validate once and do not train.")
+    val_before_train: bool = option(True, "Validate before the first step.")
+    val_only: bool = option(False, "Validate once and do not train.")
     save_freq: int = option(
-        -1, help="Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
+        -1, "Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
     )
     save_limit: int = option(
-        -1, help="Newest checkpoints to keep, beside the best; -1 is all.", minimum=1, also=NEVER, example=3
+        -1, "Latest checkpoints to keep, plus the best one; -1 is all.", minimum=1, also=NEVER, example=3
     )
-    async_save: bool = option(
-        True, help="Write checkpoints behind the training, from a copy in host memory; false waits."
-    )
-    save_model_only: bool = option(
-        False, help="Save weights without optimizer: a run that goes on from them starts its moments anew."
-    )
+    async_save: bool = option(True, "Write checkpoints in the background from a copy in host memory.")
+    save_model_only: bool = option(False, "Save only weights; a resumed run starts with a fresh optimizer.")
     save_checkpoint_path: str | None = option(
-        None, help="Folder of checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
+        None, "Folder for checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
     )
     load_checkpoint_path: str | None = option(
-        None, help="Checkpoint to go on from: a folder named `global_step_N`.", resolve=checkpoint_folder
+        None, "Checkpoint to resume from, a folder named `global_step_N`.", resolve=checkpoint_folder
     )
-    find_last_checkpoint: bool = option(
-        True, help="Go on from the last checkpoint in `save_checkpoint_path` if there is one."
-    )
+    find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
     worker_timeout_s: float | None = option(
-        3600.0, help="Seconds without progress of any rank after which workers hang; null waits.", minimum=1.0
+        3600.0,
+        "Seconds without progress on any rank until workers count as hung; null is no limit.",
+        minimum=1.0,
     )
     max_restarts: int = option(
-        0,
-        help="Times that a run that lost workers, machines or its controller goes on from its checkpoint.",
-        minimum=0,
+        0, "Restarts from the last checkpoint after losing workers, nodes or controller.", minimum=0
     )
-    restart_wait_s: float = option(
-        120.0, help="Seconds that such a restart waits for machines that are missing.", minimum=0.0
-    )
-    elastic: bool = option(
-        False, help="Run on fewer devices where some are missing, as many as the batch sizes allow."
-    )
+    restart_wait_s: float = option(120.0, "Seconds that a restart waits for missing nodes.", minimum=0.0)
+    elastic: bool = option(False, "Run on fewer devices if some are missing, as batch sizes allow.")
     profile_steps: tuple[int, ...] = option(
-        (), help="Steps of which traces of every rank and a report are written below `profile/`."
+        (), "Steps to profile: traces of every rank and a report are written to `profile/`."
     )
-    ray_timeline: str | None = option(None, help="File for Ray's timeline of the run.", resolve=writable_file)
+    ray_timeline: str | None = option(None, "Output file for the Ray timeline.", resolve=writable_file)
 
     def __post_init__(self) -> None:
-        """Name the checkpoint folder after project and experiment unless it is set, and make it absolute."""
         folder = self.save_checkpoint_path or os.path.join(
             "checkpoints", self.project_name, self.experiment_name
         )
@@ -89,27 +80,120 @@ class RunConfig:
 
     @property
     def checkpoint_folder(self) -> str:
-        """The folder of checkpoints and log files: `save_checkpoint_path`, which is named by now."""
         assert self.save_checkpoint_path is not None, "__post_init__ names the folder"
         return self.save_checkpoint_path
 
     @property
     def world_size(self) -> int:
-        """Worker processes of the run: one for each device."""
         return self.nnodes * self.n_gpus_per_node
 
     def problems(self, path: str) -> Iterator[str]:
-        """Yield what is wrong with the checkpoint folder."""
         try:
             writable_folder(self.checkpoint_folder)
         except ValueError as error:
             yield f"`{path}.save_checkpoint_path` {error}"
 
 
-class RunTree(Protocol):
-    """What the config trees of all kinds of runs have: dataclasses with the options of a run."""
+@dataclass(frozen=True)
+class TrainerConfig(RunConfig):
+    """The options of `RunConfig` and those of reinforcement learning."""
 
+    max_try_make_batch: int = option(20, "Maximum rollouts per step to fill a batch; 0 or less is unlimited.")
+    rejection_sample: bool = option(
+        False, "Drop prompts whose responses all score the same, and keep surplus ones (Skywork-OR1)."
+    )
+    rejection_sample_multiplier: int = option(
+        1, "Prompts sampled per prompt that a step still needs, with `rejection_sample`.", minimum=1
+    )
+    critic_warmup: int = option(
+        0, "First step that updates the policy; earlier steps train only the critic.", minimum=0
+    )
+    val_generations_to_log: int = option(0, "Number of validation responses to log.", minimum=0, example=3)
+    rollouts_to_keep: int = option(
+        8, "Prompts per step whose responses are saved with the run; 0 is none.", minimum=0
+    )
+    viewer_port: int | None = option(
+        None,
+        "Port on 127.0.0.1 of the rollout viewer; 0 picks a free port, null disables the viewer.",
+        minimum=0,
+        maximum=65535,
+    )
+    debug: bool = option(False, "Check every key of the batch after each stage.")
+    diffusion: bool = option(False, "Train a model that generates images or videos.")
+
+
+class RunTree:
+    """Base of the config trees of all kinds of runs, which are dataclasses with these sections."""
+
+    REFUSED: ClassVar[dict[str, str]] = REFUSED
+    INERT: ClassVar[dict[str, str]] = INERT
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    data: RowsConfig
+    worker: Any  # has a section `actor`
+    trainer: RunConfig
 
     @property
-    def trainer(self) -> RunConfig: ...
+    def world_size(self) -> int:
+        return self.trainer.world_size
+
+    @property
+    def sp_size(self) -> int:
+        return self.worker.actor.sp_size
+
+    @property
+    def dp_size(self) -> int:
+        """Number of groups of `sp_size` ranks; each group trains on sequences of its own."""
+        return self.world_size // self.sp_size
+
+    def input_problems(self) -> Iterator[str]:
+        """Yield a sentence for each missing input that every kind of run needs."""
+        if self.worker.actor.model.model_path is None:
+            yield "`worker.actor.model.model_path` must be set: a model folder or a hub name"
+        if not self.data.train_files and not self.trainer.val_only:
+            yield "`data.train_files` must be set: a file, a folder or a hub name"
+        if not self.data.val_files and self.trainer.val_only:
+            yield "`data.val_files` must be set with `trainer.val_only=true`"
+        elif not self.data.val_files and (self.trainer.val_before_train or self.trainer.val_freq > 0):
+            yield (
+                "`data.val_files` must be set; without validation set"
+                " `trainer.val_before_train=false` and `trainer.val_freq=-1`"
+            )
+
+    def rank_problems(self, sharding: dict[str, FSDPConfig]) -> Iterator[str]:
+        """Yield a sentence for each size that the ranks cannot be divided into.
+
+        Args:
+            sharding: Section `fsdp` of each loaded model, by role.
+        """
+        shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
+        yield from divisible(WORLD, self.world_size, shared, self.sp_size)
+        for role, fsdp in sharding.items():
+            if fsdp.fsdp_size > 0:
+                name = f"`worker.{role}.fsdp.fsdp_size`"
+                yield from divisible(WORLD, self.world_size, name, fsdp.fsdp_size)
+
+    def dp_problems(self, name: str, sequences: int) -> Iterator[str]:
+        """Yield a sentence unless each data parallel rank gets the same number of sequences."""
+        ranks = f"the number of data parallel ranks, {WORLD} / sequence parallelism"
+        if self.dp_size:  # otherwise `rank_problems` has the cause
+            yield from divisible(name, sequences, ranks, self.dp_size)
+
+
+def divisible(name: str, number: int, divisor_name: str, divisor: int) -> Iterator[str]:
+    """Yield a problem with the nearest values that fit, unless `number` is a multiple of `divisor`."""
+    if number % divisor == 0:
+        return
+    largest = max(size for size in range(1, min(number + 1, divisor)) if number % size == 0)
+    below = number - number % divisor
+    multiples = [multiple for multiple in (below, below + divisor) if multiple]
+    yield (
+        f"{name} ({number}) must be divisible by {divisor_name} ({divisor}):"
+        f" {_setting(divisor_name, [largest])}, or {_setting(name, multiples)}"
+    )
+
+
+def _setting(name: str, values: Sequence[int]) -> str:
+    key = name.strip("`")
+    if "`" not in key:
+        return "set " + " or ".join(f"`{key}={value}`" for value in values)
+    return f"make {name.partition(',')[0]} {' or '.join(map(str, values))}"

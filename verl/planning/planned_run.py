@@ -7,9 +7,17 @@ kind it is.
 
 from dataclasses import dataclass
 
-from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.config.model import (
+    AUTO,
+    FSDPConfig,
+    MicroBatchSize,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    TrainedModelConfig,
+    as_number,
+)
 from verl.config.trainer import RunConfig
-from verl.config.update_options import AUTO, MicroBatchSize, TrainedModelConfig, as_number
 from verl.planning.memory_model import Line, ModelShape
 from verl.planning.planned_engine import PlannedEngine
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step of supervised fine-tuning does, in numbers: `--dry-run`. Nothing here needs torch."""
 
+from verl.config.model import AUTO, as_number
 from verl.config.sft import SFTConfig
-from verl.config.update_options import AUTO, as_number
 from verl.planning.step_plan import PlanLine, at_most, micro_batches_of, plan_table
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from verl.config.model import AUTO, MicroBatchSize
 from verl.config.ppo import PPOConfig
-from verl.config.update_options import AUTO, MicroBatchSize
 
 
 class PlanLine(NamedTuple):

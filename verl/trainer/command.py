@@ -9,11 +9,10 @@ from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import RenamedKeys
+from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
-from verl.config.verl_keys import VERL_KEYS
 from verl.logger.tracker import check_loggers
 from verl.trainer.run.exit_status import (
     BAD_INPUT,

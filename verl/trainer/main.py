@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config.ppo import PPOConfig
-from verl.config.verl_keys import VERL_KEYS
+from verl.config.renamed_keys import VERL_KEYS
 from verl.planning.ppo import planned_ppo
 from verl.planning.step_plan import make_plan, plan_text
 from verl.trainer.command import TrainingCommand

@@ -12,8 +12,7 @@ from torch.profiler import record_function
 
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored
-from verl.config.model import ModelConfig, OptimConfig
-from verl.config.update_options import PolicyConfig
+from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed

@@ -6,7 +6,7 @@ The model is saved as `actor`, the name of the policy: a run of reinforcement le
 
 import time
 
-from verl.config.sft_options import SFTWorkerConfig
+from verl.config.sft import SFTWorkerConfig
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register

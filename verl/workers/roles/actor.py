@@ -20,7 +20,7 @@ from verl.algorithms.kl import FULL, kl_divergence
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, weighted
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import TOKEN_SELECTIONS
-from verl.config.update_options import as_number
+from verl.config.model import as_number
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto

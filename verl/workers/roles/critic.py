@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import LossDenominators, aggregate_loss
 from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
-from verl.config.update_options import as_number
+from verl.config.model import as_number
 from verl.config.worker import CriticConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import LossDenominators
 from verl.algorithms.prime import check_accuracies, prime_loss, process_rewards
-from verl.config.update_options import as_number
+from verl.config.model import as_number
 from verl.config.worker import PrimeConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward

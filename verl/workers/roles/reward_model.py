@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.config.update_options import as_number
+from verl.config.model import as_number
 from verl.config.worker import RewardModelConfig
 from verl.models.registry import model_type_of
 from verl.models.scalar_head import is_scalar

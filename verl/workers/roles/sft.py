@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import LossDenominators, aggregate_loss
-from verl.config.sft_options import SFTActorConfig
-from verl.config.update_options import as_number
+from verl.config.model import as_number
+from verl.config.sft import SFTActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
 from verl.workers.roles.updater import (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.token_selection import TOKEN_SELECTIONS, SelectionInputs
-from verl.config.update_options import as_number
+from verl.config.model import as_number
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import LossDenominators, count_denominators
-from verl.config.update_options import TrainedModelConfig, as_number
+from verl.config.model import TrainedModelConfig, as_number
 from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
 from verl.utils.masking import masked_sum

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of EasyR1 and Long-RL that load, but do nothing here; `RunTree` applies these tables.
+
+Keys are an option's name in any section, or its dotted key. When a feature is built, its entries are deleted.
+"""
+
+_DIFFUSION = (
+    *("diffusion", "guidance_scale", "scheduler", "resolution", "num_steps", "kl_reward", "num_frames"),
+    *("height", "width"),
+)
+
+REFUSED = {  # accept only the default; completes "this version has no ..."
+    **dict.fromkeys(_DIFFUSION, "diffusion models"),
+    **dict.fromkeys(("vila_model", "group_frames", "max_frames_vllm"), "VILA models"),
+    **dict.fromkeys(("is_omni", "audio_max_length"), "audio"),
+    "open_ended_reward": "built-in language judge",
+    "hybrid_engine": "separate processes for sampling",
+}
+INERT = {  # accept every value; completes "no effect: ..."
+    "enable_rank0_init": "rank 0 always reads the weights and sends them to the others",
+    "use_orig_params": "FSDP2 always keeps the model's own parameters",
+    "padding_free": "sequences are always packed, with the same result",
+    "use_torch_compile": "log-probs come from a fused function that is not compiled",
+    "worker.critic.ulysses_size": "the actor's `ulysses_size` and `ring_size` apply to every model",
+}
