@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from verl.models.adapter_files import AdapterConfig
 from verl.models.hub_names import HubNames, meta_model
-from verl.models.lora import adapted_layers, adapters_off, attach_adapters, set_adapter
+from verl.models.lora import adapted_layers, adapters_disabled, attach_adapters, set_adapter
 from verl.models.lora_weights import is_adapter
 from verl.models.scalar_head import make_scalar
 from verl.models.tiny import save_tiny_model
@@ -199,7 +199,7 @@ def test_adapters_that_are_off_change_nothing_and_come_back(tmp_path):
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 torch.nn.init.normal_(parameter)
-        with adapters_off(model):
+        with adapters_disabled(model):
             without = model.model.layers[0].mlp(model.model.embed_tokens(ids))
         adapted = model.model.layers[0].mlp(model.model.embed_tokens(ids))
 

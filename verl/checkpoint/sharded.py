@@ -36,7 +36,7 @@ from verl.checkpoint.manifest import (
     write_manifest,
 )
 from verl.checkpoint.storage import ShardReader, read_tensors
-from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_beside
+from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_sharded_like
 from verl.models.lora_weights import saved_tensors
 from verl.utils.rank_logger import get_logger
 
@@ -301,7 +301,7 @@ def _empty_optimizer_state(
         if entry.size == param.shape:
             empty = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         elif entry.size:
-            empty = zeros_beside(param, entry.size, dtype)
+            empty = zeros_sharded_like(param, entry.size, dtype)
         else:  # a step counter; fused kernels want it beside the parameter
             empty = torch.zeros((), dtype=dtype, device=param.device if groups[param].get("fused") else "cpu")
         state.setdefault(param, {})[key] = empty

@@ -69,7 +69,7 @@ def joint_experts(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Inside the block the model computes what its base does, exactly.
 
     peft's own switch also changes which parameters are trained, which FSDP must not see; this sets what its

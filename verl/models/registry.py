@@ -65,7 +65,7 @@ def model_type_of(config: PretrainedConfig) -> ModelType:
     return MODEL_TYPES.get(config.model_type, ModelType())
 
 
-def why_prompts_stay_apart(config: PretrainedConfig) -> str | None:
+def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
     """What in the attention of a model keeps its rows from sharing a prompt; None if nothing does."""
     text = config.get_text_config()
     return SharedLayout.of([(text.max_position_embeddings, ())]).refuses(_attention_rule(text))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.distributed.length_balancing import cut_evenly
+from verl.distributed.length_balancing import split_evenly
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 
@@ -54,7 +54,7 @@ class MediaShare:
     def gather(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """From the features of this rank's grids to those of all media; the ranks' gradients are summed."""
         own = torch.cat(list(features))[: self.counts[self.sp.index]]  # none of a blank image
-        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, pieces=self.sp.gather_pieces)
+        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, pieces=self.sp.gather_chunks)
         return gathered.split(self.tokens)
 
 
@@ -133,7 +133,7 @@ def share_media(
     pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
     merged = config.vision_config.spatial_merge_size**2  # patches of a token
     frames = grids[:, 1:].prod(-1).repeat_interleave(grids[:, 0])  # (F,): patches of each
-    bounds = cut_evenly(frames.tolist(), sp.size)
+    bounds = split_evenly(frames.tolist(), sp.size)
     ends = torch.nn.functional.pad(frames.cumsum(0), (1, 0))[bounds]  # (size + 1,): in patches
     share = MediaShare(
         len(media["image_grid_thw"]) if "image_grid_thw" in media else 0,

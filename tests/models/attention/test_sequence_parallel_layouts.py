@@ -7,19 +7,31 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import LineGroup, shard_plan
+from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout, UlyssesLayout, sequence_layout
 
 PLAIN = AttentionRule(0.3)
-PACKED = [LineGroup(37), LineGroup(1), LineGroup(0), LineGroup(5), LineGroup(5), LineGroup(20)]
-SHARED = [LineGroup(23, (7, 1, 12)), LineGroup(9, (4,)), LineGroup(1, (0, 1)), LineGroup(17, (6, 0, 3))]
+PACKED = [
+    SequenceGroup(37),
+    SequenceGroup(1),
+    SequenceGroup(0),
+    SequenceGroup(5),
+    SequenceGroup(5),
+    SequenceGroup(20),
+]
+SHARED = [
+    SequenceGroup(23, (7, 1, 12)),
+    SequenceGroup(9, (4,)),
+    SequenceGroup(1, (0, 1)),
+    SequenceGroup(17, (6, 0, 3)),
+]
 LINES = {
     "packed": PACKED,
     "shared": SHARED,
-    "shared and not": [*SHARED, LineGroup(6), LineGroup(11, (5, 5))],
-    "a token": [LineGroup(1)],
+    "shared and not": [*SHARED, SequenceGroup(6), SequenceGroup(11, (5, 5))],
+    "a token": [SequenceGroup(1)],
 }
 
 
@@ -107,7 +119,7 @@ def seen_over_ring(groups, ring_size):
     """How often each token of the line sees each other, added up over the calls of all ring ranks."""
     ranks = [SequenceParallel(1, ring_size, index=index) for index in range(ring_size)]
     plans = [shard_plan(groups, sp) for sp in ranks]
-    times = torch.zeros(len(plans[0].places), len(plans[0].places), dtype=torch.int64)
+    times = torch.zeros(len(plans[0].positions), len(plans[0].positions), dtype=torch.int64)
     for plan, sp in zip(plans, ranks, strict=True):
         for other, calls in zip(plans, RingLayout.of(plan, sp).calls, strict=True):
             for call in calls:
@@ -138,7 +150,7 @@ def test_calls_around_a_ring_show_each_token_what_it_may_see_exactly_once(line, 
 
 
 def test_ring_ranks_have_the_same_work():
-    groups = [LineGroup(400, (100, 50, 70)), LineGroup(90), LineGroup(33, (20,))]
+    groups = [SequenceGroup(400, (100, 50, 70)), SequenceGroup(90), SequenceGroup(33, (20,))]
     ranks = [SequenceParallel(1, 4, index=index) for index in range(4)]
 
     pairs = []  # of queries and keys

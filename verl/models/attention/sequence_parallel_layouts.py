@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.distributed.ring import pass_on
+from verl.distributed.ring import start_transfer
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
@@ -48,7 +48,7 @@ def sequence_layout(plan: ShardPlan, sp: SequenceParallel) -> Layout:
     else:
         lengths = [group.prompt for group in plan.groups]
         layout = PackedLayout.of(_bounds(lengths, device))
-    return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout, len(plan.places))
+    return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout, len(plan.positions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class RingLayout:
     @classmethod
     def of(cls, plan: ShardPlan, sp: SequenceParallel) -> "RingLayout":
         """The layout of a divided line."""
-        halves = [_halves(piece, plan.local.device) for piece in plan.pieces]
+        halves = [_halves(piece, plan.local.device) for piece in plan.ring_shards]
         own = sp.ring_index
         calls = tuple(_calls(halves[own], halves[source], source - own) for source in range(sp.ring_size))
         return cls(sp, calls, max(group.prompt + max(group.responses, default=0) for group in plan.groups))
@@ -185,7 +185,7 @@ def _travelling(
     """The tensors of every ring rank, this one's first, and what this rank's queries see of them."""
     sp = layout.sp
     for step in range(sp.ring_size):
-        under_way = pass_on(tensors, sp) if step < sp.ring_size - 1 else None
+        under_way = start_transfer(tensors, sp) if step < sp.ring_size - 1 else None
         yield layout.calls[(sp.ring_index - step) % sp.ring_size], tensors
         if under_way is not None:
             tensors = under_way.wait()
@@ -232,7 +232,7 @@ class _AttendRing(torch.autograd.Function):
             if behind is not None:
                 for total, part in zip((dk, dv), behind.wait(), strict=True):
                     total += part
-            behind = pass_on([dk, dv], sp)
+            behind = start_transfer([dk, dv], sp)
         assert behind is not None, "a ring has ranks"
         dk, dv = behind.wait()
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
