@@ -42,7 +42,7 @@ def train_while_saving(rank: int, world_size: int, model: Path, target: Path) ->
 
 
 def problems(rank: int, world_size: int, model: Path, target: Path) -> list[str]:
-    """What each rank hears of a file that one of them cannot write, and of one that holds another bit."""
+    """Errors on each rank: a file that one rank cannot write, and one with a flipped bit."""
     trainer = make_trainer(model)
     told = []
     for blocked in ("rank_1.pt", "manifest.json.tmp"):

@@ -33,7 +33,7 @@ FACTORS = {"wide": 10.0, "embed": 0.5}
 
 
 def make_parts(strategy: str, fsdp_size: int | None = -1, factors: dict[str, float] = FACTORS) -> tuple:
-    """Model, optimizer and schedule; `fsdp_size` None leaves the model whole."""
+    """Model, optimizer and schedule; `fsdp_size` None does not shard the model."""
     model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32)
     if fsdp_size is not None:
         shard(model, make_mesh(dist.get_world_size(), fsdp_size, "cpu"))
@@ -45,7 +45,7 @@ def make_parts(strategy: str, fsdp_size: int | None = -1, factors: dict[str, flo
 
 
 def on_two(rank: int, world_size: int, target: Path) -> dict[str, Any]:
-    """Four steps with a checkpoint after two; the same resumed; and two copies of the whole model."""
+    """Four steps with a checkpoint after two; the same resumed; and two replicas of the model."""
     seen: dict[str, Any] = {}
     for strategy in HERE:
         torch.manual_seed(rank)  # as in a worker: each rank has its own

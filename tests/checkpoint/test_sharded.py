@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that stops, and goes on with another number of processes, computes the same numbers."""
+"""An interrupted run computes the same numbers after it resumes, also on another number of processes."""
 
 import random
 from pathlib import Path
@@ -202,7 +202,7 @@ def test_two_processes_resume_the_checkpoint_of_one(one_process, two_processes):
 def test_damaged_and_mismatched_checkpoints_are_refused(one_process, broken):
     unfitting, damaged, foreign = one_process[1]["errors"]
 
-    assert "another model" in unfitting
+    assert "a different model" in unfitting
     assert "mlp.down_proj.weight: (128, 256) in the checkpoint, (128, 192) in the model" in unfitting
     assert str(list(broken)[1] / "__1_0.distcp") in damaged
     assert "damaged" in damaged and "trainer.load_checkpoint_path" in damaged

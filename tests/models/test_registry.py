@@ -80,7 +80,7 @@ def test_a_head_of_another_kind_is_refused():
     model = build("llama")
     model.lm_head = ShiftedHead(32, 128, bias=False)
 
-    with pytest.raises(NotImplementedError, match="the head is a ShiftedHead"):
+    with pytest.raises(NotImplementedError, match="has a ShiftedHead as its head"):
         prepare_model(model)
 
 

@@ -59,8 +59,7 @@ def merge_checkpoint(
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
         dtype = dtype or shards.base_dtype
     tensors = _hub_tensors(shards, names, local_dir)
-    written = _write_files(folder, _cast(tensors, dtype), max_file_bytes)
-    _set_dtype(folder, config, written)
+    _set_dtype(folder, config, _write_files(folder, _cast(tensors, dtype), max_file_bytes))
     return folder
 
 
@@ -96,65 +95,56 @@ def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> I
         yield name, tensor.to(dtype) if is_cast else tensor
 
 
-class _Written:
-    """Record of the written files."""
-
-    def __init__(self) -> None:
-        self.files: list[list[str]] = []  # tensors of each file
-        self.bytes = 0
-        self.dtype: torch.dtype | None = None  # of the first floating-point weight
-
-
-def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> _Written:
+def _write_files(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int
+) -> torch.dtype | None:
+    """Replace the weights in a folder; return the dtype of the first floating-point tensor."""
     for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
         for old in folder.glob(pattern):
             old.unlink()
-    written, pending, pending_bytes = _Written(), {}, 0
+    files: list[list[str]] = []  # tensors of each file
+    total, dtype = 0, None
+    for batch in _batches(tensors, max_file_bytes):
+        save_file(batch, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(batch))
+        total += sum(tensor.nbytes for tensor in batch.values())
+        dtype = dtype or next((t.dtype for t in batch.values() if t.is_floating_point()), None)
+        batch.clear()  # before the next one is read
+    _name_parts(folder, files, total)
+    return dtype
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    batch, size = {}, 0
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + size > max_file_bytes:
-            _write_part(folder, pending, written)
-            pending, pending_bytes = {}, 0
+        if batch and size + tensor.nbytes > max_bytes:
+            yield batch
+            batch, size = {}, 0
         # safetensors rejects views, and a view would keep its large base tensor alive.
-        pending[name] = tensor.clone(memory_format=torch.contiguous_format) if _is_view(tensor) else tensor
-        pending_bytes += size
-        written.dtype = written.dtype or (tensor.dtype if tensor.is_floating_point() else None)
-    _write_part(folder, pending, written)
-    _name_parts(folder, written)
-    return written
+        is_view = not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes
+        batch[name] = tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
+        size += tensor.nbytes
+    yield batch
 
 
-def _is_view(tensor: Tensor) -> bool:
-    return (
-        not tensor.is_contiguous()
-        or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-    )
-
-
-def _write_part(folder: Path, tensors: dict[str, Tensor], written: _Written) -> None:
-    save_file(tensors, folder / f"{len(written.files)}.part", metadata={"format": "pt"})
-    written.files.append(list(tensors))
-    written.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _name_parts(folder: Path, written: _Written) -> None:
-    count = len(written.files)  # part of the final names
+def _name_parts(folder: Path, files: list[list[str]], total: int) -> None:
+    count = len(files)  # part of the final names
     if count == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return
     weight_map = {}
-    for index, names in enumerate(written.files):
+    for index, names in enumerate(files):
         file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
         (folder / f"{index}.part").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": written.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
 
 
-def _set_dtype(folder: Path, config: PreTrainedConfig, written: _Written) -> None:
-    config.dtype = written.dtype  # engines choose theirs by it
+def _set_dtype(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> None:
+    config.dtype = dtype  # engines choose theirs by it
     for name in config.sub_configs:
-        getattr(config, name).dtype = written.dtype
+        getattr(config, name).dtype = dtype
     config.save_pretrained(folder)
 
 

@@ -116,39 +116,35 @@ def prepare_model(model: PreTrainedModel) -> None:
     Raises:
         NotImplementedError: The model does something that would be dropped.
     """
-    _refuse_unsupported(model)
+    obstacle = _obstacle(model)
+    if obstacle is not None:
+        raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
     set_attention(model, ATTENTION, VISION_ATTENTION)
     defer_head(model)
     add_packed_forward(model, model_type_of(model.config).media_owner)
 
 
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    name, text = type(model).__name__, model.config.get_text_config()
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Describe a feature that packed training does not support."""
+    text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
-        raise NotImplementedError(
-            f"{name}: `output_router_logits` requests a router loss that is not part of the policy loss:"
+        return (
+            "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
     unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise NotImplementedError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-        )
+        return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
     if not model._supports_attention_backend:
-        raise NotImplementedError(
-            f"{name} does not use transformers' attention interface, so sequences cannot be packed"
-        )
+        return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        raise NotImplementedError(
-            f"{name}.forward takes no keyword arguments for attention, so sequences cannot be packed"
-        )
+        return "takes no keyword arguments for attention, so sequences cannot be packed"
     head = model.get_output_embeddings()
     if type(head) not in (nn.Linear, DeferringHead):
-        raise NotImplementedError(
-            f"{name}: the head is a {type(head).__name__}; only a linear head is supported"
-        )
+        return f"has a {type(head).__name__} as its head; only a linear head is supported"
+    return None
 
 
 def check_model(model: PreTrainedModel) -> float:
