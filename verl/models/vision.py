@@ -48,7 +48,7 @@ class MediaShare:
     def gather(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Gather the features of all media from those of this rank; gradients are summed over the ranks."""
         own = torch.cat(list(features))[: self.counts[self.sp.index]]  # without a blank image
-        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, pieces=self.sp.gather_chunks)
+        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, chunks=self.sp.gather_chunks)
         return gathered.split(self.tokens)
 
 
