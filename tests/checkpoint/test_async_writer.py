@@ -42,7 +42,7 @@ def train_while_saving(rank: int, world_size: int, model: Path, target: Path) ->
 
 
 def problems(rank: int, world_size: int, model: Path, target: Path) -> list[str]:
-    """What each rank hears of a file that one of them cannot write, and of one that holds another bit."""
+    """Errors on each rank: a file that one rank cannot write, and one with a flipped bit."""
     trainer = make_trainer(model)
     told = []
     for blocked in ("rank_1.pt", "manifest.json.tmp"):
@@ -81,11 +81,11 @@ def seen(tmp_path_factory):
     return run_distributed(work, 2, model, tmp_path_factory.mktemp("saved"))
 
 
-def test_what_is_written_behind_the_training_is_the_state_when_it_began(seen):
+def test_a_background_save_holds_the_state_at_its_start(seen):
     assert [is_same for is_same, _ in seen] == [True, True]
 
 
-def test_every_rank_hears_what_one_could_not_write(seen):
+def test_a_write_error_reaches_every_rank(seen):
     (_, first), (_, second) = seen
 
     assert first[:3] == second[:3]
@@ -94,14 +94,14 @@ def test_every_rank_hears_what_one_could_not_write(seen):
     assert "rank 0: NotADirectoryError" in first[2]
 
 
-def test_every_rank_hears_of_a_flipped_bit_by_the_name_of_the_file(seen):
+def test_a_flipped_bit_is_an_error_on_every_rank_that_names_the_file(seen):
     (_, first), (_, second) = seen
 
     assert first[3] == second[3]
-    assert "__1_0.distcp does not hold what was written (sha256), it is damaged" in first[3]
+    assert "__1_0.distcp has changed since it was written (sha256); the checkpoint is damaged" in first[3]
 
 
-def test_a_folder_with_a_file_of_other_size_names_a_whole_step_to_go_on_from(tmp_path):
+def test_a_file_of_the_wrong_size_is_an_error_that_names_a_complete_step(tmp_path):
     for step in (1, 2, 3, 4):
         actor = tmp_path / f"global_step_{step}" / "actor"
         actor.mkdir(parents=True)

@@ -96,7 +96,7 @@ def assert_same_model(exported: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_model_is_the_trained_model_under_hub_names(models, checkpoints, family):
+def test_an_exported_model_equals_the_trained_model(models, checkpoints, family):
     exported = merge_checkpoint(checkpoints / family)
 
     assert exported == checkpoints / family / "huggingface"
@@ -112,7 +112,7 @@ def test_shards_of_other_trainers_merge_to_the_same_model(models, checkpoints, f
     assert_same_model(merge_checkpoint(checkpoints / f"{family}_{kind}"), models[family])
 
 
-def test_a_critic_of_other_trainers_merges_to_a_token_classifier(models, tmp_path):
+def test_a_critic_of_another_trainer_merges_to_a_token_classifier(models, tmp_path):
     critic = AutoModelForTokenClassification.from_pretrained(models["qwen2"], num_labels=1)
     critic.config.architectures = ["Qwen2ForTokenClassification"]
     save_huggingface_files(tmp_path, critic.config)
@@ -125,7 +125,7 @@ def test_a_critic_of_other_trainers_merges_to_a_token_classifier(models, tmp_pat
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.state_dict().items())
 
 
-def test_weights_are_cut_into_files_of_bounded_size_and_merging_again_replaces_them(models, checkpoints):
+def test_file_sizes_are_bounded_and_merging_again_replaces_the_files(models, checkpoints):
     cut = merge_checkpoint(checkpoints / "qwen2", max_file_bytes=600_000)
 
     index = json.loads((cut / "model.safetensors.index.json").read_text())
@@ -138,7 +138,7 @@ def test_weights_are_cut_into_files_of_bounded_size_and_merging_again_replaces_t
     assert [path.name for path in cut.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_the_command_line_writes_the_dtype_asked_for_and_says_so_in_the_config(checkpoints):
+def test_the_command_writes_the_requested_dtype_to_weights_and_config(checkpoints):
     command = [
         sys.executable,
         ROOT / "scripts" / "model_merger.py",
@@ -166,19 +166,19 @@ def test_missing_and_truncated_rank_files_are_named(checkpoints, models, tmp_pat
         merge_checkpoint(tmp_path)
 
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=r"rank_1\.pt is missing, 1 of 2 rank files are"):
+    with pytest.raises(FileNotFoundError, match=r"rank_1\.pt is missing \(1 of 2 rank files are missing"):
         find_shard_files(tmp_path)
 
 
-def test_a_pickle_with_anything_but_tensors_is_refused_unread(models, tmp_path):
+def test_a_pickle_with_anything_but_tensors_is_refused(models, tmp_path):
     save_huggingface_files(tmp_path, AutoConfig.from_pretrained(models["qwen2"]))
     torch.save({"x": Path("/")}, tmp_path / "model_world_size_1_rank_0.pt")
 
-    with pytest.raises(NotImplementedError, match="something else than tensors"):
+    with pytest.raises(NotImplementedError, match="something other than tensors"):
         merge_checkpoint(tmp_path)
 
 
-def test_a_folder_that_is_no_checkpoint_or_of_another_model_is_refused(models, checkpoints, tmp_path):
+def test_a_folder_without_a_checkpoint_or_of_another_model_is_refused(models, checkpoints, tmp_path):
     with pytest.raises(FileNotFoundError, match="must be a role's folder"):
         merge_checkpoint(tmp_path)
     save_huggingface_files(tmp_path, AutoConfig.from_pretrained(models["qwen2"]))

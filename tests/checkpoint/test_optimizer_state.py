@@ -33,7 +33,7 @@ FACTORS = {"wide": 10.0, "embed": 0.5}
 
 
 def make_parts(strategy: str, fsdp_size: int | None = -1, factors: dict[str, float] = FACTORS) -> tuple:
-    """Model, optimizer and schedule; `fsdp_size` None leaves the model whole."""
+    """Model, optimizer and schedule; `fsdp_size` None does not shard the model."""
     model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32)
     if fsdp_size is not None:
         shard(model, make_mesh(dist.get_world_size(), fsdp_size, "cpu"))
@@ -45,7 +45,7 @@ def make_parts(strategy: str, fsdp_size: int | None = -1, factors: dict[str, flo
 
 
 def on_two(rank: int, world_size: int, target: Path) -> dict[str, Any]:
-    """Four steps with a checkpoint after two; the same resumed; and two copies of the whole model."""
+    """Four steps with a checkpoint after two; the same resumed; and two replicas of the model."""
     seen: dict[str, Any] = {}
     for strategy in HERE:
         torch.manual_seed(rank)  # as in a worker: each rank has its own
@@ -118,13 +118,13 @@ def on_a_plain_model(strategy: str) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
-def test_a_resumed_run_makes_the_updates_of_the_unbroken_one_bit_for_bit(two, strategy):
+def test_a_resumed_run_repeats_the_uninterrupted_updates_bit_for_bit(two, strategy):
     for seen in two[1]:
         assert seen[strategy]["resumed"] == seen[strategy]["unbroken"]
 
 
 @pytest.mark.parametrize("strategy", [one for one in MARKED_STRATEGIES if "adamw_bf16_sr" not in one.values])
-def test_the_number_of_ranks_changes_no_update(two, one, strategy):
+def test_updates_do_not_depend_on_the_number_of_ranks(two, one, strategy):
     plain = on_a_plain_model(strategy)
 
     for found in (two[1][0][strategy]["unbroken"], one[strategy]):
@@ -135,25 +135,25 @@ def test_the_number_of_ranks_changes_no_update(two, one, strategy):
 
 
 @pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
-def test_copies_of_a_model_stay_copies(two, strategy):
+def test_replicas_of_a_model_stay_equal(two, strategy):
     first, second = (seen[strategy]["copy"] for seen in two[1])
 
     assert first == second
 
 
-def test_stochastic_rounding_on_other_ranks_differs_by_rounding_alone(two, one):
+def test_stochastic_rounding_on_other_ranks_differs_only_by_rounding(two, one):
     # Two more updates with random parts below half a step of bfloat16 each, of weights below 8.
     for name, expected in two[1][0]["adamw_bf16_sr"]["unbroken"].items():
         difference = (torch.tensor(one["adamw_bf16_sr"][name]) - torch.tensor(expected)).abs().max()
         assert difference <= 2 * 2**-5, name
 
 
-def test_other_groups_take_over_the_moments_and_have_their_own_rates(one):
+def test_new_parameter_groups_keep_the_moments_and_have_their_own_rates(one):
     # Half of six steps fall by 1 - sqrt(progress); after two steps the rate is still the peak.
     assert one["moments"][0] == one["moments"][1]
     assert one["rates"] == [[0.01, 0.1, 0.005], [0.01, 0.03]]
 
 
-def test_the_state_of_another_optimizer_is_refused_by_name(two):
+def test_the_state_of_another_optimizer_is_refused(two):
     for seen in two[1]:
         assert "holds the state of AdamW, which `worker.adamw.optim.strategy` (Muon)" in seen["error"]

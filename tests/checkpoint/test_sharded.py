@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that stops, and goes on with another number of processes, computes the same numbers."""
+"""An interrupted run computes the same numbers after it resumes, also on another number of processes."""
 
 import random
 from pathlib import Path
@@ -168,7 +168,7 @@ def two_processes(folder, saved_by_two, one_process) -> list[dict]:
     return run_distributed(on_two_processes, 2, folder, saved_by_two[0], one_process[0])
 
 
-def test_two_processes_go_on_as_if_they_had_not_stopped(saved_by_two, two_processes):
+def test_two_processes_resume_exactly(saved_by_two, two_processes):
     _, unbroken = saved_by_two
 
     for rank, seen in enumerate(process["from_two"] for process in two_processes):
@@ -177,7 +177,7 @@ def test_two_processes_go_on_as_if_they_had_not_stopped(saved_by_two, two_proces
         assert seen["extra"] == ([rank, 7], "engine")
 
 
-def test_a_checkpoint_of_weights_only_starts_the_optimizer_anew(saved_by_two, two_processes):
+def test_a_checkpoint_of_weights_only_starts_with_an_empty_optimizer(saved_by_two, two_processes):
     _, unbroken = saved_by_two
 
     for seen in (process["from_two"] for process in two_processes):
@@ -185,31 +185,31 @@ def test_a_checkpoint_of_weights_only_starts_the_optimizer_anew(saved_by_two, tw
         np.testing.assert_allclose(seen["first_loss"], unbroken[0]["adamw"][0], rtol=1e-6)
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(saved_by_two, one_process):
+def test_one_process_resumes_the_checkpoint_of_two(saved_by_two, one_process):
     seen = one_process[1]["from_two"]
 
     np.testing.assert_allclose(seen["adamw"][:2], saved_by_two[1][0]["adamw"][:2], rtol=1e-6)
     assert seen["extra"] is None  # random generators belong to a rank
 
 
-def test_two_processes_go_on_from_the_checkpoint_of_one(one_process, two_processes):
+def test_two_processes_resume_the_checkpoint_of_one(one_process, two_processes):
     unbroken = one_process[1]["unbroken"]
 
     for seen in (process["from_one"] for process in two_processes):
         np.testing.assert_allclose(seen["adamw"][:2], unbroken["adamw"][:2], rtol=1e-6)
 
 
-def test_damaged_foreign_and_unfitting_checkpoints_are_refused_by_name(one_process, broken):
+def test_damaged_and_mismatched_checkpoints_are_refused(one_process, broken):
     unfitting, damaged, foreign = one_process[1]["errors"]
 
-    assert "another model" in unfitting
+    assert "a different model" in unfitting
     assert "mlp.down_proj.weight: (128, 256) in the checkpoint, (128, 192) in the model" in unfitting
     assert str(list(broken)[1] / "__1_0.distcp") in damaged
     assert "damaged" in damaged and "trainer.load_checkpoint_path" in damaged
     assert "scripts/model_merger.py" in foreign
 
 
-def test_a_folder_without_manifest_or_file_is_not_complete(saved_by_two, tmp_path):
+def test_a_folder_without_its_manifest_or_a_file_is_incomplete(saved_by_two, tmp_path):
     source, _ = saved_by_two
     for file in (source / "adamw").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -222,7 +222,7 @@ def test_a_folder_without_manifest_or_file_is_not_complete(saved_by_two, tmp_pat
         read_manifest(tmp_path)
 
 
-def test_random_state_brings_all_three_generators_back():
+def test_random_state_restores_all_three_generators():
     state = random_state()
     draws = random.random(), np.random.rand(), torch.rand(1).item()
 

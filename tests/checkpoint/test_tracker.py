@@ -65,7 +65,7 @@ def test_without_a_limit_everything_is_kept(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_a_half_written_folder_is_removed_by_the_next_save(tmp_path):
+def test_an_incomplete_folder_is_removed_by_the_next_save(tmp_path):
     tracker = CheckpointTracker(tmp_path)
     (tracker.begin(3) / "half").write_text("")
 
@@ -74,7 +74,7 @@ def test_a_half_written_folder_is_removed_by_the_next_save(tmp_path):
     assert steps(tmp_path) == [5]
 
 
-def test_a_run_killed_before_the_folder_has_its_name_goes_on_from_it(tmp_path, monkeypatch):
+def test_a_run_killed_before_the_rename_resumes_from_the_folder(tmp_path, monkeypatch):
     def save_until_killed(step, renames):
         tracker = CheckpointTracker(tmp_path)
         folder = tracker.begin(step)
@@ -108,7 +108,7 @@ def killed_after(renames, rename=Path.rename):
     return rename_or_die
 
 
-def test_a_folder_that_cannot_get_its_name_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+def test_a_failed_rename_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
     before = save(CheckpointTracker(tmp_path), 1)
     tracker = CheckpointTracker(tmp_path)
     tracker.begin(2)
@@ -124,7 +124,7 @@ def fails(path, target):
     raise OSError("disk")
 
 
-def test_a_resumed_run_knows_the_best_and_replaces_a_step_it_writes_again(tmp_path):
+def test_a_resumed_run_knows_the_best_step_and_replaces_rewritten_steps(tmp_path):
     save(CheckpointTracker(tmp_path, 1), 1, score=0.7)
     save(CheckpointTracker(tmp_path, 1), 2, score=0.1, content="first")
 
@@ -136,11 +136,11 @@ def test_a_resumed_run_knows_the_best_and_replaces_a_step_it_writes_again(tmp_pa
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_tracker_that_cannot_be_read_or_names_a_lost_folder_is_an_error(tmp_path):
+def test_an_unreadable_tracker_or_a_missing_folder_is_an_error(tmp_path):
     folder = save(CheckpointTracker(tmp_path), 1)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(
-        FileNotFoundError, match=r"names global_step_1, which is gone: .*load_checkpoint_path"
+        FileNotFoundError, match=r"names global_step_1, which is missing: .*load_checkpoint_path"
     ):
         find_last_checkpoint(tmp_path)
 
@@ -149,19 +149,19 @@ def test_a_tracker_that_cannot_be_read_or_names_a_lost_folder_is_an_error(tmp_pa
         find_last_checkpoint(tmp_path)
 
 
-def test_a_path_to_load_names_one_complete_step(tmp_path):
+def test_the_path_to_load_must_name_a_complete_step(tmp_path):
     folder = save(CheckpointTracker(tmp_path), 12)
 
     assert checkpoint_step(folder) == 12
     with pytest.raises(ValueError, match="must end in global_step_N"):
         checkpoint_step(folder / "actor")
-    with pytest.raises(ValueError, match="never completed"):
+    with pytest.raises(ValueError, match="it is incomplete"):
         checkpoint_step(tmp_path / "global_step_13.tmp")
     with pytest.raises(FileNotFoundError, match="no folder"):
         checkpoint_step(tmp_path / "global_step_13")
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_option(tmp_path):
+def test_an_unwritable_folder_is_an_error_that_names_the_option(tmp_path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path` \(.*file\) cannot be written"):
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_option(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_folder_is_named_with_the_option(tmp_path):
+def test_a_read_only_folder_is_an_error_that_names_the_option(tmp_path):
     tmp_path.chmod(0o500)
 
     with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path`"):

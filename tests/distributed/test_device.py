@@ -8,7 +8,7 @@ import torch
 from verl.distributed.device import backend_of, memory_metrics, resident_bytes, resolve_device, set_seed
 
 
-def test_auto_is_cuda_only_where_torch_sees_a_gpu():
+def test_auto_is_cuda_only_if_torch_sees_a_gpu():
     assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
     assert resolve_device("cpu") == "cpu"
 

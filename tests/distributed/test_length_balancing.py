@@ -7,9 +7,9 @@ import pytest
 from verl.distributed.length_balancing import (
     balance,
     balance_groups,
-    cut_evenly,
     length_metrics,
     shared_workload,
+    split_evenly,
     workload,
 )
 
@@ -25,7 +25,7 @@ def test_differencing_splits_the_textbook_example_as_published():
     assert sums(costs, balance(costs, 2)) == [14, 16]
 
 
-def test_equal_sizes_keep_the_parts_even_where_the_costs_would_not():
+def test_equal_sizes_are_kept_even_if_costs_become_uneven():
     # Best with two items each: {9, 1} and {1, 1}.
     costs = [9, 1, 1, 1]
 
@@ -56,12 +56,12 @@ def test_more_parts_than_items_leave_some_empty():
     assert balance([], 2) == [[], []]
 
 
-def test_items_that_do_not_divide_are_refused_for_equal_sizes():
+def test_equal_sizes_need_a_divisible_number_of_items():
     with pytest.raises(ValueError, match="3 items cannot be divided into 2 parts"):
         balance([1, 2, 3], 2, equal_size=True)
 
 
-def test_groups_stay_whole_and_ranks_get_equally_many_rows():
+def test_groups_stay_together_and_ranks_get_equal_numbers_of_rows():
     lengths = [10, 10, 500, 400, 20, 30, 300, 450]
     groups = ["a", "a", "b", "b", "c", "c", "d", "d"]
 
@@ -74,7 +74,7 @@ def test_groups_stay_whole_and_ranks_get_equally_many_rows():
     assert all(len(part) == 4 for part in parts)
 
 
-def test_groups_that_do_not_divide_are_refused():
+def test_a_number_of_groups_that_is_not_divisible_is_refused():
     with pytest.raises(ValueError, match=r"3 groups of \[1\] sequences cannot be divided over 2 ranks"):
         balance_groups([1, 2, 3], [0, 1, 2], 2)
 
@@ -84,7 +84,7 @@ def test_work_grows_faster_than_length():
     assert workload(2000) > 2 * workload(1000)
 
 
-def test_a_shared_prompt_is_worked_on_once():
+def test_a_shared_prompt_counts_once():
     # Prompt 10, responses 2 and 3. Tokens: 15. Attention: 10^2 for the prompt, and for the responses the
     # squares of whole sequences less the prompt's: 12^2 - 10^2 = 44 and 13^2 - 10^2 = 69.
     assert shared_workload(10, [12, 13]) == 15 * 24576 + 100 + 44 + 69
@@ -104,20 +104,20 @@ def test_groups_are_balanced_by_the_work_of_shared_prompts():
     assert sorted(map(sorted, shared)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_a_sequence_is_cut_where_the_largest_stretch_is_smallest():
+def test_spans_minimize_the_largest_sum():
     # 7 2 5 | 10 8 is 14 and 18; every other cut leaves more than 18 on one side.
-    assert cut_evenly([7, 2, 5, 10, 8], 2) == [0, 3, 5]
-    assert cut_evenly([4], 3) == [0, 1, 1, 1]
-    assert cut_evenly([], 2) == [0, 0, 0]
+    assert split_evenly([7, 2, 5, 10, 8], 2) == [0, 3, 5]
+    assert split_evenly([4], 3) == [0, 1, 1, 1]
+    assert split_evenly([], 2) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_cuts_are_as_even_as_the_best_of_all_cuts(seed):
+def test_spans_are_as_even_as_the_best_of_all_splits(seed):
     generator = random.Random(seed)
     costs = [generator.randint(0, 20) for _ in range(generator.randint(1, 8))]
     parts = generator.randint(1, 4)
 
-    bounds = cut_evenly(costs, parts)
+    bounds = split_evenly(costs, parts)
 
     def largest(cuts):
         return max(sum(costs[start:stop]) for start, stop in itertools.pairwise(cuts))

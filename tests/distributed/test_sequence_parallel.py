@@ -8,15 +8,15 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import LineGroup, shard_plan
+from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.distributed.ulysses import gather_rows, heads_to_tokens, tokens_to_heads
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 3)]
-LINES = {
-    "one token": [LineGroup(1)],
-    "packed": [LineGroup(11), LineGroup(1), LineGroup(0), LineGroup(30), LineGroup(4)],
-    "shared": [LineGroup(9, (3, 1, 5)), LineGroup(2, (4,)), LineGroup(13, (0, 2, 7))],
+PACKED = {
+    "one token": [SequenceGroup(1)],
+    "packed": [SequenceGroup(11), SequenceGroup(1), SequenceGroup(0), SequenceGroup(30), SequenceGroup(4)],
+    "shared": [SequenceGroup(9, (3, 1, 5)), SequenceGroup(2, (4,)), SequenceGroup(13, (0, 2, 7))],
 }
 
 
@@ -25,39 +25,39 @@ def ranks_of(ulysses, ring):
 
 
 def owner_by_hand(groups, ring):
-    """Which ring rank holds each token of segments that are long enough for no chunk to be empty."""
+    """Ring rank of each token, for segments long enough that no chunk is empty."""
     owners = []
     for group in groups:
         for length in (group.prompt, *group.responses):
             chunk = length // (2 * ring)
-            owners += [min(place // chunk, 2 * ring - 1 - place // chunk) for place in range(length)]
+            owners += [min(position // chunk, 2 * ring - 1 - position // chunk) for position in range(length)]
     return owners
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("line", LINES)
-def test_every_token_of_a_line_is_on_one_rank(line, sizes):
-    plans = [shard_plan(LINES[line], sp) for sp in ranks_of(*sizes)]
+@pytest.mark.parametrize("packed", PACKED)
+def test_every_token_of_a_packed_sequence_is_on_one_rank(packed, sizes):
+    plans = [shard_plan(PACKED[packed], sp) for sp in ranks_of(*sizes)]
 
     joined = torch.cat([plan.local for plan in plans])
     real = ~torch.cat([plan.is_padding for plan in plans])
-    total = sum(group.prompt + sum(group.responses) for group in LINES[line])
+    total = sum(group.prompt + sum(group.responses) for group in PACKED[packed])
     assert sorted(joined[real].tolist()) == list(range(total))
     for plan in plans:
-        assert joined[plan.places].tolist() == list(range(total))
+        assert joined[plan.positions].tolist() == list(range(total))
         assert len(plan.local) == len(plans[0].local)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_ranks_hold_equally_many_tokens_up_to_rounding_whatever_the_lengths(sizes):
+def test_ranks_hold_equal_numbers_of_tokens_up_to_rounding(sizes):
     groups = [
-        LineGroup(1),
-        LineGroup(3),
-        LineGroup(1),
-        LineGroup(1),
-        LineGroup(2),
-        LineGroup(5),
-        LineGroup(1),
+        SequenceGroup(1),
+        SequenceGroup(3),
+        SequenceGroup(1),
+        SequenceGroup(1),
+        SequenceGroup(2),
+        SequenceGroup(5),
+        SequenceGroup(1),
     ]
     plan = shard_plan(groups * 20, ranks_of(*sizes)[0])
 
@@ -66,7 +66,7 @@ def test_ranks_hold_equally_many_tokens_up_to_rounding_whatever_the_lengths(size
 
 
 def test_ring_ranks_hold_chunks_from_both_ends_of_every_segment():
-    groups = [LineGroup(8), LineGroup(16, (8, 8))]  # four chunks each
+    groups = [SequenceGroup(8), SequenceGroup(16, (8, 8))]  # four chunks each
 
     plans = [shard_plan(groups, sp) for sp in ranks_of(1, 2)]
 
@@ -80,19 +80,19 @@ def test_ring_ranks_hold_chunks_from_both_ends_of_every_segment():
     assert plans[0].local.tolist() == [*first, 6, 7, 20, 21, 22, 23, 30, 31, 38, 39]
 
 
-def test_ulysses_ranks_hold_neighbouring_pieces_and_padding_stands_at_the_end():
-    plans = [shard_plan([LineGroup(3), LineGroup(2)], sp) for sp in ranks_of(2, 1)]
+def test_ulysses_ranks_hold_contiguous_shards_padded_at_the_end():
+    plans = [shard_plan([SequenceGroup(3), SequenceGroup(2)], sp) for sp in ranks_of(2, 1)]
 
     assert [plan.local.tolist() for plan in plans] == [[0, 1, 2], [3, 4, 0]]
     assert [plan.is_padding.tolist() for plan in plans] == [[False] * 3, [False, False, True]]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_rows_are_found_on_their_ranks_and_come_back_in_order(sizes):
+def test_rows_are_divided_over_their_ranks_and_gathered_in_order(sizes):
     rows = torch.tensor([40, 3, 3, 0, 17, 25, 39, 1])
-    values = torch.arange(100, 146)  # what each token of the line has
+    values = torch.arange(100, 146)  # a value for each token
 
-    plans = [shard_plan(LINES["packed"], sp) for sp in ranks_of(*sizes)]
+    plans = [shard_plan(PACKED["packed"], sp) for sp in ranks_of(*sizes)]
 
     found = [values[plan.local][plan.rows(rows).local] for plan in plans]
     for plan in plans:
@@ -100,9 +100,9 @@ def test_rows_are_found_on_their_ranks_and_come_back_in_order(sizes):
         assert torch.cat(found)[plan.rows(rows).order].tolist() == values[rows].tolist()
 
 
-def test_an_empty_line_is_refused():
+def test_an_empty_packed_sequence_is_refused():
     with pytest.raises(ValueError, match="without tokens"):
-        shard_plan([LineGroup(0)], SequenceParallel.none())
+        shard_plan([SequenceGroup(0)], SequenceParallel.none())
 
 
 def describe_groups(rank, world_size):
@@ -123,7 +123,7 @@ def describe_groups(rank, world_size):
 
 
 def check_exchange(sp):
-    """Differences of the exchange and its gradients from slices of the whole, on this rank."""
+    """Largest difference of the exchange and its gradients from slices of the full tensors."""
     generator = torch.Generator().manual_seed(sp.dp_index * 10 + sp.ring_index)
     differences = []
     for heads, kv_heads in ((4, 4), (4, 2), (4, 1), (6, 3)):
@@ -170,8 +170,8 @@ def check_gather(sp):
 def test_groups_and_exchanges_are_right_on_four_processes():
     results = run_distributed(describe_groups, 4)
 
-    places = [sp[:3] for sp, *_ in results]
-    assert places == [(0, 0, None), (1, 0, None), (0, 1, None), (1, 1, None)]
+    coordinates = [sp[:3] for sp, *_ in results]
+    assert coordinates == [(0, 0, None), (1, 0, None), (0, 1, None), (1, 1, None)]
     assert [sp[3:] for sp, *_ in results] == [
         ([0, 1], [0, 1], [0, 2]),
         ([0, 1], [0, 1], [1, 3]),
@@ -195,41 +195,41 @@ def test_groups_and_exchanges_are_right_on_four_processes():
         assert gather[3] == 0
 
 
-def gather_in_pieces(rank, world_size):
-    """For several divisions the pieces that went wrong, and the memory beside the result of 8 and of 1."""
-    sp = SequenceParallel.build(range(world_size), world_size, 1, gather_pieces=3)
-    assert sp.gather_pieces == 3 and SequenceParallel.none().gather_pieces == 1
+def gather_in_chunks(rank, world_size):
+    """Cases with wrong results, and the extra memory of 8 chunks and of 1."""
+    sp = SequenceParallel.build(range(world_size), world_size, 1, gather_chunks=3)
+    assert sp.gather_chunks == 3 and SequenceParallel.none().gather_chunks == 1
     wrong = []
     for counts in ((5, 2, 0, 7), (0, 3, 0, 0), (4, 4, 4, 4), (1, 6, 2, 1)):
         counts = counts[:world_size]
-        for pieces, sum_gradients in itertools.product((1, 2, 3, 7, 50), (False, True)):
-            if not gathers_exactly(counts, pieces, sum_gradients, sp):
-                wrong.append((counts, pieces, sum_gradients))
+        for chunks, sum_gradients in itertools.product((1, 2, 3, 7, 50), (False, True)):
+            if not gathers_exactly(counts, chunks, sum_gradients, sp):
+                wrong.append((counts, chunks, sum_gradients))
     counts = (4096,) + (0,) * (world_size - 1)
-    return wrong, [memory_beside_the_result(counts, pieces, sp) for pieces in (8, 1)]
+    return wrong, [extra_memory(counts, chunks, sp) for chunks in (8, 1)]
 
 
-def gathers_exactly(counts, pieces, sum_gradients, sp):
-    """Whether rows and gradients are those of plain slices; numbers are whole, so sums have one result."""
+def gathers_exactly(counts, chunks, sum_gradients, sp):
+    """Compare rows and gradients with plain slices; whole numbers make sums exact."""
     generator = torch.Generator().manual_seed(sum(counts))
     whole = torch.randint(-9, 9, (sum(counts), 2, 3), generator=generator).float()
     weights = torch.randint(-9, 9, (sp.size, *whole.shape), generator=generator).float()  # of each rank
     at = slice(sum(counts[: sp.index]), sum(counts[: sp.index + 1]))
     own = whole[at].transpose(1, 2).contiguous().requires_grad_()  # in another order of memory
 
-    joined = gather_rows(own.transpose(1, 2), counts, sp, sum_gradients, pieces)
+    joined = gather_rows(own.transpose(1, 2), counts, sp, sum_gradients, chunks)
     (joined * weights[sp.index]).sum().backward()
 
     used = weights.sum(0) if sum_gradients else weights[sp.index]
     return torch.equal(joined, whole) and torch.equal(own.grad.transpose(1, 2), used[at])
 
 
-def memory_beside_the_result(counts, pieces, sp):
-    """MiB that a gather and its backward pass need at the same time, beside what they leave."""
+def extra_memory(counts, chunks, sp):
+    """Peak MiB of a gather and its backward pass, minus what they leave allocated."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # what is freed leaves the process at once
     own = torch.ones(counts[sp.index], 4096, requires_grad=True)  # 64 MiB on the rank that has them
     before = resident("VmRSS")
-    joined = gather_rows(own, counts, sp, sum_gradients=True, pieces=pieces)
+    joined = gather_rows(own, counts, sp, sum_gradients=True, chunks=chunks)
     joined.backward(torch.ones_like(joined))
     left = resident("VmRSS") - before
     return resident("VmHWM") - before - left
@@ -241,10 +241,10 @@ def resident(name):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_rows_gathered_in_pieces_are_the_same_and_need_less_memory(world_size):
-    results = run_distributed(gather_in_pieces, world_size)
+def test_rows_gathered_in_chunks_are_the_same_and_need_less_memory(world_size):
+    results = run_distributed(gather_in_chunks, world_size)
 
-    for wrong, (in_pieces, at_once) in results:
+    for wrong, (in_chunks, at_once) in results:
         assert wrong == []
-        assert at_once >= 64 * world_size  # every rank holds the most rows of a rank for each
-        assert in_pieces <= 0.4 * at_once
+        assert at_once >= 64 * world_size  # every rank receives 64 MiB from each rank
+        assert in_chunks <= 0.4 * at_once

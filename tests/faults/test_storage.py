@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_that_is_named_goes_on(
     run = Run(folder, text_arguments)
 
     assert run.end() in (1, 2)
-    assert str(file) in run.stderr and "it is damaged" in run.stderr
+    assert str(file) in run.stderr and "the checkpoint is damaged" in run.stderr
     remedy = f"trainer.load_checkpoint_path={folder / 'global_step_4'}"
     assert remedy in run.stderr
     assert run.steps == []

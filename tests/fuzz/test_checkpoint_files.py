@@ -89,8 +89,8 @@ def check_reads_or_names(read, file, remedies):
 
 TRACKER_REMEDIES = [
     "remove it and set `trainer.load_checkpoint_path`",
-    "go on from another step with",
-    "start anew",
+    "resume from another step with",
+    "start over",
 ]
 
 
@@ -110,7 +110,7 @@ def test_any_tracker_file_gives_a_checkpoint_of_this_run_or_an_error_with_a_reme
 
 
 @given(st.data())
-def test_a_damaged_tracker_file_leads_to_a_whole_checkpoint_or_an_error_with_a_remedy(run, data):
+def test_a_damaged_tracker_file_leads_to_a_complete_checkpoint_or_an_error_with_a_remedy(run, data):
     original = (run / TRACKER).read_bytes()
     (run / TRACKER).write_bytes(damaged(original, data))
 
@@ -125,13 +125,13 @@ def test_a_damaged_tracker_file_leads_to_a_whole_checkpoint_or_an_error_with_a_r
 
 
 @given(contents)
-def test_any_manifest_names_whole_files_of_its_folder_or_is_an_error_with_a_remedy(run, content):
+def test_any_manifest_names_complete_files_of_its_folder_or_is_an_error_with_a_remedy(run, content):
     folder = run / "global_step_4" / "actor"
     original = (folder / MANIFEST).read_bytes()
     (folder / MANIFEST).write_bytes(content)
 
     try:
-        read = check_reads_or_names(lambda: read_manifest(folder), folder, ["go on from another step"])
+        read = check_reads_or_names(lambda: read_manifest(folder), folder, ["resume from another step"])
     finally:
         (folder / MANIFEST).write_bytes(original)
 
@@ -139,7 +139,7 @@ def test_any_manifest_names_whole_files_of_its_folder_or_is_an_error_with_a_reme
 
 
 @given(st.data())
-def test_a_damaged_manifest_is_read_or_refused_by_name(run, data):
+def test_a_damaged_manifest_is_read_or_refused_with_its_path(run, data):
     file = data.draw(st.sampled_from(["manifest.json", "actor/manifest.json"]))
     path = run / "global_step_4" / file
     original = path.read_bytes()
@@ -147,30 +147,30 @@ def test_a_damaged_manifest_is_read_or_refused_by_name(run, data):
 
     try:
         check_reads_or_names(
-            lambda: checkpoint_to_resume(run, None, True), run / "global_step_4", ["go on from another step"]
+            lambda: checkpoint_to_resume(run, None, True), run / "global_step_4", ["resume from another step"]
         )
     finally:
         path.write_bytes(original)
 
 
 @given(st.binary(max_size=200) | st.just(b"\x80\x04cos\nsystem\n(S'true'\ntR."))
-def test_any_bytes_as_the_metadata_of_shards_are_refused_by_name(tmp_path, content):
+def test_any_bytes_as_the_metadata_of_shards_are_refused_with_their_path(tmp_path, content):
     path = tmp_path / ".metadata"
     path.write_bytes(content)
 
     with path.open("rb") as file:
-        read = check_reads_or_names(lambda: load_metadata(file, path), path, ["go on from another step"])
+        read = check_reads_or_names(lambda: load_metadata(file, path), path, ["resume from another step"])
 
     assert read is None or isinstance(read, Metadata)
 
 
 @given(st.data())
-def test_damaged_metadata_of_shards_are_read_or_refused_by_name(real_metadata, tmp_path, data):
+def test_damaged_metadata_of_shards_are_read_or_refused_with_their_path(real_metadata, tmp_path, data):
     path = tmp_path / ".metadata"
     path.write_bytes(damaged(real_metadata, data))
 
     with path.open("rb") as file:
-        read = check_reads_or_names(lambda: load_metadata(file, path), path, ["go on from another step"])
+        read = check_reads_or_names(lambda: load_metadata(file, path), path, ["resume from another step"])
 
     assert read is None or isinstance(read, Metadata)
 

@@ -48,7 +48,7 @@ def test_qwen2_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek", "llama", "qwen3", "qwen3_moe", "gemma3"])
-def test_text_models_need_what_torch_counts_without_the_masked_pairs(tmp_path, family):
+def test_text_models_match_torchs_count_without_masked_pairs(tmp_path, family):
     window = {"sliding_window": LENGTH} if family == "gemma3" else {}
     config, model = load_tiny(tmp_path, family, **window)
 
@@ -60,7 +60,7 @@ def test_text_models_need_what_torch_counts_without_the_masked_pairs(tmp_path, f
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_vision_towers_need_what_torch_counts(tmp_path, family):
+def test_vision_towers_match_torchs_count(tmp_path, family):
     config, model = load_tiny(tmp_path, family)
     grid = (1, 8, 6)  # windows of 4 x 4 patches in Qwen2.5-VL, two of them cut off
     tower = config.vision_config
@@ -80,7 +80,7 @@ def test_vision_towers_need_what_torch_counts(tmp_path, family):
     assert expected == pytest.approx(flops, rel=0.02)
 
 
-def test_frames_of_a_video_do_not_see_each_other(tmp_path):
+def test_frames_of_a_video_do_not_attend_to_each_other(tmp_path):
     counter = FlopsCounter(load_tiny(tmp_path, "qwen3_vl")[0])
 
     video, image = (counter.forward([], grids=[grid]) for grid in ((3, 8, 8), (1, 8, 8)))
@@ -98,7 +98,7 @@ def test_a_frozen_vision_tower_has_no_backward_pass(tmp_path):
     assert trained.training([9], grids=grids) - frozen.training([9], grids=grids) == 2 * vision
 
 
-def test_experts_that_a_token_is_not_sent_to_cost_nothing(tmp_path):
+def test_experts_without_routed_tokens_cost_nothing(tmp_path):
     few, _ = load_tiny(tmp_path, "qwen3_moe")
     many, _ = load_tiny(tmp_path, "qwen3_moe", num_experts=64)
 
@@ -110,7 +110,7 @@ def test_experts_that_a_token_is_not_sent_to_cost_nothing(tmp_path):
     ("length", "window", "pairs"),
     [(4, None, 10), (4, 4, 10), (4, 9, 10), (4, 1, 4), (5, 2, 1 + 2 + 2 + 2 + 2), (0, None, 0), (0, 3, 0)],
 )
-def test_a_token_sees_itself_and_what_its_window_reaches(length, window, pairs):
+def test_a_token_attends_to_itself_and_its_window(length, window, pairs):
     assert causal_pairs(length, window) == pairs
 
 

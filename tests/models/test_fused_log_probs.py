@@ -41,7 +41,7 @@ TRANSFORMS = [
 ]
 
 
-def test_log_prob_and_entropy_of_two_tokens_worked_out_by_hand():
+def test_log_prob_and_entropy_match_a_hand_computed_example():
     # Logits are (log 3, 0): p = (3/4, 1/4), entropy = log 4 - 3/4 log 3.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]])
 
@@ -54,7 +54,7 @@ def test_log_prob_and_entropy_of_two_tokens_worked_out_by_hand():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("chunk_bytes", [1, VOCABULARY * 4 * 8, None])
-def test_equals_the_plain_log_softmax_with_gradients_at_every_chunk_size(transform, bias, chunk_bytes):
+def test_it_equals_the_plain_log_softmax_with_gradients_at_every_chunk_size(transform, bias, chunk_bytes):
     hidden, weight, offset, targets = inputs(bias=bias)
     weights = torch.linspace(-1, 1, ROWS)
 
@@ -172,7 +172,7 @@ def test_a_missing_target_is_refused():
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_the_sum_of_squared_probabilities_by_hand(with_entropy):
+def test_the_sum_of_squared_probabilities_matches_a_hand_computed_example(with_entropy):
     # p = (3/4, 1/4): 9/16 + 1/16; with equal logits 1/4 + 1/4.
     hidden, weight = torch.tensor([[1.0], [0.0]]), torch.tensor([[math.log(3.0)], [0.0]])
 
@@ -238,7 +238,7 @@ def plain_kl(policy, other):
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def test_the_kl_of_two_tokens_by_hand():
+def test_the_kl_matches_a_hand_computed_example():
     # p = (3/4, 1/4) and q = (1/2, 1/2): 3/4 log(3/2) + 1/4 log(1/2). d KL / dz = p (log p/q - KL).
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]], requires_grad=True)
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
@@ -291,7 +291,7 @@ def test_the_reference_gets_no_gradient():
     assert all(tensor.grad is None for tensor in other[:3])
 
 
-def test_the_kl_of_a_model_from_itself_is_zero_and_pulls_nowhere():
+def test_the_kl_of_a_model_from_itself_is_zero_with_zero_gradients():
     hidden, weight, bias, _ = inputs(bias=True)
     transform = LogitTransform(softcap=3.0)
 
@@ -304,7 +304,7 @@ def test_the_kl_of_a_model_from_itself_is_zero_and_pulls_nowhere():
         assert gradient.abs().max() < 1e-5
 
 
-def test_a_small_kl_of_large_logits_keeps_its_value():
+def test_a_small_kl_of_large_logits_is_accurate():
     # Logits of up to 69 that differ by about 0.03: the KL is 5e-5 on average.
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(64, HIDDEN, generator=generator)
@@ -347,7 +347,7 @@ def test_half_precision_and_autocast_give_a_float32_kl():
         torch.testing.assert_close(ours, theirs, atol=0.2, rtol=0.1)
 
 
-def test_no_tokens_have_no_kl_and_zero_gradients():
+def test_no_tokens_give_no_kl_and_zero_gradients():
     hidden, weight, _, _ = inputs()
 
     kl = linear_kl(hidden[:0], weight, reference(rows=0))
@@ -357,7 +357,7 @@ def test_no_tokens_have_no_kl_and_zero_gradients():
     assert weight.grad.abs().sum() == 0
 
 
-def test_models_with_other_tokens_or_another_vocabulary_are_refused():
+def test_different_numbers_of_tokens_or_vocabularies_are_refused():
     hidden, weight, _, _ = inputs()
 
     with pytest.raises(ValueError, match="the same tokens and vocabulary"):

@@ -10,7 +10,7 @@ from verl.models.tiny import FAMILIES, save_tiny_model
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
-def test_converted_tensors_are_what_save_pretrained_writes(family, tmp_path):
+def test_converted_tensors_match_save_pretrained(family, tmp_path):
     folder = save_tiny_model(tmp_path, family)
     config = AutoConfig.from_pretrained(folder)
     model = auto_class(config).from_pretrained(folder)
@@ -22,7 +22,7 @@ def test_converted_tensors_are_what_save_pretrained_writes(family, tmp_path):
     assert all(torch.equal(converted[name], on_disk[name]) for name in on_disk)
 
 
-def test_experts_of_a_mixture_get_a_name_each(tmp_path):
+def test_each_expert_of_a_mixture_gets_its_own_name(tmp_path):
     names = HubNames(AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen3_moe")))
 
     produced = names.of("model.layers.0.mlp.experts.gate_up_proj")
@@ -31,7 +31,7 @@ def test_experts_of_a_mixture_get_a_name_each(tmp_path):
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in produced
 
 
-def test_tensors_come_one_by_one_in_the_order_given(tmp_path):
+def test_tensors_are_yielded_one_by_one_in_order(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
     taken = []
 
@@ -47,14 +47,14 @@ def test_tensors_come_one_by_one_in_the_order_given(tmp_path):
     assert next(stream)[0] == "model.norm.weight"
 
 
-def test_a_name_of_another_model_is_refused(tmp_path):
+def test_an_unknown_name_is_refused(tmp_path):
     names = HubNames(AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2")))
 
     with pytest.raises(ValueError, match=r"Qwen2ForCausalLM has no tensor 'visual.x'"):
         list(names.convert([("visual.x", torch.ones(1))]))
 
 
-def test_joint_experts_are_turned_as_the_hub_and_vllm_have_them(tmp_path):
+def test_joint_experts_are_transposed_for_the_hub_and_vllm(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen3_vl_moe", moe_intermediate_size=96))
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     in_memory = torch.randn(4, 192, 128)  # experts, gate and up, hidden
@@ -67,7 +67,7 @@ def test_joint_experts_are_turned_as_the_hub_and_vllm_have_them(tmp_path):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_scalar_model_has_the_same_names_with_a_score_for_the_head(family, has_bias, tmp_path):
+def test_a_scalar_model_has_the_same_names_with_a_score_instead_of_the_head(family, has_bias, tmp_path):
     folder = save_tiny_model(tmp_path, family)
     config = AutoConfig.from_pretrained(folder)
     make_scalar(config, has_bias=has_bias)
@@ -80,7 +80,7 @@ def test_a_scalar_model_has_the_same_names_with_a_score_for_the_head(family, has
     assert converted["score.weight"].shape == (1, 128)
 
 
-def test_a_config_says_whether_its_model_scores(tmp_path):
+def test_scalar_models_are_recognized_by_their_config(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
     assert not is_scalar(config)
 

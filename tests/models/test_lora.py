@@ -5,10 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from verl.models.adapter_files import AdapterConfig
 from verl.models.hub_names import HubNames, meta_model
-from verl.models.lora import adapted_layers, adapters_off, attach_adapters, set_adapter
-from verl.models.lora_weights import is_adapter
+from verl.models.lora import adapted_layers, adapters_disabled, attach_adapters, set_adapter
+from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.scalar_head import make_scalar
 from verl.models.tiny import save_tiny_model
 from verl.models.trainable import TrainableOptions, select_trainable
@@ -45,7 +44,7 @@ def trained(model):
         (r"model\.visual\..*", "qkv,proj", TOWER_LINEAR - 4),
     ],
 )
-def test_adapters_go_where_the_patterns_say(model, target, exclude, count):
+def test_patterns_select_the_adapted_modules(model, target, exclude, count):
     names = attach_adapters(model, AdapterConfig(4, 8, target, exclude), f"{OPTION}.lora")
 
     assert len(names) == count
@@ -72,22 +71,22 @@ def test_the_head_is_never_adapted(model):
             r"target_modules` \(qproj\) matches no linear module of Qwen2_5_VL.*; it has .*o_proj",
         ),
         ("embed_tokens", None, "matches no linear module"),
-        ("(", None, r"target_modules` \(\(\) is no regular expression: missing \)"),
+        ("(", None, r"target_modules` \(\(\) is not a regular expression: missing \)"),
         ("q_proj", "q_proj", r"exclude_modules` \(q_proj\) leaves no module of .*target_modules` \(q_proj\)"),
     ],
 )
-def test_patterns_that_leave_nothing_are_errors_with_what_there_is(model, target, exclude, message):
+def test_patterns_that_select_nothing_are_errors_that_list_the_modules(model, target, exclude, message):
     with pytest.raises(ValueError, match=message):
         attach_adapters(model, AdapterConfig(4, 8, target, exclude), f"{OPTION}.lora")
 
 
-def test_a_name_that_fits_nothing_among_others_that_do_is_told(model, caplog):
+def test_a_name_without_a_match_among_others_is_a_warning(model, caplog):
     names = attach_adapters(model, AdapterConfig(4, 8, "q_proj,vproj"), f"{OPTION}.lora")
 
     assert names and all(name.endswith(".q_proj") for name in names)
     assert [record.getMessage() for record in caplog.records] == [
-        f"`{OPTION}.lora.target_modules` (q_proj,vproj): vproj is no linear module of {type(model).__name__}"
-        " that can be adapted, the others are"
+        f"`{OPTION}.lora.target_modules` (q_proj,vproj): vproj matches no linear module of"
+        f" {type(model).__name__} that can be adapted"
     ]
 
 
@@ -100,7 +99,7 @@ def mixture(tmp_path_factory):
     "target",
     ["gate_proj,up_proj,down_proj", "gate_up_proj", "mlp.experts", ".*experts.*", r".*\.experts\.\d+\..*"],
 )
-def test_patterns_that_name_only_experts_are_refused_by_their_names_in_memory_and_on_the_hub(mixture, target):
+def test_patterns_that_select_only_joint_experts_are_refused(mixture, target):
     with pytest.raises(ValueError, match=r"names only experts, which Qwen3Moe.* holds as joint") as raised:
         attach_adapters(meta_model(mixture), AdapterConfig(4, 8, target), f"{OPTION}.lora")
 
@@ -108,12 +107,12 @@ def test_patterns_that_name_only_experts_are_refused_by_their_names_in_memory_an
     assert "`train_modules`; it has k_proj, o_proj, q_proj, v_proj" in str(raised.value)
 
 
-def test_a_pattern_that_names_nothing_in_a_mixture_names_no_experts(mixture):
+def test_a_pattern_without_a_match_is_not_taken_for_experts(mixture):
     with pytest.raises(ValueError, match=r"\(qproj\) matches no linear module of Qwen3Moe"):
         attach_adapters(meta_model(mixture), AdapterConfig(4, 8, "qproj"), f"{OPTION}.lora")
 
 
-def test_experts_that_have_no_adapter_are_counted_where_it_is_said_what_is_trained(config, mixture):
+def test_experts_without_an_adapter_are_counted(config, mixture):
     # Of each of two layers `gate_up_proj` and `down_proj`.
     cases = (
         (mixture, TrainableOptions(ALL), 4),
@@ -144,7 +143,7 @@ def test_without_patterns_everything_is_trained(model):
     assert trained(model) == {name for name, _ in model.named_parameters()}
 
 
-def test_patterns_choose_what_is_trained_and_freezing_wins(model):
+def test_patterns_select_trained_parameters_and_freezing_wins(model):
     options = TrainableOptions(train=[r"visual\.merger", r"layers\.1\."], freeze=["bias"])
 
     select_trainable(model, options, OPTION)
@@ -154,7 +153,7 @@ def test_patterns_choose_what_is_trained_and_freezing_wins(model):
     assert trained(model) == {name for name in wanted if "bias" not in name}
 
 
-def test_beside_adapters_named_parameters_are_trained_in_float32(config):
+def test_parameters_trained_with_adapters_are_float32(config):
     model = meta_model(config, torch.bfloat16)
 
     select_trainable(model, TrainableOptions(ALL, train=["embed_tokens"]), OPTION)
@@ -178,17 +177,17 @@ def test_the_score_of_an_adapted_value_model_is_trained(config):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (TrainableOptions(freeze=["visaul"]), r"freeze_modules` \(visaul\) is found in no parameter's name"),
-        (TrainableOptions(train=["*"]), r"train_modules` \(\*\) is no regular expression"),
+        (TrainableOptions(freeze=["visaul"]), r"freeze_modules` \(visaul\) matches no parameter's name"),
+        (TrainableOptions(train=["*"]), r"train_modules` \(\*\) is not a regular expression"),
         (TrainableOptions(freeze=["."]), r"freeze_modules` \(\['.'\]\) leaves nothing to train"),
     ],
 )
-def test_wrong_patterns_of_parameters_are_errors_by_name(model, options, message):
+def test_invalid_parameter_patterns_are_errors_that_name_the_option(model, options, message):
     with pytest.raises(ValueError, match=message):
         select_trainable(model, options, OPTION)
 
 
-def test_adapters_that_are_off_change_nothing_and_come_back(tmp_path):
+def test_disabled_adapters_have_no_effect_and_are_restored(tmp_path):
     model = meta_model(AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2"))).to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -199,7 +198,7 @@ def test_adapters_that_are_off_change_nothing_and_come_back(tmp_path):
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 torch.nn.init.normal_(parameter)
-        with adapters_off(model):
+        with adapters_disabled(model):
             without = model.model.layers[0].mlp(model.model.embed_tokens(ids))
         adapted = model.model.layers[0].mlp(model.model.embed_tokens(ids))
 
@@ -214,7 +213,7 @@ def with_memory(config):
     return model.to_empty(device="cpu"), names
 
 
-def test_saved_adapters_are_found_under_names_in_memory_and_under_those_of_the_hub(config):
+def test_saved_adapters_load_by_names_in_memory_and_on_the_hub(config):
     model, _ = with_memory(config)
     hub = HubNames(config)
     own = {
@@ -237,7 +236,7 @@ def test_saved_adapters_are_found_under_names_in_memory_and_under_those_of_the_h
         )
 
 
-def test_an_adapter_for_another_base_is_an_error_that_shows_a_difference(config):
+def test_an_adapter_for_a_different_base_is_an_error_that_shows_a_difference(config):
     model, _ = with_memory(config)
     own = {name: tensor.detach() for name, tensor in model.named_parameters() if is_adapter(name)}
     smaller = {name: tensor[:2] for name, tensor in own.items()}
@@ -250,4 +249,4 @@ def test_an_adapter_for_another_base_is_an_error_that_shows_a_difference(config)
     ):
         with pytest.raises(ValueError, match=message) as raised:
             set_adapter(model, tensors, HubNames(config).of_module, "`lora.path` (x)")
-        assert str(raised.value).startswith("`lora.path` (x) is an adapter for another model")
+        assert str(raised.value).startswith("`lora.path` (x) is an adapter for a different model")

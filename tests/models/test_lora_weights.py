@@ -7,41 +7,45 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl.models.adapter_files import (
+from verl.models.lora_weights import (
     AdapterConfig,
     AdapterFiles,
+    fold,
+    fold_weight,
     memory_name,
     peft_name,
+    plain_name,
     read_adapter,
     read_adapter_config,
 )
-from verl.models.lora_weights import fold, folded, plain_name
 
 WEIGHT = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 DOWN, UP = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0], [0.0]])  # their product: [[2, 0], [0, 0]]
 
 
-def test_a_folded_weight_is_the_weight_and_the_scaled_product_of_the_adapter():
-    torch.testing.assert_close(folded(WEIGHT, DOWN, UP, scale=0.5), torch.tensor([[2.0, 2.0], [3.0, 4.0]]))
+def test_a_folded_weight_is_the_weight_plus_the_scaled_product():
+    torch.testing.assert_close(
+        fold_weight(WEIGHT, DOWN, UP, scale=0.5), torch.tensor([[2.0, 2.0], [3.0, 4.0]])
+    )
 
 
-def test_a_folded_dora_weight_has_rows_as_long_as_the_magnitudes():
+def test_the_row_norms_of_a_folded_dora_weight_are_the_magnitudes():
     # The rows of W + BA / 2 are (2, 2) and (3, 4), of lengths 2 sqrt(2) and 5.
-    result = folded(WEIGHT, DOWN, UP, scale=0.5, magnitude=torch.tensor([2.0**0.5, 10.0]))
+    result = fold_weight(WEIGHT, DOWN, UP, scale=0.5, magnitude=torch.tensor([2.0**0.5, 10.0]))
 
     torch.testing.assert_close(result, torch.tensor([[1.0, 1.0], [6.0, 8.0]]))
 
 
-def test_a_bfloat16_weight_keeps_an_adapter_that_bfloat16_would_swallow():
+def test_folding_into_a_bfloat16_weight_keeps_small_adapters():
     weight = torch.ones(1, 1, dtype=torch.bfloat16)
 
-    result = folded(weight, torch.full((1, 1), 1e-3), torch.ones(1, 1), scale=1.0)
+    result = fold_weight(weight, torch.full((1, 1), 1e-3), torch.ones(1, 1), scale=1.0)
 
     assert result.dtype == torch.float32
     assert result.item() == pytest.approx(1.001)
 
 
-def test_folding_gives_the_plain_models_names_whatever_the_order_of_the_parts():
+def test_folding_yields_plain_names_for_any_order_of_the_tensors():
     tensors = {
         "layer.norm.weight": torch.ones(2),
         "layer.q.lora_B.default.weight": UP,
@@ -53,11 +57,11 @@ def test_folding_gives_the_plain_models_names_whatever_the_order_of_the_parts():
     result = dict(fold(tensors.items(), 0.5, has_magnitude=False))
 
     assert sorted(result) == ["layer.norm.weight", "layer.q.bias", "layer.q.weight"]
-    torch.testing.assert_close(result["layer.q.weight"], folded(WEIGHT, DOWN, UP, 0.5))
+    torch.testing.assert_close(result["layer.q.weight"], fold_weight(WEIGHT, DOWN, UP, 0.5))
 
 
 @pytest.mark.parametrize("lost", ["base_layer", "lora_A", "lora_B", "lora_magnitude_vector"])
-def test_an_adapter_of_which_a_part_is_missing_is_an_error_by_name(lost):
+def test_an_incomplete_adapter_is_an_error_that_names_the_module(lost):
     tensors = {
         "q.base_layer.weight": WEIGHT,
         "q.lora_A.default.weight": DOWN,
@@ -78,18 +82,18 @@ def test_an_adapter_of_which_a_part_is_missing_is_an_error_by_name(lost):
         ("model.q.lora_magnitude_vector.default.weight", "base_model.model.model.q.lora_magnitude_vector"),
     ],
 )
-def test_names_inside_a_model_and_in_files_of_peft_turn_into_each_other(inside, on_disk):
+def test_names_convert_between_the_model_and_peft_files(inside, on_disk):
     assert peft_name(inside) == on_disk
     assert memory_name(on_disk) == inside
     assert plain_name("model.q.base_layer.bias") == "model.q.bias"
 
 
-def test_the_scale_is_alpha_by_the_rank_or_by_its_root():
+def test_the_scale_is_alpha_over_the_rank_or_its_square_root():
     assert AdapterConfig(rank=4, alpha=6, target_modules="q").scale == 1.5
     assert AdapterConfig(rank=4, alpha=6, target_modules="q", use_rslora=True).scale == 3.0
 
 
-def test_a_written_adapter_reads_as_it_was(tmp_path):
+def test_a_written_adapter_is_read_back_unchanged(tmp_path):
     config = AdapterConfig(4, 6, "all-linear", use_dora=True, base="Qwen/Qwen3-4B")
     tensors = {"q.lora_A.default.weight": DOWN, "q.lora_magnitude_vector.default.weight": torch.ones(2)}
     AdapterFiles(config, ["v", "q"], tensors).save_pretrained(tmp_path / "adapter")
@@ -105,17 +109,17 @@ def test_a_written_adapter_reads_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no adapter in peft's format"),
-        ("{", "is no adapter in peft's format"),
+        (None, "is not an adapter in peft's format"),
+        ("{", "is not an adapter in peft's format"),
         ('{"peft_type": "LORA"}', "KeyError: 'r'"),
-        ('{"peft_type": "IA3"}', "of the kind IA3, LORA is supported"),
+        ('{"peft_type": "IA3"}', "has the type IA3; only LORA is supported"),
         (
             '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [], "rank_pattern": {"q": 2}}',
             r"`rank_pattern` \(\{'q': 2\}\)",
         ),
     ],
 )
-def test_a_config_that_cannot_be_used_is_an_error_that_names_the_adapter(tmp_path, content, message):
+def test_an_unusable_config_is_an_error_that_names_the_adapter(tmp_path, content, message):
     if content is not None:
         (tmp_path / "adapter_config.json").write_text(content)
 
@@ -132,7 +136,7 @@ def test_an_adapter_without_safetensors_is_an_error_with_the_remedy(tmp_path):
         read_adapter(tmp_path, "`lora.path` (x)")
 
 
-def test_options_that_peft_writes_at_their_neutral_value_are_accepted(tmp_path):
+def test_neutral_values_of_unsupported_options_are_accepted(tmp_path):
     values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     neutral = {"bias": "none", "rank_pattern": {}, "modules_to_save": None, "layers_to_transform": None}
     (tmp_path / "adapter_config.json").write_text(json.dumps(values | neutral))

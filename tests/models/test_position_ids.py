@@ -23,7 +23,7 @@ def test_text_counts_up_in_all_rows():
     assert positions("qwen2_vl", [1, 2, 3]).tolist() == [[0, 1, 2]] * 4
 
 
-def test_an_image_is_a_grid_and_text_goes_on_after_its_largest_position():
+def test_an_image_is_a_grid_and_text_continues_after_its_largest_position():
     # A grid of 1 x 4 x 6 patches merges to 2 x 3 tokens. They start at 1; the largest position is 1 + 2 = 3.
     ids = [7, *[IMAGE] * 6, 8]
 
@@ -35,7 +35,7 @@ def test_an_image_is_a_grid_and_text_goes_on_after_its_largest_position():
     assert width == [0, 1, 2, 3, 1, 2, 3, 4]
 
 
-def test_qwen2_5_vl_moves_time_by_seconds_and_goes_on_after_the_last_patch():
+def test_qwen2_5_vl_scales_time_by_seconds_and_continues_after_the_last_patch():
     # 3 patches of 1.5 seconds at 2 positions a second: 0, 3, 6; text goes on at 1 + 6 + 1 = 8.
     ids = [7, *[VIDEO] * 3, 8]
 
@@ -62,7 +62,7 @@ def test_qwen3_vl_gives_each_frame_its_own_grid_after_its_timestamp():
     assert width == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_responses_go_on_from_the_last_position_of_each_row():
+def test_responses_continue_from_the_last_position_of_each_row():
     last = positions("qwen2_vl", [7, *[IMAGE] * 6, 8], image_grid_thw=[[1, 4, 6]])[:, -1]  # (4,)
 
     assert continue_positions(last, 3).tolist() == [[8, 9, 10], [5, 6, 7], [5, 6, 7], [5, 6, 7]]
@@ -137,7 +137,7 @@ def vllm_positions(model_type, ids, places):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def test_positions_equal_vllms_on_random_mixtures_of_text_images_and_videos(model_type):
+def test_positions_equal_vllms_on_random_mixes_of_text_images_and_videos(model_type):
     rng = random.Random(model_type)
     for _ in range(150):
         ids, images, videos, seconds, places = random_prompt(rng, model_type)

@@ -44,7 +44,7 @@ def build(model_type, **overrides):
         ("mixtral", {"sliding_window": 8, "num_local_experts": 4}),
     ],
 )
-def test_models_without_an_entry_are_right_with_what_they_do_to_logits_and_attention(model_type, overrides):
+def test_models_without_an_entry_pass_the_self_check(model_type, overrides):
     model = build(model_type, **overrides)
     prepare_model(model)
 
@@ -64,7 +64,7 @@ def test_models_without_an_entry_are_right_with_what_they_do_to_logits_and_atten
         ("qwen3_next", {"num_experts": 4}, "linear_attention"),
     ],
 )
-def test_what_packing_would_drop_is_refused_by_name(model_type, overrides, message):
+def test_unsupported_model_features_are_refused_by_name(model_type, overrides, message):
     model = build(model_type, **overrides)
 
     with pytest.raises(NotImplementedError, match=message):
@@ -73,34 +73,34 @@ def test_what_packing_would_drop_is_refused_by_name(model_type, overrides, messa
 
 
 class ShiftedHead(nn.Linear):
-    """A head that does something of its own."""
+    """A custom head."""
 
 
 def test_a_head_of_another_kind_is_refused():
     model = build("llama")
     model.lm_head = ShiftedHead(32, 128, bias=False)
 
-    with pytest.raises(NotImplementedError, match="the head is a ShiftedHead"):
+    with pytest.raises(NotImplementedError, match="has a ShiftedHead as its head"):
         prepare_model(model)
 
 
-def test_the_self_check_finds_a_behaviour_that_nobody_named():
+def test_the_self_check_detects_unknown_behavior():
     model = build("llama")
     prepare_model(model)
     attention = model.model.layers[0].self_attn
     original = attention.forward
 
-    def offset_by_place(hidden_states, *args, **kwargs):  # depends on the place in the line, not in the row
-        place = torch.arange(hidden_states.shape[1]).view(1, -1, 1)
-        return original(hidden_states + 0.1 * place, *args, **kwargs)
+    def offset_by_position(hidden_states, *args, **kwargs):  # of the packed sequence, not of the row
+        position = torch.arange(hidden_states.shape[1]).view(1, -1, 1)
+        return original(hidden_states + 0.1 * position, *args, **kwargs)
 
-    attention.forward = offset_by_place
+    attention.forward = offset_by_position
 
     with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM \(llama\) computes something"):
         check_model(model)
 
 
-def test_a_prepared_model_keeps_its_name_its_parameters_and_its_config_to_itself():
+def test_a_prepared_model_keeps_its_class_name_parameters_and_own_config():
     first = build("qwen2")
     names = list(first.state_dict())
     second = AutoModelForCausalLM.from_config(first.config, attn_implementation="sdpa")
@@ -113,7 +113,7 @@ def test_a_prepared_model_keeps_its_name_its_parameters_and_its_config_to_itself
     assert second(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 128)
 
 
-def test_vision_language_models_are_known_by_their_config(tmp_path):
+def test_vision_language_models_are_recognized_by_their_config(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
 
     assert model_type_of(config).position_rows == 4
@@ -137,7 +137,7 @@ def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer
     assert calls == [False, False, True, True]  # two layers of the tower, two of the language model
 
 
-def test_deferred_logits_note_scales_and_a_soft_cap_in_any_order():
+def test_deferred_logits_record_scales_and_a_soft_cap_in_any_order():
     # 2 * 5 * tanh((3 x) / 4 / 5) = 10 tanh(0.15 x): cap 10, scale 1.5.
     logits = torch.tanh((DeferredLogits(None, None) * 3 / 4).float() / 5) * 5 * 2
 
@@ -148,6 +148,6 @@ def test_deferred_logits_note_scales_and_a_soft_cap_in_any_order():
     "change",
     [torch.relu, lambda z: z * torch.ones(3), lambda z: z[..., :3], lambda z: torch.tanh(torch.tanh(z))],
 )
-def test_any_other_change_of_the_logits_is_refused(change):
+def test_other_operations_on_logits_are_refused(change):
     with pytest.raises((NotImplementedError, TypeError)):
         change(DeferredLogits(None, None))

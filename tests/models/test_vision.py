@@ -28,7 +28,7 @@ MEDIA = {
 }
 
 
-def test_frames_are_cut_where_ranks_get_the_same_number_of_patches():
+def test_frames_are_divided_into_equal_numbers_of_patches():
     # 16 + 8 + 8 patches and 4 x 8: the clip is cut behind its first frame.
     (first, share), (second, _) = (share_media(CONFIG, MEDIA, SequenceParallel(2, 1, i)) for i in range(2))
 

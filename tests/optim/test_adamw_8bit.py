@@ -24,7 +24,7 @@ def start(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> nn.Par
     return nn.Parameter(torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)).to(dtype))
 
 
-def test_where_blocks_lie_alike_it_is_torchaos():
+def test_with_equal_blocks_it_matches_torchao():
     ours, theirs = start(16, 512), start(16, 512)
     options = dict(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     steps(AdamW8bit([ours], **options), ours, 5)
@@ -34,7 +34,7 @@ def test_where_blocks_lie_alike_it_is_torchaos():
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
-def test_it_follows_adamw_within_the_width_of_its_numbers():
+def test_it_follows_adamw_within_its_precision():
     ours, theirs = start(8, 600), start(8, 600)
     before = ours.detach().clone()
     for optimizer, param in ((AdamW8bit, ours), (torch.optim.AdamW, theirs)):
@@ -44,8 +44,8 @@ def test_it_follows_adamw_within_the_width_of_its_numbers():
     assert 0 < (ours - theirs).norm() / moved < 0.1
 
 
-def test_blocks_are_the_largest_parts_of_a_row_and_small_tensors_have_none():
-    # 600 = 3 * 200; 896 = 4 * 224; 3584 = 14 * 256; a row of 521 (prime) has no part from 64 to 256.
+def test_a_block_is_the_largest_divisor_of_a_row_and_small_tensors_have_none():
+    # 600 = 3 * 200; 896 = 4 * 224; 3584 = 14 * 256; a row of 521 (prime) has no divisor from 64 to 256.
     shapes = {(8, 600): 200, (8, 896): 224, (2, 3584): 256, (2, 14, 256): 256, (8, 521): None}
     small = {(5000,): None, (4, 256): None}
 
@@ -61,7 +61,7 @@ def test_small_and_indivisible_tensors_are_updated_by_float32_adamw():
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_bfloat16_weights_are_rounded_stochastically_without_touching_the_generator_of_the_run():
+def test_bfloat16_weights_are_rounded_stochastically_without_changing_the_global_generator():
     # 200 updates of 1e-4 move a float32 weight to 0.98; rounded to the nearest it would stay at 1.
     weight = nn.Parameter(torch.ones(16, 256, dtype=torch.bfloat16))
     optimizer = AdamW8bit([weight], lr=1e-4, weight_decay=0.0)
@@ -76,8 +76,8 @@ def test_bfloat16_weights_are_rounded_stochastically_without_touching_the_genera
 
 
 @pytest.mark.slow
-def test_the_compiled_update_is_the_eager_one(monkeypatch):
-    # A number on the border of two codes may fall to either side, since a compiled update rounds less often.
+def test_the_compiled_update_equals_the_eager_one(monkeypatch):
+    # A number between two codes may round to either, since a compiled update rounds less often.
     eager, compiled = start(8, 600), start(8, 600)
     options = dict(lr=1e-2, weight_decay=0.1)
     steps(AdamW8bit([eager], **options), eager, 3)

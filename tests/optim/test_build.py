@@ -9,7 +9,7 @@ from torch import nn
 from tests.helpers.optimizers import IN_BF16, MARKED_STRATEGIES, STRATEGIES, Parameters, update
 from verl.config.model import OptimConfig
 from verl.config.schema import ConfigError, check_config, load_config
-from verl.optim.build import OPTIMIZERS, build_optimizer
+from verl.optim.build import OPTIMIZERS, build_optimizer, parameter_groups
 from verl.optim.schedules import SCHEDULES, SHAPES
 
 # Of the parameters of `Parameters`: in matrices of layers or a stack; in the table and vectors; and of
@@ -41,7 +41,7 @@ def test_only_trained_weights_are_optimized_and_none_is_an_error():
 
 
 @pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
-def test_the_state_takes_the_bytes_that_the_page_says(strategy):
+def test_the_state_takes_the_documented_number_of_bytes(strategy):
     total = MATRICES + OTHERS
     expected = {
         "adamw": 8 * total,
@@ -59,7 +59,7 @@ def test_the_state_takes_the_bytes_that_the_page_says(strategy):
 
 
 @pytest.mark.parametrize("strategy", MARKED_STRATEGIES)
-def test_what_is_frozen_has_neither_state_nor_a_group_and_does_not_change(strategy):
+def test_frozen_parameters_have_no_state_and_do_not_change(strategy):
     model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32)
     for part in (model.embed, model.flat, model.square):
         part.requires_grad_(False)
@@ -93,7 +93,7 @@ def test_a_factor_scales_the_updates_of_its_group_alone(strategy):
         torch.testing.assert_close(changes[1][name], factor * change, atol=1e-5, rtol=1e-4)
 
 
-def test_the_log_says_what_each_group_holds(caplog):
+def test_the_log_describes_each_group(caplog):
     with caplog.at_level("INFO"):
         build_optimizer(nn.Linear(3, 2), OptimConfig(lr=0.5, lr_factors={"bias": 2.0}), "worker.critic.optim")
 
@@ -102,7 +102,7 @@ def test_the_log_says_what_each_group_holds(caplog):
     assert "pattern=bias lr=1 tensors=1 parameters=2" in second
 
 
-def test_the_options_name_what_is_registered():
+def test_the_option_choices_match_the_registries():
     fields = OptimConfig.__dataclass_fields__
     choices = {name: set(fields[name].metadata["option"].choices) for name in (
         "strategy", "lr_scheduler_type", "lr_decay_shape",
@@ -113,7 +113,7 @@ def test_the_options_name_what_is_registered():
     assert choices["lr_decay_shape"] == set(SHAPES)
 
 
-def test_factors_are_read_in_the_order_in_which_they_are_written():
+def test_factors_keep_their_order():
     config = load_config(OptimConfig, [r"lr_factors={'visual\.merger\.': 10, 'visual\.': 0.1}"])
 
     assert list(config.lr_factors.items()) == [(r"visual\.merger\.", 10), (r"visual\.", 0.1)]
@@ -127,13 +127,63 @@ def test_factors_are_read_in_the_order_in_which_they_are_written():
         ({"(": 1.0}, r"lr_factors` \(\(\) must be a regular expression"),
     ],
 )
-def test_a_wrong_factor_is_found_in_the_config(factors, problem):
+def test_an_invalid_factor_is_a_config_error(factors, problem):
     with pytest.raises(ConfigError, match=problem):
         check_config(OptimConfig(lr_factors=factors))
 
 
-def test_eight_bits_without_torchao_are_refused_in_the_config_with_the_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+def test_8_bit_adamw_without_torchao_is_a_config_error_with_the_install_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)  # makes the import fail
 
     with pytest.raises(ConfigError, match=r"strategy` \(adamw_8bit\) needs .*pip install 'verl\[torchao\]'"):
         check_config(OptimConfig(strategy="adamw_8bit"))
+
+
+def model() -> nn.ModuleDict:
+    """Eight parameters: `visual.merger`, `visual.blocks`, `language.embed`, `language.head`, with biases."""
+    tower = nn.ModuleDict({"merger": nn.Linear(2, 3), "blocks": nn.Linear(2, 2)})
+    text = nn.ModuleDict({"embed": nn.Linear(3, 5), "head": nn.Linear(3, 7)})
+    return nn.ModuleDict({"visual": tower, "language": text})
+
+
+def names_of(groups: list[dict], of: nn.Module) -> list[set[str]]:
+    names = {id(param): name for name, param in of.named_parameters()}
+    return [{names[id(param)].removesuffix(".weight") for param in group["params"]} for group in groups]
+
+
+def test_the_first_matching_pattern_decides():
+    net = model()
+    for name, param in net.named_parameters():
+        param.requires_grad_("bias" not in name)
+
+    groups = parameter_groups(net, 0.5, {r"visual\.merger": 10.0, r"^visual": 0.1}, "optim")
+
+    assert names_of(groups, net) == [
+        {"language.embed", "language.head"},
+        {"visual.merger"},
+        {"visual.blocks"},
+    ]
+    assert [group["lr"] for group in groups] == [0.5, 5.0, 0.05]
+
+
+def test_the_first_group_has_the_base_rate_even_if_it_is_empty():
+    groups = parameter_groups(model(), 0.5, {"": 2.0}, "optim")
+
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(0, 0.5), (8, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "rule"),
+    [
+        ({"vision": 2.0}, "must match part of a parameter's name, for example visual.merger.weight"),
+        ({"embed": 2.0}, "must match a trained parameter, but language.embed.weight"),
+        ({"visual": 2.0, "merger": 3.0}, "must come before the patterns that match all of its parameters"),
+    ],
+)
+def test_a_pattern_without_effect_is_an_error(factors, rule):
+    net = model()
+    net["language"]["embed"].requires_grad_(False)
+
+    with pytest.raises(ValueError, match="lr_factors") as error:
+        parameter_groups(net, 0.5, factors, "worker.actor.optim")
+    assert f"`worker.actor.optim.lr_factors` ({list(factors)[-1]}) {rule}" in str(error.value)

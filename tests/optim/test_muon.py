@@ -7,10 +7,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.helpers.optimizers import Parameters, gradients, update
 from verl.config.model import OptimConfig
 from verl.optim.build import build_optimizer
-from verl.optim.muon import layer_matrices, orthogonalized
+from verl.optim.muon import layer_matrices, orthogonalize
 
 
-def test_matrices_are_updated_as_torch_does_and_the_rest_by_adamw():
+def test_matrices_match_torch_muon_and_the_rest_matches_adamw():
     ours, theirs = Parameters(), Parameters()
     config = OptimConfig(lr=1e-2, strategy="muon", weight_decay=0.1, betas=(0.8, 0.9))
     matrices = {"wide.weight", "tall.weight", "flat.weight", "square.weight"}
@@ -43,11 +43,11 @@ def test_matrices_are_updated_as_torch_does_and_the_rest_by_adamw():
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
-def test_an_orthogonalized_matrix_keeps_its_directions_and_loses_their_sizes(shape):
+def test_orthogonalization_keeps_the_singular_vectors_with_values_near_one(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
 
-    found = orthogonalized(matrix.bfloat16()).float()
+    found = orthogonalize(matrix.bfloat16()).float()
 
     assert found.shape == shape
     sizes = left.T @ found @ right.T
@@ -56,7 +56,7 @@ def test_an_orthogonalized_matrix_keeps_its_directions_and_loses_their_sizes(sha
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_embeddings_head_norms_and_biases_are_no_matrices_of_layers(is_tied):
+def test_embeddings_head_norms_and_biases_are_not_layer_matrices(is_tied):
     config = Qwen2Config(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=is_tied,
@@ -71,7 +71,7 @@ def test_embeddings_head_norms_and_biases_are_no_matrices_of_layers(is_tied):
     }  # fmt: skip
 
 
-def test_the_head_of_values_is_no_matrix_of_a_layer():
+def test_the_score_is_not_a_layer_matrix():
     model = nn.ModuleDict({"inner": nn.Linear(4, 4), "score": nn.Linear(4, 2)})
 
     assert [name for name, param in model.named_parameters() if layer_matrices(model)(param)] == [
@@ -79,7 +79,7 @@ def test_the_head_of_values_is_no_matrix_of_a_layer():
     ]
 
 
-def test_a_model_without_matrices_is_adamw():
+def test_without_matrices_muon_equals_adamw():
     ours, theirs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(nn.ParameterList([ours]), OptimConfig(lr=0.1, strategy="muon"))
     reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.01)

@@ -19,15 +19,15 @@ def rates(config: OptimConfig, steps: int, training_steps: int = 10) -> list[flo
     return seen
 
 
-def test_warm_up_rises_linearly_from_zero_then_stays():
+def test_warm_up_rises_linearly_from_zero_to_the_peak():
     assert rates(OptimConfig(lr=1.0, lr_warmup_ratio=0.4), 6) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_warm_up_steps_win_over_the_ratio():
+def test_warm_up_steps_override_the_ratio():
     assert rates(OptimConfig(lr=1.0, lr_warmup_ratio=0.4, lr_warmup_steps=2), 4) == [0.0, 0.5, 1.0, 1.0]
 
 
-def test_cosine_falls_to_the_lowest_ratio_and_stays():
+def test_cosine_decays_to_the_minimum_ratio_and_stays():
     # After 2 steps of warm-up 8 remain; half way the cosine is at 0.2 + 0.8 / 2.
     seen = rates(OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", min_lr_ratio=0.2), 13)
 
@@ -36,7 +36,7 @@ def test_cosine_falls_to_the_lowest_ratio_and_stays():
     assert seen[10:] == pytest.approx([0.2, 0.2, 0.2])
 
 
-def test_a_resumed_schedule_continues_and_listens_to_a_new_learning_rate():
+def test_a_resumed_schedule_continues_with_a_new_learning_rate():
     config = OptimConfig(lr=1.0, lr_warmup_steps=4)
     whole = rates(config, 6)
     first = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -56,7 +56,7 @@ def test_a_resumed_schedule_continues_and_listens_to_a_new_learning_rate():
     assert second.param_groups[0]["lr"] == 2 * whole[4]
 
 
-def test_a_line_falls_from_the_end_of_the_warm_up_to_the_end_of_the_run():
+def test_linear_decays_from_the_end_of_the_warm_up_to_the_end_of_the_run():
     # After 2 steps of warm-up 8 remain; each takes an eighth of what is above 0.2.
     seen = rates(OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="linear", min_lr_ratio=0.2), 12)
 
@@ -65,8 +65,8 @@ def test_a_line_falls_from_the_end_of_the_warm_up_to_the_end_of_the_run():
 
 
 @pytest.mark.parametrize(("shape", "half_way"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - 0.5**0.5)])
-def test_wsd_stays_at_the_peak_and_falls_in_the_last_steps(shape, half_way):
-    # 0.4 of 10 steps fall: from step 6, half way at step 8, at the lowest from step 10 on.
+def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps(shape, half_way):
+    # The decay takes 0.4 of 10 steps: from step 6, half way at step 8, done at step 10.
     config = OptimConfig(
         lr=2.0, lr_warmup_steps=1, lr_scheduler_type="wsd", lr_decay_ratio=0.4, lr_decay_shape=shape
     )
@@ -78,8 +78,8 @@ def test_wsd_stays_at_the_peak_and_falls_in_the_last_steps(shape, half_way):
     assert seen[10:] == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
-def test_the_shapes_of_a_fall_differ_at_a_quarter_of_the_way():
-    # 1 - 1/4; (1 + cos(pi/4)) / 2; 1 - 1/2. The fall takes steps 6 to 10, so a quarter is step 7.
+def test_decay_shapes_differ_after_a_quarter_of_the_decay():
+    # 1 - 1/4; (1 + cos(pi/4)) / 2; 1 - 1/2. The decay takes steps 6 to 10, so a quarter is step 7.
     for shape, height in (("linear", 0.75), ("cosine", 0.5 + 0.5**1.5), ("sqrt", 0.5)):
         config = OptimConfig(
             lr=1.0, min_lr_ratio=0.5, lr_scheduler_type="wsd", lr_decay_ratio=0.4, lr_decay_shape=shape
@@ -87,7 +87,7 @@ def test_the_shapes_of_a_fall_differ_at_a_quarter_of_the_way():
         assert rates(config, 8)[7] == pytest.approx(0.5 + 0.5 * height)
 
 
-def test_a_fall_that_is_longer_than_what_the_warm_up_leaves_begins_after_it():
+def test_a_decay_longer_than_the_rest_of_the_run_starts_after_the_warm_up():
     config = OptimConfig(
         lr=1.0, lr_warmup_steps=6, lr_scheduler_type="wsd", lr_decay_ratio=1.0, lr_decay_shape="linear"
     )
@@ -96,7 +96,7 @@ def test_a_fall_that_is_longer_than_what_the_warm_up_leaves_begins_after_it():
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-def test_every_schedule_goes_on_where_it_stopped_for_every_group(name):
+def test_every_schedule_resumes_at_its_position_for_every_group(name):
     config = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type=name, lr_decay_ratio=0.5)
 
     def start() -> tuple:

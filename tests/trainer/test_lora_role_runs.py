@@ -11,7 +11,8 @@ from transformers import AutoModelForSequenceClassification
 from tests.helpers.quickstart import make_folder
 from tests.helpers.training import learned, quickstart_arguments, train
 from tests.trainer.test_algorithms import REWARD
-from verl.checkpoint.merger import merge_checkpoint, open_shards
+from verl.checkpoint.merger import merge_checkpoint
+from verl.checkpoint.shards import open_shards
 
 RANK, ALPHA = 4, 8
 ACTOR = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes checkpoints behind the training: one at a time, so that memory holds one copy at most."""
+"""Background writing of checkpoints, one at a time, so that memory holds at most one copy."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,23 +10,14 @@ import torch.distributed as dist
 
 from verl.checkpoint.sharded import NotWrittenError, Snapshot, write_snapshot
 
-PATIENCE = timedelta(hours=12)  # of a rank for the slowest disk
+PATIENCE = timedelta(hours=12)  # that ranks wait for the slowest disk
 
 
 class AsyncWriter:
-    """A thread of each rank that writes what the training handed to it.
-
-    Example::
-
-        writer = AsyncWriter()                         # every rank
-        writer.start(folder, {"actor": snapshot})
-        ...                                                 # training goes on
-        if writer.is_done():
-            problem = writer.finish()
-    """
+    """A thread on each rank that writes snapshots while training continues."""
 
     def __init__(self) -> None:
-        """Every rank makes one: the thread's collectives must not mix with those of the training."""
+        # The thread's collectives must not mix with those of the training.
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
         self._group = group
@@ -34,16 +25,15 @@ class AsyncWriter:
         self._writing: Future[None] | None = None
 
     def start(self, folder: Path, snapshots: Mapping[str, Snapshot]) -> None:
-        """Begin to write each snapshot into a folder of its name; the last call was finished before."""
+        """Start writing each snapshot into the subfolder of its name."""
         assert self._writing is None, "two checkpoints at once would hold two copies"
         self._writing = self._thread.submit(self._write, folder, snapshots)
 
     def is_done(self) -> bool:
-        """Whether `finish` will not wait."""
         return self._writing is None or self._writing.done()
 
     def finish(self) -> str | None:
-        """Wait until all ranks have written; what kept them from it, None if nothing did."""
+        """Wait until all ranks have written; return the error message, if any."""
         writing, self._writing = self._writing, None
         if writing is None:
             return None

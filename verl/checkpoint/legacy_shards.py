@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the `model_world_size_W_rank_R.pt` files of EasyR1 and verl: a dictionary of DTensors for each rank.
+"""Reader of EasyR1's and verl's `model_world_size_W_rank_R.pt` files: a dictionary of DTensors for each rank.
 
 The files are read without a process group and without the classes that wrote them, whose pickled form changes
-between torch versions: stand-ins receive what the pickle says of a tensor, its mesh and its placements.
+between torch versions: stand-in classes receive the pickled tensors, meshes and placements.
 """
 
 import pickle
@@ -19,7 +19,7 @@ SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class _Described:
-    """Keeps whatever a pickle says of an object."""
+    """Stores the pickled arguments and state of an object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.given = args
@@ -30,47 +30,35 @@ class _Described:
         self.__dict__.update(slots or {})
 
 
-class _Mesh(_Described):
-    """For DeviceMesh."""
+class _Mesh(_Described): ...
 
 
 class _Spec(_Described):
-    """For DTensorSpec."""
-
     mesh: _Mesh
     placements: tuple[Any, ...]
 
 
-class _Meta(_Described):
-    """For TensorMeta, a named tuple."""
+class _Meta(_Described): ...
 
 
 class _Shard(_Described):
-    """For Shard: `dim` is cut over the mesh axis."""
-
     dim: int
 
 
-class _Replicate(_Described):
-    """For Replicate: every rank of the axis holds the same."""
+class _Replicate(_Described): ...
 
 
-class _Layout(_Described):
-    """For the shape and strides of a mesh, as a whole or of one axis; newer versions keep `axes` instead."""
-
+class _Layout(_Described):  # of a mesh or of one axis; newer versions store `axes` instead
     axes: tuple[Any, ...]
     shape: Any
     stride: Any
 
 
-class _ShardOrder(_Described):
-    """For ShardOrderEntry, a named tuple."""
+class _ShardOrder(_Described): ...
 
 
 class _ShardedTensor(Tensor):
-    """For DTensor: its own memory is elsewhere, in `_local_tensor`."""
-
-    _local_tensor: Tensor
+    _local_tensor: Tensor  # the data
     _spec: _Spec
 
     @classmethod
@@ -80,7 +68,7 @@ class _ShardedTensor(Tensor):
         raise NotImplementedError(f"{func} on a tensor that only describes a shard")
 
 
-# Old and new places of each class.
+# Each class under its old and new import paths.
 STAND_INS = [
     (_ShardedTensor, "torch.distributed.tensor.DTensor"),
     (_ShardedTensor, "torch.distributed._tensor.api.DTensor"),
@@ -117,12 +105,7 @@ def _stand_ins_only() -> Iterator[None]:
 
 
 def find_shard_files(folder: Path) -> list[Path]:
-    """The shard files of a folder by rank; empty if there are none.
-
-    Raises:
-        ValueError: Files of several world sizes lie together.
-        FileNotFoundError: A rank's file is missing.
-    """
+    """Return the shard files of a folder, ordered by rank; empty if there are none."""
     files: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
         match = SHARD_FILE.fullmatch(path.name)
@@ -131,75 +114,62 @@ def find_shard_files(folder: Path) -> list[Path]:
     if not files:
         return []
     if len(files) > 1:
-        raise ValueError(
-            f"{folder} holds shards of {sorted(files)} ranks together: keep those of one save only"
-        )
+        raise ValueError(f"{folder} mixes shards of {sorted(files)} ranks: keep those of one save only")
     [(world_size, by_rank)] = files.items()
     missing = [rank for rank in range(world_size) if rank not in by_rank]
     if missing:
         name = f"model_world_size_{world_size}_rank_{missing[0]}.pt"
         raise FileNotFoundError(
-            f"{folder / name} is missing, {len(missing)} of {world_size} rank files are:"
+            f"{folder / name} is missing ({len(missing)} of {world_size} rank files are missing):"
             " copy the files of every node into this folder"
         )
     return [by_rank[rank] for rank in range(world_size)]
 
 
 def load_shard_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one rank; memory is mapped, so nothing is read before it is used.
-
-    Raises:
-        ValueError: The file is damaged.
-        NotImplementedError: It holds something else than tensors and DTensors.
-    """
+    """Load the tensors of one rank, with memory mapping."""
     try:
         with _stand_ins_only():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy it again from where it was written") from error
+        raise ValueError(f"{path} is damaged ({error}): copy it again from its source") from error
     except pickle.UnpicklingError as error:
         raise NotImplementedError(
-            f"{path} holds something else than tensors and DTensors ({error}):"
+            f"{path} contains something other than tensors and DTensors ({error}):"
             " save with a torch version that writes DTensors (EasyR1 and verl on torch 2.4 or newer do)"
         ) from error
 
 
 def join_shards(name: str, parts: list[Tensor]) -> Tensor:
-    """One whole tensor from what each rank has of it.
-
-    A mesh of one axis is a cut or a copy; a mesh of two axes (hybrid sharding) is copies of cuts: the first
-    copy is taken.
-
-    Raises:
-        NotImplementedError: The tensor is cut in another way.
-    """
+    """Return a full tensor from the shards of all ranks."""
     if not isinstance(parts[0], _ShardedTensor):
         return parts[0]
+    # A mesh of one axis is sharded or replicated; with two (hybrid sharding) the first replica is used.
     placements, mesh = _layout(parts[0])
     if any(not isinstance(placement, _Shard | _Replicate) for placement in placements[-1:]) or any(
         not isinstance(placement, _Replicate) for placement in placements[:-1]
     ):
-        raise NotImplementedError(f"{name}: tensors cut over several mesh axes cannot be merged")
-    ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # the ranks that hold the first copy, in order
+        raise NotImplementedError(f"{name}: tensors sharded over several mesh axes cannot be merged")
+    ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # of the first replica, in order
     if isinstance(placements[-1], _Replicate):
         return parts[ranks[0]]._local_tensor
     size = parts[0].shape
     dim = _dim(placements[-1])
-    pieces = [parts[rank]._local_tensor for rank in ranks]
-    whole = torch.cat([piece for piece in pieces if piece.numel()], dim=dim) if len(pieces) > 1 else pieces[0]
+    shards = [parts[rank]._local_tensor for rank in ranks]
+    whole = torch.cat([shard for shard in shards if shard.numel()], dim=dim) if len(shards) > 1 else shards[0]
     if whole.shape != size:
         raise ValueError(
-            f"{name}: the shards make {tuple(whole.shape)} instead of {tuple(size)}:"
-            " the files are not of one save"
+            f"{name}: the shards add up to {tuple(whole.shape)} instead of {tuple(size)}:"
+            " the files do not belong to the same save"
         )
     return whole
 
 
 def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
-    """Placements, and the ranks as a tensor of the mesh's shape; older versions pickle that tensor itself."""
+    """Return the placements, and the ranks as a tensor of the mesh's shape."""
     spec = tensor._spec
     mesh = vars(spec.mesh)
-    if isinstance(mesh.get("mesh"), Tensor):
+    if isinstance(mesh.get("mesh"), Tensor):  # older versions pickle this tensor
         return tuple(spec.placements), mesh["mesh"]
     axes = [_offsets(axis) for axis in _axes(mesh["_layout"])]
     index = torch.zeros((), dtype=torch.int64)
@@ -208,8 +178,7 @@ def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
     return tuple(spec.placements), mesh["_rank_map"][index]
 
 
-def _axes(layout: _Layout) -> list[tuple[Any, Any]]:
-    """Shape and stride of each axis of a mesh."""
+def _axes(layout: _Layout) -> list[tuple[Any, Any]]:  # (shape, stride)
     if hasattr(layout, "axes"):
         return [(axis.shape, axis.stride) for axis in layout.axes]
     if isinstance(layout.shape, int):
@@ -217,8 +186,7 @@ def _axes(layout: _Layout) -> list[tuple[Any, Any]]:
     return list(zip(layout.shape, layout.stride, strict=True))
 
 
-def _offsets(axis: tuple[Any, Any]) -> Tensor:
-    """How far each position on one axis lies from its start, in ranks."""
+def _offsets(axis: tuple[Any, Any]) -> Tensor:  # in ranks
     shape, stride = axis
     if isinstance(shape, int):
         return torch.arange(shape) * stride

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a folder of a checkpoint is whole: the list of its files, with sizes and digests, written last.
+"""Manifests of checkpoint folders: the sizes and digests of all files, written last.
 
-A folder that was cut off has no list. Sizes are compared before a run starts, digests when it reads.
+An interrupted folder has no manifest. Sizes are compared before a run starts, digests when it reads.
 """
 
 import hashlib
@@ -17,43 +17,36 @@ STEP_FOLDER = re.compile(r"global_step_(\d{1,18})")
 
 
 class FileEntry(TypedDict):
-    """What is known of a file."""
+    """Size and digest of a file."""
 
     bytes: int
     sha256: str
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Measure files of a folder, by name."""
     return {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in names
     }
 
 
 def write_manifest(folder: Path, content: dict[str, Any], files: dict[str, FileEntry] | None = None) -> None:
-    """Write the list of files, and `content`, as the last file of a folder; it appears whole or not.
-
-    Args:
-        folder: Holds the files.
-        content: What else is to be said of them.
-        files: None lists what lies in the folder.
-    """
+    """Write the manifest of a folder atomically: `content`, and the files, by default all that are there."""
     if files is None:
         files = file_entries(folder, sorted(file.name for file in folder.iterdir() if file.is_file()))
     write_json(folder / MANIFEST, content | {"files": files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest and check that every file has the size it had when it was written.
+    """Read the manifest of a folder and check the sizes of its files.
 
     Raises:
-        FileNotFoundError: There is no folder or no manifest, or a file is missing.
-        ValueError: The manifest cannot be read, or a file has another size.
+        FileNotFoundError: The folder, its manifest or a file is missing.
+        ValueError: The manifest cannot be read, or a file has a different size.
     """
     foreign = next(folder.glob("model_world_size_*_rank_*.pt"), None)
     if foreign is not None and not (folder / MANIFEST).is_file():
         raise FileNotFoundError(
-            f"{folder} was written by another trainer ({foreign.name}): run"
+            f"{folder} was written by a different trainer ({foreign.name}): run"
             f" `python3 scripts/model_merger.py --local_dir {folder}` and start from"
             f" `worker.actor.model.model_path={folder / 'huggingface'}`"
         )
@@ -62,39 +55,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}: {remedy(folder)}") from None
     except ValueError as error:
-        raise ValueError(f"{error}, it is damaged: {remedy(folder)}") from None
+        raise ValueError(f"{error}; the checkpoint is damaged: {remedy(folder)}") from None
 
 
 def check_digests(folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
-    """Check that these files of a manifest hold what was written.
-
-    Raises:
-        ValueError: A file holds other bytes.
-    """
     for name in names:
         if _digest(folder / name) != manifest["files"][name]["sha256"]:
             raise ValueError(
-                f"{folder / name} does not hold what was written (sha256), it is damaged: {remedy(folder)}"
+                f"{folder / name} has changed since it was written (sha256); the checkpoint is damaged:"
+                f" {remedy(folder)}"
             )
 
 
 def remedy(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used: another one that is whole, by name if there is one.
-
-    Args:
-        folder: `global_step_N`, or a folder in it.
-    """
+    """Advise to resume from a complete checkpoint, by name if there is one."""
     own = folder if STEP_FOLDER.fullmatch(folder.name) else folder.parent
     is_step = STEP_FOLDER.fullmatch(own.name) is not None and own.parent.is_dir()
     siblings = own.parent.iterdir() if is_step else ()
     found = [(int(match[1]), path) for path in siblings if (match := STEP_FOLDER.fullmatch(path.name))]
     others = [path for _, path in sorted(found, reverse=True) if path != own and is_whole(path)]
     name = str(others[0]) if others else "…/global_step_N"
-    return f"go on from another step with `trainer.load_checkpoint_path={name}`"
+    return f"resume from another step with `trainer.load_checkpoint_path={name}`"
 
 
 def is_whole(step_folder: Path) -> bool:
-    """Whether a step's folder has every file of the run and of the policy, in full size."""
+    """Check whether a step's folder has every file of the run and of the policy, with the right size."""
     try:
         _checked_manifest(step_folder)
         _checked_manifest(step_folder / "actor")
@@ -104,8 +89,7 @@ def is_whole(step_folder: Path) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file in one move: readers see the old file or the new one."""
-    partial = path.with_name(path.name + ".tmp")
+    partial = path.with_name(path.name + ".tmp")  # readers see the old file or the new one
     with partial.open("w") as file:
         json.dump(content, file, indent=2)
         file.flush()
@@ -114,7 +98,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
-    """`read_manifest` without a remedy."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {folder}")
     path = folder / MANIFEST
@@ -128,7 +111,7 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     for name, size in sizes.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{path} names a file elsewhere ({name!r})")
+            raise ValueError(f"{path} names a file outside of its folder ({name!r})")
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing")

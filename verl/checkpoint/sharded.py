@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load one role's training state: weights, optimizer, schedule, random generators.
+"""Saving and loading of one role's training state: weights, optimizer, schedule, random generators.
 
 ```
-actor/manifest.json       which files there are, their sizes and digests, the schedule; written last
+actor/manifest.json       sizes and digests of all files, the schedule; written last
 actor/.metadata           of the shards (torch.distributed.checkpoint)
 actor/__R_N.distcp        weights and optimizer, sharded; any world size loads them
 actor/rank_R.pt           random generators and extra state of rank R
 actor/huggingface/        config, tokenizer, processor; `scripts/model_merger.py` adds weights
-actor/lora_adapter/       where adapters are trained, these in peft's format; the shards then hold no base
+actor/lora_adapter/       LoRA adapters in peft's format; the shards then omit the base
 ```
 """
 
@@ -36,8 +36,8 @@ from verl.checkpoint.manifest import (
     write_manifest,
 )
 from verl.checkpoint.storage import ShardReader, read_tensors
-from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_beside
-from verl.models.lora_weights import saved_tensors
+from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_sharded_like
+from verl.models.lora_weights import tensors_to_save
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -48,15 +48,14 @@ HUGGINGFACE, LORA_ADAPTER = "huggingface", "lora_adapter"
 class Savable(Protocol):
     """A tokenizer, a processor or a config of transformers."""
 
-    def save_pretrained(self, save_directory: str | Path) -> Any:
-        """Write its files into a folder."""
+    def save_pretrained(self, save_directory: str | Path) -> Any: ...
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held beside what was loaded in place."""
+    """State that is not loaded in place."""
 
-    extra: dict[str, Any] | None  # of this rank; None when the world size differs from the checkpoint's
-    has_optimizer: bool  # False for a checkpoint of weights only: the optimizer starts anew
+    extra: dict[str, Any] | None  # of this rank; None if the world size has changed
+    has_optimizer: bool  # False for a checkpoint of weights only: the optimizer starts empty
 
 
 class Snapshot(NamedTuple):
@@ -75,25 +74,15 @@ class NotWrittenError(RuntimeError):
 
 def take_snapshot(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | None = None,  # None (`trainer.save_model_only`) omits its state
     scheduler: LRScheduler | None = None,
-    extra: dict[str, Any] | None = None,
-    files: tuple[Savable | None, ...] = (),
-    adapter: Savable | None = None,
+    extra: dict[str, Any] | None = None,  # tensors, numbers, strings, and lists and dictionaries of them
+    files: tuple[Savable | None, ...] = (),  # config, generation config, tokenizer, processor
+    adapter: Savable | None = None,  # full LoRA weights
     *,
-    copies: bool = False,
+    copies: bool = False,  # copy tensors to host memory, so that training may continue
 ) -> Snapshot:
-    """Collect the training state of this rank.
-
-    Args:
-        model: Sharded or not, offloaded or not.
-        optimizer: None (`trainer.save_model_only`) leaves its state out.
-        scheduler: Its position is kept.
-        extra: State of this rank beside: tensors, numbers, strings, and lists and dictionaries of them.
-        files: Config, generation config, tokenizer, processor; whatever of them the model has.
-        adapter: Whole adapters, if the model is adapted.
-        copies: Copy tensors to host memory, so that training may go on while they are written.
-    """
+    """Collect the training state of this rank."""
     tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
     if copies:
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
@@ -107,12 +96,10 @@ def take_snapshot(
 
 
 def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
-    """Write a snapshot of every rank into one folder; every rank calls it and waits for the others.
+    """Write the snapshots of all ranks into one role's folder; every rank calls it and waits for the others.
 
-    Args:
-        path: The role's folder, for example `global_step_8.tmp/actor`, on a file system that all ranks share.
-        snapshot: Of this rank.
-        group: With a CPU backend, used by nobody else meanwhile; None is the default group.
+    The folder must be on a file system that all ranks share. `group` needs a CPU backend and must not be used
+    by others meanwhile; None is the default group.
 
     Raises:
         NotWrittenError: A rank could not write its files.
@@ -121,15 +108,15 @@ def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | No
     problem, entries = None, {}
     try:
         entries = _write_files(path, snapshot, rank, group)
-    except (OSError, RuntimeError, CheckpointException) as error:  # a full disk may be any of them
+    except (OSError, RuntimeError, CheckpointException) as error:  # a full disk may raise any of them
         problem = _cause(error)
-    parts = _agreed(problem, entries, path, group)
+    parts = _gather_values(problem, entries, path, group)
     if rank == 0:
         try:
             write_manifest(path, snapshot.manifest, {name: part[name] for part in parts for name in part})
         except OSError as error:
             problem = _cause(error)
-    _agreed(problem, None, path, group)
+    _gather_values(problem, None, path, group)
 
 
 def load_shards(
@@ -137,19 +124,12 @@ def load_shards(
 ) -> Restored:
     """Load what `write_snapshot` wrote, at any world size; every rank calls it.
 
-    Random generators and `extra` belong to a rank, so they come back only if the world size is the same. The
-    schedule keeps the shape that the config of this run gives it and moves to the saved position.
-
-    Args:
-        path: The role's folder.
-        model: Its weights are replaced in place.
-        optimizer: Its state is replaced; from a checkpoint without one it is left empty, with a warning.
-        scheduler: Moved to the saved position.
+    Random generators and `extra` belong to a rank: they are restored only if the world size is the same. The
+    schedule keeps the shape given by this run's config and moves to the saved position.
 
     Raises:
         FileNotFoundError: The folder is missing or incomplete.
-        ValueError: A file is damaged, or the weights are those of another model, or the state is that of
-            another optimizer; on every rank.
+        ValueError: A file is damaged, or model or optimizer differ from the saved ones; on every rank.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -174,12 +154,7 @@ def load_shards(
 
 
 def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
-    """Write config, generation config, tokenizer, processor into `path/huggingface`; rank 0 calls it.
-
-    Args:
-        path: The role's folder.
-        *parts: Whatever of them the model has; None is left out.
-    """
+    """Write config, generation config, tokenizer, processor into `path/huggingface`, on rank 0."""
     folder = Path(path) / HUGGINGFACE
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
@@ -188,7 +163,7 @@ def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of this process's global generators, in types that load safely."""
+    """Return the state of this process's global generators, in types that load safely."""
     legacy = np.random.get_state()
     assert isinstance(legacy, tuple), "numpy gives a dictionary only when asked"
     name, keys, position, has_gauss, gauss = legacy
@@ -201,7 +176,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the global generators back to where `random_state` found them."""
     random.setstate(state["python"])
     name, keys, *others = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
@@ -213,7 +187,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def _write_files(
     path: Path, snapshot: Snapshot, rank: int, group: dist.ProcessGroup | None
 ) -> dict[str, FileEntry]:
-    """Write this rank's files, and the shared ones on rank 0; returns what they are."""
+    """Write this rank's files, and the shared ones on rank 0."""
     path.mkdir(parents=True, exist_ok=True)
     state_dict_saver.save(snapshot.tensors, storage_writer=FileSystemWriter(path), process_group=group)
     with (path / f"rank_{rank}.pt").open("wb") as file:
@@ -231,8 +205,8 @@ def _write_files(
     return file_entries(path, own)
 
 
-def _agreed(problem: str | None, value: Any, path: Path, group: dist.ProcessGroup | None) -> list[Any]:
-    """The value of every rank; raises on every rank if there is a problem on any."""
+def _gather_values(problem: str | None, value: Any, path: Path, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the value of every rank; raise on every rank if any has a problem."""
     both: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(both, (problem, value), group=group)
     found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(both) if text is not None]
@@ -242,15 +216,13 @@ def _agreed(problem: str | None, value: Any, path: Path, group: dist.ProcessGrou
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong on the rank where it did."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
     return f"{type(error).__name__}: {error}"
 
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Check the digests of all files, each by one rank; a damaged one is an error on every rank."""
-    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]  # each by one rank
     problem = None
     try:
         check_digests(path, manifest, names)
@@ -264,7 +236,7 @@ def _check_files(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    tensors = saved_tensors(model, sharded_parameters(model) | persistent_buffers(model))
+    tensors = tensors_to_save(model, sharded_parameters(model) | persistent_buffers(model))
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -283,10 +255,7 @@ def _named_state(model: nn.Module, state: dict[Tensor, dict[str, Tensor]]) -> di
 def _empty_optimizer_state(
     model: nn.Module, optimizer: Optimizer, saved: dict[str, TensorStorageMetadata]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Room for the state of every parameter that has one in the checkpoint.
-
-    It is the parameter's like, something with as many rows (scales of 8-bit numbers), or a counter.
-    """
+    """Allocate the state of every parameter that has one in the checkpoint."""
     groups = {param: group for group in optimizer.param_groups for param in group["params"]}
     names = {name: param for name, param in sharded_parameters(model).items() if param in groups}
     state: dict[Tensor, dict[str, Tensor]] = {}
@@ -296,13 +265,12 @@ def _empty_optimizer_state(
         key, name = full_key.removeprefix("optimizer.").split(".", 1)
         if name not in names:
             continue
-        param = names[name]
-        dtype = entry.properties.dtype
+        param, dtype = names[name], entry.properties.dtype
         if entry.size == param.shape:
             empty = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        elif entry.size:
-            empty = zeros_beside(param, entry.size, dtype)
-        else:  # a step counter; fused kernels want it beside the parameter
+        elif entry.size:  # scales of 8-bit numbers have as many rows as the parameter
+            empty = zeros_sharded_like(param, entry.size, dtype)
+        else:  # a step counter, which fused kernels need on the parameter's device
             empty = torch.zeros((), dtype=dtype, device=param.device if groups[param].get("fused") else "cpu")
         state.setdefault(param, {})[key] = empty
     return state
@@ -317,26 +285,25 @@ def _check_same_model(
         different = sorted(key for key in known | wanted if known.get(key) != wanted.get(key))
         first = different[0]
         raise ValueError(
-            f"{path} holds another model than `worker.{path.name}.model` describes:"
+            f"{path} holds a different model than `worker.{path.name}.model` describes:"
             f" {len(different)} weights differ, for example {first.removeprefix('model.')}:"
             f" {known.get(first)} in the checkpoint, {wanted.get(first)} in the model"
         )
 
 
 def _check_same_optimizer(optimizer: Optimizer, manifest: dict[str, Any], path: Path) -> None:
-    """Refuse the state of an optimizer that keeps other numbers; a manifest may be older than its name."""
-    saved, wanted = manifest.get("optimizer"), type(optimizer).__name__
+    saved, wanted = manifest.get("optimizer"), type(optimizer).__name__  # old manifests have no name
     if saved not in (None, wanted):
         raise ValueError(
             f"{path} holds the state of {saved}, which `worker.{path.name}.optim.strategy` ({wanted}) cannot"
-            " continue: set the strategy back, or start anew from the exported weights"
+            " continue: restore the strategy, or start over from the exported weights"
         )
 
 
 def _load_rank_state(path: Path, world_size: int) -> dict[str, Any] | None:
     if world_size != dist.get_world_size():
         logger.warning(
-            "random generators start anew, the number of processes changed: saved=%d now=%d path=%s",
+            "random generators are reset because the number of processes changed: saved=%d now=%d path=%s",
             world_size, dist.get_world_size(), path,
         )  # fmt: skip
         return None

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading sharded tensors (torch.distributed.checkpoint) without trusting their files.
-
-Nothing is unpickled but tensors and the few classes that describe them.
-"""
+"""Reader of torch.distributed.checkpoint shards that unpickles nothing but tensors and their metadata."""
 
 import pickle
 import warnings
@@ -17,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from verl.checkpoint.manifest import remedy
 
-# What torch.distributed.checkpoint writes into its metadata file, as (module, name).
+# Classes in the metadata files of torch.distributed.checkpoint, as (module, name).
 METADATA_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -35,7 +32,7 @@ METADATA_CLASSES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads checkpoint metadata and refuses to build anything else."""
+    """Unpickler of checkpoint metadata that refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -45,14 +42,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """Reads shards; the metadata once, and only the classes that belong there."""
+    """Reader of shards that reads the metadata once, and safely."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the folder holds."""
         if self._metadata is None:
             path = Path(self.path) / ".metadata"
             with path.open("rb") as file:
@@ -60,7 +56,7 @@ class ShardReader(FileSystemReader):
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Size and dtype of every tensor, by key."""
+        """Return size and dtype of every tensor, by key."""
         tensors = {}
         for key, entry in self.read_metadata().state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), f"a snapshot holds tensors only, not {key}"
@@ -69,22 +65,20 @@ class ShardReader(FileSystemReader):
 
 
 def load_metadata(file: IO[bytes], path: Path) -> Metadata:
-    """Unpickle a metadata file."""
     try:
         return _MetadataUnpickler(file).load()
-    except Exception as error:  # damaged bytes make the unpickler raise whatever it likes
+    except Exception as error:  # damaged bytes make the unpickler raise almost anything
         raise ValueError(f"{path} cannot be read ({error}): {remedy(path.parent)}") from error
 
 
-def read_tensors(reader: ShardReader, into: dict[str, Tensor], *, is_alone: bool = False) -> None:
-    """Fill tensors, sharded or not, in place.
-
-    Args:
-        reader: Of the folder.
-        into: Tensors by key; each rank's DTensors receive its part.
-        is_alone: True without a process group; otherwise every rank calls.
-    """
+def read_tensors(
+    reader: ShardReader,
+    into: dict[str, Tensor],
+    *,
+    is_alone: bool = False,  # without a process group; otherwise every rank must call
+) -> None:
+    """Fill tensors, sharded or not, in place."""
     with warnings.catch_warnings():
-        if is_alone:  # torch wonders whether a process group was forgotten
+        if is_alone:  # torch warns that a process group may be missing
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         state_dict_loader.load(into, storage_reader=reader, no_dist=is_alone)

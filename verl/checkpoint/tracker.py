@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints a run has: made complete or not at all, found again, and cleared away.
-
-The controller drives it: `begin` gives a folder that does not count yet, the workers fill it, `publish`
-renames it.
+"""The checkpoints of a run: written to a temporary folder, published by renaming, pruned, and found again.
 
 Example::
 
     tracker = CheckpointTracker("checkpoints/math/first", save_limit=3)
-    folder = tracker.begin(step=8)              # …/global_step_8.tmp
-    ...                                         # everybody writes into it
-    tracker.publish(step=8, score=0.61)         # …/global_step_8; older steps go
+    folder = tracker.begin(step=8)  # …/global_step_8.tmp
+    ...  # all workers write into it
+    tracker.publish(step=8, score=0.61)  # …/global_step_8; older steps are removed
     find_last_checkpoint("checkpoints/math/first")
 """
 
@@ -33,12 +30,12 @@ from verl.checkpoint.manifest import (
 logger = logging.getLogger(__name__)
 
 TRACKER = "checkpoint_tracker.json"
-PARTIAL = ".tmp"  # ends the name of a folder that is being written
+PARTIAL = ".tmp"  # suffix of a folder that is being written
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The content of `checkpoint_tracker.json`: last and best checkpoint; None before there is one."""
+    """The contents of `checkpoint_tracker.json`: the last and the best checkpoint, if any."""
 
     last_global_step: int | None = None
     last_actor_path: str | None = None
@@ -48,12 +45,7 @@ class CheckpointRecord:
 
 
 class CheckpointTracker:
-    """The checkpoints below one folder.
-
-    Args:
-        root: `trainer.save_checkpoint_path`.
-        save_limit: How many of the newest to keep, the best beside them; -1 keeps all.
-    """
+    """The checkpoints in a folder, of which the `save_limit` newest and the best are kept (-1 keeps all)."""
 
     def __init__(self, root: Path | str, save_limit: int = -1) -> None:
         self.root = Path(root)
@@ -61,11 +53,7 @@ class CheckpointTracker:
         self.record = read_record(self.root) or CheckpointRecord()
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write step `step` into; half-written folders of an interrupted run are removed.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Create an empty folder for a step, after removing incomplete folders of an interrupted run."""
         self.clear()
         folder = _partial(self.root / f"global_step_{step}")
         try:
@@ -78,24 +66,18 @@ class CheckpointTracker:
         return folder
 
     def clear(self) -> None:
-        """Remove half-written folders: those of an interrupted run, or one that could not be finished."""
         for leftover in self.root.glob(f"global_step_*{PARTIAL}"):
-            logger.warning("a checkpoint that was never completed is removed: path=%s", leftover)
+            logger.warning("removing an incomplete checkpoint: path=%s", leftover)
             shutil.rmtree(leftover)
 
     def publish(self, step: int, score: float | None = None) -> Path:
-        """Make a written folder count, then remove the steps that are not kept.
+        """Publish a complete folder under its final name, then remove the steps that are not kept.
 
-        Args:
-            step: Of `begin`, completely written by everybody.
-            score: Validation score at this step, the higher the better; None if it was not validated.
-
-        Returns:
-            The folder under its final name.
+        `score` is the validation score of the step, higher is better; None if it was not validated.
         """
         folder, before = self.root / f"global_step_{step}", self.record
         self.record = self._record_with(step, folder, score)
-        write_json(self.root / TRACKER, asdict(self.record))  # a run killed from here on is found whole
+        write_json(self.root / TRACKER, asdict(self.record))  # a run killed after this can be resumed
         try:
             _replace_folder(_partial(folder), folder)
         except OSError:
@@ -108,7 +90,7 @@ class CheckpointTracker:
     def _record_with(self, step: int, folder: Path, score: float | None) -> CheckpointRecord:
         actor, old = str(folder / "actor"), self.record
         best = (old.best_global_step, old.best_actor_path, old.best_val_reward_score)
-        if old.best_global_step == step:  # written again after a resume from an earlier step
+        if old.best_global_step == step:  # rewritten after a resume from an earlier step
             best = (None, None, None)
         if score is not None and (best[2] is None or score > best[2]):
             best = (step, actor, score)
@@ -129,11 +111,7 @@ class CheckpointTracker:
 
 
 def read_record(root: Path | str) -> CheckpointRecord | None:
-    """The tracker file of a folder, also EasyR1's; None if there is none.
-
-    Raises:
-        ValueError: It is not a tracker file.
-    """
+    """Read the tracker file of a folder, EasyR1's included; None if there is none."""
     path = Path(root) / TRACKER
     if not path.is_file():
         return None
@@ -149,28 +127,28 @@ def read_record(root: Path | str) -> CheckpointRecord | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): remove it and set `trainer.load_checkpoint_path` to a"
-            " global_step_N folder beside it"
+            " global_step_N folder next to it"
         ) from error
 
 
 def find_last_checkpoint(root: Path | str) -> Path | None:
-    """The newest complete checkpoint below a folder; None if nothing was saved there.
+    """Return the newest complete checkpoint in a folder; None if nothing was saved there.
 
     Raises:
-        FileNotFoundError: The tracker names a folder that is gone.
+        FileNotFoundError: The checkpoint that the tracker names is missing.
     """
     record = read_record(root)
     if record is None or record.last_global_step is None:
         return None
     folder = Path(root) / f"global_step_{record.last_global_step}"
-    if not folder.is_dir():  # the run was killed while it gave the folder its name
+    if not folder.is_dir():  # the run was killed while it renamed the folder
         written = next(filter(is_whole, (_partial(folder), _aside(folder))), None)
         if written is not None:
             written.rename(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{Path(root) / TRACKER} names {folder.name}, which is gone: {remedy(folder)},"
-            " or start anew with `trainer.find_last_checkpoint=false`"
+            f"{Path(root) / TRACKER} names {folder.name}, which is missing: {remedy(folder)},"
+            " or start over with `trainer.find_last_checkpoint=false`"
         )
     return folder
 
@@ -178,12 +156,9 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
 def checkpoint_to_resume(
     root: Path | str, load_checkpoint_path: Path | str | None, find_last: bool
 ) -> Path | None:
-    """The checkpoint that a run goes on from, found to be whole; None for a run that starts anew.
+    """Return the checkpoint to resume from, after verifying all of its files; None to start from scratch.
 
-    Args:
-        root: `trainer.save_checkpoint_path`.
-        load_checkpoint_path: Wins over the newest below `root`.
-        find_last: Whether to look below `root`.
+    `load_checkpoint_path` takes precedence over the newest checkpoint in `root`.
 
     Raises:
         FileNotFoundError: A folder or a file of the checkpoint is missing.
@@ -204,20 +179,11 @@ def checkpoint_to_resume(
 
 
 def checkpoint_step(path: Path | str) -> int:
-    """The step of a checkpoint folder given as `trainer.load_checkpoint_path`.
-
-    Raises:
-        ValueError: The name is not `global_step_N`.
-        FileNotFoundError: There is no such folder.
-    """
+    """Return the step of a checkpoint folder given as `trainer.load_checkpoint_path`."""
     folder = Path(path)
     match = STEP_FOLDER.fullmatch(folder.name)
     if match is None:
-        hint = (
-            "it was never completed, choose another step"
-            if folder.name.endswith(PARTIAL)
-            else "name one step"
-        )
+        hint = "it is incomplete, choose another step" if folder.name.endswith(PARTIAL) else "name one step"
         raise ValueError(f"`trainer.load_checkpoint_path` must end in global_step_N, got {folder}: {hint}")
     if not folder.is_dir():
         raise FileNotFoundError(f"`trainer.load_checkpoint_path`: no folder {folder}")
@@ -238,8 +204,7 @@ def _check_record(record: CheckpointRecord) -> None:
 
 
 def _replace_folder(partial: Path, final: Path) -> None:
-    """Rename; a folder of that name steps aside first and goes when the new one is in its place."""
-    aside = _aside(final)
+    aside = _aside(final)  # the old folder is deleted only after the new one is in its place
     if final.exists():
         final.rename(aside)
     partial.rename(final)
@@ -247,7 +212,7 @@ def _replace_folder(partial: Path, final: Path) -> None:
         shutil.rmtree(aside)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # the new name survives a power failure before the tracker tells it
+        os.fsync(descriptor)  # the new name survives a power failure
     finally:
         os.close(descriptor)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded models (FSDP2): meshes, sharding, full tensors, gradient clipping, moving to CPU and back.
+"""FSDP2 models: meshes, sharding, full tensors, gradient clipping, offloading.
 
-The model's parameters are DTensors. Whatever reads them goes through `sharded_parameters`: after a forward
-pass FSDP2 may leave gathered parameters in their place.
+Read parameters through `sharded_parameters`: after a forward pass FSDP2 may leave gathered parameters in
+their place.
 """
 
 import math
@@ -38,52 +38,32 @@ DTYPES = {
 
 
 class ShardOptions(Protocol):
-    """What is read here of `worker.*.fsdp`."""
+    """The options of `worker.*.fsdp` that are read here."""
 
     @property
-    def enable_full_shard(self) -> bool:
-        """Shard again after forward."""
-        ...
+    def enable_full_shard(self) -> bool: ...
 
     @property
-    def enable_cpu_offload(self) -> bool:
-        """Keep shards in host memory between uses."""
-        ...
+    def enable_cpu_offload(self) -> bool: ...
 
     @property
-    def mp_param_dtype(self) -> str:
-        """Name of the dtype of forward and backward."""
-        ...
+    def mp_param_dtype(self) -> str: ...
 
     @property
-    def mp_reduce_dtype(self) -> str:
-        """Name of the dtype in which gradients are summed."""
-        ...
+    def mp_reduce_dtype(self) -> str: ...
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a config's name.
-
-    Raises:
-        ValueError: The name is none of `DTYPES`.
-    """
     if name not in DTYPES:
         raise ValueError(f"a dtype must be one of {sorted(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
 def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
-    """The mesh that a model is sharded over.
+    """Build the device mesh that a model is sharded over.
 
-    Args:
-        world_size: Number of ranks.
-        fsdp_size: Ranks that share one copy of the model; -1, or the world size, for all of them. Fewer give
-        hybrid
-            sharding: copies over the axis "ddp", shards over the axis "fsdp".
-        device: "cuda" or "cpu".
-
-    Raises:
-        ValueError: `fsdp_size` does not divide the world size.
+    `fsdp_size` ranks share one copy of the model; -1 or the world size uses all of them. Fewer ranks give
+    hybrid sharding: replicas on the axis "ddp", shards on the axis "fsdp".
     """
     if fsdp_size <= 0 or fsdp_size >= world_size:
         return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
@@ -93,16 +73,10 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions) -> None:
-    """Shard a transformers model in place: each block, vision blocks included, then the rest.
-
-    Args:
-        model: On the meta device or not.
-        mesh: From `make_mesh`; two axes mean copies of shards.
-        config: `worker.*.fsdp`. Without `enable_full_shard` parameters stay gathered from forward to
-        backward.
-    """
+    """Shard a transformers model in place: each block, vision blocks included, then the rest."""
     options: dict[str, Any] = {
         "mesh": mesh,
+        # False keeps parameters gathered from forward to backward.
         "reshard_after_forward": None if config.enable_full_shard else False,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch_dtype(config.mp_param_dtype), reduce_dtype=torch_dtype(config.mp_reduce_dtype)
@@ -115,18 +89,18 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions) 
 
 
 def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """What is gathered at a time: the blocks of the language model and of the vision tower."""
+    """Return the modules that FSDP gathers one at a time: language model and vision blocks."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:
-    """Where FSDP2 keeps the shards between uses: `fsdp.enable_cpu_offload` means CPU, of no effect on CPU."""
+    # Without a GPU the shards are in host memory anyway.
     return CPUOffloadPolicy() if config.enable_cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter as its shard, by name; a tied parameter stands under its first name only."""
+    """Return the shard of every parameter by name; a tied parameter appears once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -134,7 +108,6 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's weights, by name."""
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
@@ -142,16 +115,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def full_named_tensors(
     model: nn.Module, dtype: torch.dtype | None = None, select: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the whole tensor of each weight, gathered one by one.
+    """Yield the name and the full tensor of each weight and buffer, gathered one at a time.
 
-    Every rank must iterate to the end, in step: each tensor is a collective. Names are those in memory
-    (`state_dict()`); `HubNames.convert` turns them into those that engines read. A tied weight comes once,
-    under its first name. Works on offloaded models: each shard visits the device on its way.
-
-    Args:
-        model: Sharded or not.
-        dtype: What floating-point weights are cast to before they are gathered; None keeps theirs.
-        select: Which of them are wanted, by their names.
+    Every rank must iterate to the end, since each tensor is a collective. Names are those of `state_dict()`,
+    a tied weight appears once. Floating-point weights are cast to `dtype` before they are gathered.
     """
     tensors = sharded_parameters(model) | persistent_buffers(model)
     for name, tensor in tensors.items():
@@ -166,26 +133,23 @@ def _gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    """Gather a tensor over its ranks, on their device."""
-    moved = tensor.to(tensor.device_mesh.device_type)
+    moved = tensor.to(tensor.device_mesh.device_type)  # for offloaded shards
     return moved.full_tensor()  # pyright: ignore[reportAttributeAccessIssue] - `to` of a DTensor gives one
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # shares the tensor's memory
 
 
 def num_shards(tensor: Tensor) -> int:
-    """How many ranks share a tensor; copies of its parts (hybrid sharding) are not counted."""
     if not isinstance(tensor, DTensor):
         return 1
     axes = enumerate(tensor.placements)
+    # Replicas (hybrid sharding) do not count; replicas of a shard have the same `shard_index`.
     return math.prod(tensor.device_mesh.size(axis) for axis, place in axes if place.is_shard())
 
 
 def shard_index(tensor: Tensor) -> int:
-    """Which of the parts of a tensor is this rank's; copies of a part have the same index."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh, index = tensor.device_mesh, 0
@@ -195,14 +159,8 @@ def shard_index(tensor: Tensor) -> int:
     return index
 
 
-def zeros_beside(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros whose rows lie where the rows of a tensor lie.
-
-    Args:
-        tensor: Sharded by its rows, or not.
-        size: As many rows as the tensor has; the rest is free.
-        dtype: Of the zeros.
-    """
+def zeros_sharded_like(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros with any row shape, sharded by rows as `tensor` is."""
     rows = local_part(tensor).shape[0]
     part = torch.zeros((rows, *size[1:]), dtype=dtype, device=tensor.device)
     if not isinstance(tensor, DTensor):
@@ -210,21 +168,15 @@ def zeros_beside(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Ten
     return _sharded_like(part, tensor, torch.Size(size)).to(tensor.device)
 
 
-def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], like: Sequence[Tensor], parts: Sequence[Tensor]
+def map_full_matrices(
+    function: Callable[[Tensor], Tensor],  # keeps shape and dtype
+    like: Sequence[Tensor],  # sharded alike, by rows; at most `num_shards` of them
+    parts: Sequence[Tensor],  # this rank's rows of each matrix, in the sharding of `like`
 ) -> list[Tensor]:
-    """Apply a function of a whole matrix to some that are sharded; the ranks share the work.
+    """Apply a function to full matrices that are sharded by rows, with the work shared among the ranks.
 
-    Rank i gathers all of them, one after the other, applies the function to the i-th, and sends its rows to
-    the ranks that have them. Every rank must call it. Matrices that are not sharded stay where they are.
-
-    Args:
-        function: From a matrix to one of its shape and type.
-        like: How the matrices are sharded: by rows, over the same ranks; `num_shards` of them at most.
-        parts: This rank's rows of each.
-
-    Returns:
-        This rank's rows of each result, on the device of the mesh.
+    Rank i gathers every matrix in turn, applies the function to the i-th, and sends the result's rows to
+    their ranks. Every rank must call it. Returns this rank's rows of each result, on the device of the mesh.
     """
     mine: Tensor | None = None
     own, results = shard_index(like[0]), []
@@ -241,7 +193,6 @@ def on_whole_matrices(
 
 
 def _sharded_like(part: Tensor, tensor: DTensor, size: torch.Size) -> DTensor:
-    """This rank's rows as a tensor that is sharded as another is; on the device of the mesh."""
     stride = tuple(math.prod(size[axis + 1 :]) for axis in range(len(size)))
     return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride
@@ -249,7 +200,7 @@ def _sharded_like(part: Tensor, tensor: DTensor, size: torch.Size) -> DTensor:
 
 
 def _rows_from(source: int, whole: Tensor | None, like: DTensor, dtype: torch.dtype) -> Tensor:
-    """This rank's rows of a matrix that the rank of one shard has."""
+    """Return this rank's rows of a matrix that only the rank with shard `source` has."""
     mesh = like.device_mesh
     axis = next(axis for axis, place in enumerate(like.placements) if place.is_shard())
     if mesh.ndim > 1:
@@ -262,46 +213,36 @@ def _rows_from(source: int, whole: Tensor | None, like: DTensor, dtype: torch.dt
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`.
+    """Scale the gradients to a norm of at most `max_norm` over all ranks; return the norm before scaling.
 
-    Waits for every rank. A norm that is not finite leaves gradients of no use: the caller skips the update.
-
-    Args:
-        model: After backward.
-        max_norm: Largest norm of all gradients together; `inf` only measures.
-
-    Returns:
-        The norm before scaling, the same on all ranks.
+    Waits for every rank. If the norm is not finite the gradients are useless, and the caller skips the
+    update.
     """
     grads = [param.grad for param in sharded_parameters(model).values() if param.grad is not None]
     total = get_total_norm(grads)
     norm = (_whole(total) if isinstance(total, DTensor) else total).item()
-    if max_norm < norm < float("inf"):
+    if max_norm < norm < float("inf"):  # an infinite `max_norm` only measures
         shards, scale = [local_part(grad) for grad in grads], max_norm / (norm + 1e-6)
         torch._foreach_mul_(shards, scale)  # pyright: ignore[reportPrivateImportUsage] - torch's own code calls it
     return norm
 
 
 def offload_model(model: nn.Module) -> None:
-    """Move shards, their gradients and buffers to host memory, and free the device's."""
     sharded_parameters(model)
     model.to("cpu")
     empty_cache("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_model(model: nn.Module, device: torch.device | str) -> None:
-    """Move shards, their gradients and buffers to the device."""
     model.to(device)
 
 
 def offload_optimizer(optimizer: Optimizer) -> None:
-    """Move the optimizer's state to host memory, and free the device's."""
     _move_state(optimizer, "cpu")
     empty_cache("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_optimizer(optimizer: Optimizer, device: torch.device | str) -> None:
-    """Move the optimizer's state to the device."""
     _move_state(optimizer, device)
 
 
@@ -309,9 +250,8 @@ def _move_state(optimizer: Optimizer, device: torch.device | str) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
-                if value.dim() > 0 or group.get(
-                    "fused"
-                ):  # only fused kernels read step counters on the device
+                # Only fused kernels read step counters on the device.
+                if value.dim() > 0 or group.get("fused"):
                     optimizer.state[param][key] = value.to(device)
 
 
@@ -320,19 +260,11 @@ def loaded_on_device(
     model: nn.Module,
     device: torch.device | str,
     *,
-    offload_params: bool,
+    offload_params: bool,  # False with `enable_cpu_offload`: FSDP2 then moves the model itself
     optimizer: Optimizer | None = None,
     offload_optimizer_state: bool = False,
 ) -> Iterator[None]:
-    """Have the model, and the optimizer if given, on the device inside the block and offloaded after it.
-
-    Args:
-        model: Sharded; with `enable_cpu_offload` FSDP2 moves it by itself, so it must not be moved here.
-        device: Where the block works.
-        offload_params: `offload.offload_params`; False leaves the model where it is.
-        optimizer: The one that steps inside the block, or None.
-        offload_optimizer_state: `offload.offload_optimizer`; False leaves its state where it is.
-    """
+    """Keep the model and the optimizer on the device inside the block, and offload them afterwards."""
     try:
         if offload_params:
             load_model(model, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs of this machine as the driver lists them, without importing torch."""
+"""GPUs of this machine as reported by the driver, without importing torch."""
 
 import subprocess
 from typing import NamedTuple
@@ -9,12 +9,7 @@ TIMEOUT_S = 60
 
 
 class Gpu(NamedTuple):
-    """A GPU as its driver shows it.
-
-    Example::
-
-        Gpu("NVIDIA H200", memory_mib=143771, used_mib=0, driver="570.86")
-    """
+    """A GPU, such as `Gpu("NVIDIA H200", memory_mib=143771, used_mib=0, driver="570.86")`."""
 
     name: str
     memory_mib: int
@@ -23,7 +18,7 @@ class Gpu(NamedTuple):
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine; none where the driver has no `nvidia-smi` or that fails."""
+    """Return the GPUs of this machine; empty if `nvidia-smi` is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -33,7 +28,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def read_gpus(answer: str) -> list[Gpu]:
-    """The GPUs in the answer of `nvidia-smi` to `QUERY`; memory that it does not tell counts as 0."""
+    """Parse the output of `nvidia-smi`; unreported memory counts as 0."""
     gpus = []
     for line in filter(None, answer.splitlines()):
         name, total, used, driver = (cell.strip() for cell in line.split(","))

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that travel around the ring while the ranks compute.
-
-`pass_on` starts sending to the next ring rank and receiving from the one before; `Passing.wait` ends it.
-Every ring rank passes tensors of the same shapes in the same order.
-"""
+"""Non-blocking exchange of tensors with the neighboring ranks of a ring."""
 
 from collections.abc import Sequence
 
@@ -14,40 +10,30 @@ from torch import Tensor
 from verl.distributed.sequence_parallel import SequenceParallel
 
 
-class Passing:
-    """Tensors under way; holds what is sent until it has left."""
+class RingTransfer:
+    """A transfer in progress."""
 
     def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
-        """See `pass_on`."""
-        self._works, self._sent, self._received = works, sent, received
+        self._works, self._sent, self._received = works, sent, received  # `sent` must outlive the transfer
 
     def wait(self) -> list[Tensor]:
-        """What the ring rank before has passed on."""
+        """Return the tensors of the previous ring rank."""
         for work in self._works:
             work.wait()
         self._sent = []
         return self._received
 
 
-def pass_on(tensors: Sequence[Tensor], sp: SequenceParallel) -> Passing:
-    """Start passing tensors to the next ring rank; they must not change until `wait` returns.
+def start_transfer(tensors: Sequence[Tensor], sp: SequenceParallel) -> RingTransfer:
+    """Start sending tensors to the next ring rank and receiving equal shapes from the previous one.
 
-    Args:
-        tensors: One or more, not empty ones.
-        sp: This rank's place in a ring of two or more.
+    The tensors must not be empty, and must not change until `wait` returns. All ring ranks send equal shapes.
     """
     sent = [tensor.contiguous() for tensor in tensors]
     received = [torch.empty_like(tensor) for tensor in sent]
     ahead, behind = (sp.ring_index + 1) % sp.ring_size, (sp.ring_index - 1) % sp.ring_size
-    pairs = zip(sent, received, strict=True)
-    works = dist.batch_isend_irecv(
-        [
-            operation
-            for out, into in pairs
-            for operation in (
-                dist.P2POp(dist.isend, out, group=sp.ring_group, group_peer=ahead),
-                dist.P2POp(dist.irecv, into, group=sp.ring_group, group_peer=behind),
-            )
-        ]
-    )
-    return Passing(works, sent, received)
+    operations = []
+    for out, into in zip(sent, received, strict=True):
+        operations.append(dist.P2POp(dist.isend, out, group=sp.ring_group, group_peer=ahead))
+        operations.append(dist.P2POp(dist.irecv, into, group=sp.ring_group, group_peer=behind))
+    return RingTransfer(dist.batch_isend_irecv(operations), sent, received)

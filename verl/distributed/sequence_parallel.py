@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a line of tokens, and how.
+"""Process groups of sequence parallelism.
 
-sp = ulysses x ring. The ranks of one line are neighbours; inside them ulysses is the fast axis, because its
-all-to-all moves the most data::
+sp = ulysses x ring. The ranks that share a packed sequence are neighbors; among them ulysses is the inner
+axis, because its all-to-all moves the most data::
 
     rank            0  1  2  3  4  5  6  7      ulysses_size 2, ring_size 2
     dp_index        0  0  0  0  1  1  1  1
@@ -19,49 +19,39 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """This rank's place among the ranks that hold parts of one line of tokens.
-
-    A group of an axis of size 1 is None, and nothing is communicated along it.
-    """
+    """This rank's coordinates and process groups; the group of an axis of size 1 is None."""
 
     ulysses_size: int = 1
     ring_size: int = 1
-    index: int = 0  # among the ranks of the line
+    index: int = 0  # among the ranks that share a packed sequence
     dp_size: int = 1
     dp_index: int = 0
-    group: dist.ProcessGroup | None = None  # the ranks of the line, by index
+    group: dist.ProcessGroup | None = None  # ranks that share a packed sequence, by index
     ulysses_group: dist.ProcessGroup | None = None  # by ulysses_index
     ring_group: dist.ProcessGroup | None = None  # by ring_index
     dp_group: dist.ProcessGroup | None = None  # ranks with the same index, by dp_index
-    gather_pieces: int = 1  # exchanges in which features of media are gathered
+    gather_chunks: int = 1  # chunks in which media features are gathered
 
     @classmethod
     def none(cls) -> "SequenceParallel":
-        """Every rank holds whole lines."""
         return cls()
 
     @classmethod
     def build(
-        cls, ranks: Sequence[int], ulysses_size: int, ring_size: int, gather_pieces: int = 1
+        cls,
+        ranks: Sequence[int],  # global ranks in order, including this one
+        ulysses_size: int,
+        ring_size: int,
+        gather_chunks: int = 1,
     ) -> "SequenceParallel":
-        """Divide ranks into lines; collective over the whole world, whichever ranks are given.
-
-        Args:
-            ranks: Global ranks in order; this process is one of them.
-            ulysses_size: Ranks that share the attention heads of a piece of a line.
-            ring_size: Pieces of a line.
-            gather_pieces: Exchanges in which features of media are gathered, see `gather_rows`.
-
-        Raises:
-            ValueError: The ranks do not divide into lines.
-        """
+        """Create the process groups; collective over the whole world, whichever ranks are given."""
         size = ulysses_size * ring_size
         if min(ulysses_size, ring_size) < 1 or len(ranks) % size:
             raise ValueError(
                 f"{len(ranks)} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
                 f" ({ring_size}): set them so that their product divides the number of devices"
             )
-        lines = [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+        groups = [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
         inside = range(size)
         by_ulysses = [[i for i in inside if i // ulysses_size == ring] for ring in range(ring_size)]
         by_ring = [[i for i in inside if i % ulysses_size == ulysses] for ulysses in range(ulysses_size)]
@@ -70,50 +60,47 @@ class SequenceParallel:
             ulysses_size,
             ring_size,
             index,
-            len(lines),
+            len(groups),
             dp_index,
-            _own_group(lines),
-            _own_group([[line[i] for i in part] for line in lines for part in by_ulysses]),
-            _own_group([[line[i] for i in part] for line in lines for part in by_ring]),
-            _own_group([[line[i] for line in lines] for i in inside]),
-            gather_pieces,
+            _new_group(groups),
+            _new_group([[group[i] for i in part] for group in groups for part in by_ulysses]),
+            _new_group([[group[i] for i in part] for group in groups for part in by_ring]),
+            _new_group([[group[i] for group in groups] for i in inside]),
+            gather_chunks,
         )
 
     @property
     def size(self) -> int:
-        """Ranks that share a line."""
         return self.ulysses_size * self.ring_size
 
     @property
     def ulysses_index(self) -> int:
-        """Which piece of its ring rank's tokens this rank holds."""
         return self.index % self.ulysses_size
 
     @property
     def ring_index(self) -> int:
-        """Which pair of chunks of every sequence this rank holds a piece of."""
         return self.index // self.ulysses_size
 
 
 def data_parallel_group(sp: SequenceParallel) -> dist.ProcessGroup:
-    """The ranks that have other sequences than this one, itself included; collective over the world."""
-    everyone = dist.group.WORLD
-    assert everyone is not None, "the process group is set up"
+    """Return the group of ranks with other sequences, including this rank; collective over the world."""
+    world = dist.group.WORLD
+    assert world is not None, "the process group is set up"
     if sp.size == 1:
-        return everyone
+        return world
     if sp.dp_group is not None:
         return sp.dp_group
     alone: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return alone[dist.get_rank()]
 
 
-def _own_group(parts: list[list[int]]) -> dist.ProcessGroup | None:
-    """Make a group for each part, on every rank in the same order; this rank's, or None if it is alone."""
-    own = None
-    for part in parts:
-        if len(part) > 1:
-            group = dist.new_group(part)
-            if dist.get_rank() in part:
+def _new_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+    """Create a group for each list, in the same order on every rank; return this rank's."""
+    own = None  # for a rank that is alone in its list
+    for ranks in rank_lists:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup), "new_group gives its members a group"
                 own = group
     return own

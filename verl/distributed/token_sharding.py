@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a line each sequence-parallel rank holds.
+"""Division of a packed sequence over the sequence-parallel ranks.
 
-A line is made of groups: a prompt and, one behind the other, the responses that share it. A packed row is a
-group without responses. Prompts and responses are the segments of the line.
+A packed sequence consists of groups: a prompt followed by the responses that share it. A sequence that shares
+nothing is a prompt without responses. Prompts and responses are its segments.
 
-Along the ring every segment is cut into 2 x ring_size chunks whose lengths differ by at most one, and ring
-rank i holds chunks i and 2 x ring_size - 1 - i: under a causal mask every rank then has the same work (as in
-The Llama 3 Herd of Models, section 3.3.2, https://arxiv.org/abs/2407.21783). The chunks that are one token
-longer take turns, so nothing is padded except the ends of the ranks' lines. A ring rank's tokens are cut into
-ulysses_size contiguous pieces.
+Around the ring each segment is cut into 2 x ring_size chunks whose lengths differ by at most one, and ring
+rank i holds chunks i and 2 x ring_size - 1 - i, which balances the work under a causal mask (The Llama 3 Herd
+of Models, section 3.3.2, https://arxiv.org/abs/2407.21783). A ring rank's tokens are divided contiguously
+over its ulysses ranks.
 """
 
 from collections.abc import Sequence
@@ -21,132 +20,114 @@ from torch import Tensor
 from verl.distributed.sequence_parallel import SequenceParallel
 
 
-class LineGroup(NamedTuple):
-    """A stretch of a line: a prompt and the responses that share it."""
+class SequenceGroup(NamedTuple):
+    """Lengths of a prompt and of the responses that share it."""
 
-    prompt: int  # tokens; of the whole row when nothing is shared
-    responses: tuple[int, ...] = ()  # tokens of each
+    prompt: int  # tokens; of the whole sequence when nothing is shared
+    responses: tuple[int, ...] = ()
 
 
 class RingShard(NamedTuple):
-    """The tokens of ring rank i: chunk i of every segment, then chunk 2 x ring_size - 1 - i of every segment.
+    """Chunk lengths of ring rank i: chunk i and chunk 2 x ring_size - 1 - i of every segment."""
 
-    In each half prompts come before responses. A group's only response is a part of its prompt.
-    """
-
-    first: tuple[LineGroup, ...]  # lengths of the chunks
-    second: tuple[LineGroup, ...]
+    # Among each, prompts come before responses. A group's only response is part of its prompt.
+    first: tuple[SequenceGroup, ...]
+    second: tuple[SequenceGroup, ...]
 
 
 class LocalRows(NamedTuple):
-    """Some tokens of the line, each on the rank that holds it."""
+    """Selected tokens of the packed sequence, each on the rank that holds it."""
 
-    local: Tensor  # (m,) int64: places in this rank's tokens
-    counts: tuple[int, ...]  # how many of them each rank of the line holds
-    order: Tensor  # (M,) int64: where each stands once all ranks' rows are joined by index
+    local: Tensor  # (m,) int64: indices into this rank's tokens
+    counts: tuple[int, ...]  # selected tokens of each rank
+    order: Tensor  # (M,) int64: index of each token after all ranks' rows are concatenated
 
 
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
-    """How a line of N tokens is divided, known to every rank of the line alike.
+    """The division of a packed sequence of N tokens, the same on all ranks that share it.
 
     Example::
 
-        plan = shard_plan([LineGroup(7), LineGroup(4, (2, 3))], sp)
+        plan = shard_plan([SequenceGroup(7), SequenceGroup(4, (2, 3))], sp)
         local_ids = input_ids[plan.local]  # (n_local,)
         rows = plan.rows(rows_before_responses)
         results = gather_rows(read(hidden[rows.local]), rows.counts, sp)[rows.order]  # (M,)
     """
 
-    groups: tuple[LineGroup, ...]
-    local: Tensor  # (n_local,) int64: places in the line of this rank's tokens; padding repeats place 0
-    is_padding: Tensor  # (n_local,) bool: at the end; what is computed there is read by nobody
-    places: Tensor  # (N,) int64: where each token stands once all ranks' tokens are joined by index
-    pieces: tuple[RingShard, ...]  # of every ring rank; empty without a ring
-    index: int  # of this rank in the line
-    size: int  # ranks of the line
+    groups: tuple[SequenceGroup, ...]
+    local: Tensor  # (n_local,) int64: positions of this rank's tokens; padding repeats position 0
+    is_padding: Tensor  # (n_local,) bool: at the end; its results are ignored
+    positions: Tensor  # (N,) int64: index of each token after all ranks' tokens are concatenated
+    ring_shards: tuple[RingShard, ...]  # of every ring rank; empty without a ring
+    index: int  # of this rank
+    size: int  # ranks that share the packed sequence
 
     def rows(self, rows: Tensor) -> LocalRows:
-        """Divide some tokens among the ranks that hold them.
-
-        Args:
-            rows: (M,) int64 places in the line, in any order, repetitions allowed.
-        """
-        places = self.places[rows]
-        owners = places.div(len(self.local), rounding_mode="floor")
-        local = places[owners == self.index] - self.index * len(self.local)
+        """Divide selected tokens, (M,) int64 positions in any order, among the ranks that hold them."""
+        positions = self.positions[rows]
+        owners = positions.div(len(self.local), rounding_mode="floor")
+        local = positions[owners == self.index] - self.index * len(self.local)
         counts = torch.bincount(owners, minlength=self.size)
         return LocalRows(local, tuple(counts.tolist()), owners.argsort(stable=True).argsort())
 
 
 def shard_plan(
-    groups: Sequence[LineGroup], sp: SequenceParallel, device: torch.device | str = "cpu"
+    groups: Sequence[SequenceGroup], sp: SequenceParallel, device: torch.device | str = "cpu"
 ) -> ShardPlan:
-    """Divide a line among the ranks of `sp`; no communication.
-
-    Args:
-        groups: What the line is made of.
-        sp: This rank's place.
-        device: Of the plan's tensors.
-
-    Raises:
-        ValueError: There are no tokens.
-    """
+    """Divide a packed sequence among the ranks of `sp`, without communication."""
     groups = tuple(groups)
     total = sum(group.prompt + sum(group.responses) for group in groups)
     if not total:
-        raise ValueError("a line without tokens cannot be divided: join a row to it")
+        raise ValueError("a packed sequence without tokens cannot be divided: add a sequence to it")
     if sp.ring_size == 1:
-        lines, pieces = [torch.arange(total)], ()
+        by_ring_rank, ring_shards = [torch.arange(total)], ()
     else:
-        lines, pieces = _zigzag(groups, sp.ring_size)
-    longest = max(len(line) for line in lines)
+        by_ring_rank, ring_shards = _zigzag(groups, sp.ring_size)
+    longest = max(map(len, by_ring_rank))
     n_local = -(-longest // sp.ulysses_size)
     joined = torch.full((sp.ring_size, n_local * sp.ulysses_size), -1)
-    for row, line in zip(joined, lines, strict=True):
-        row[: len(line)] = line
+    for row, positions in zip(joined, by_ring_rank, strict=True):
+        row[: len(positions)] = positions
     joined = joined.flatten()  # (size * n_local,): all ranks' tokens by index
     filled = (joined >= 0).nonzero()[:, 0]
-    places = torch.empty(total, dtype=torch.int64)
-    places[joined[filled]] = filled
+    positions = torch.empty(total, dtype=torch.int64)
+    positions[joined[filled]] = filled
     local = joined[sp.index * n_local : (sp.index + 1) * n_local]
     return ShardPlan(
         groups,
         local.clamp(min=0).to(device),
         (local < 0).to(device),
-        places.to(device),
-        pieces,
+        positions.to(device),
+        ring_shards,
         sp.index,
         sp.size,
     )
 
 
-def _zigzag(groups: tuple[LineGroup, ...], ring_size: int) -> tuple[list[Tensor], tuple[RingShard, ...]]:
-    """Each ring rank's places in the line, and the lengths of its chunks."""
+def _zigzag(groups: tuple[SequenceGroup, ...], ring_size: int) -> tuple[list[Tensor], tuple[RingShard, ...]]:
     count = 2 * ring_size
-    chunks = _chunks([_joined(group) for group in groups], count)
-    lines, pieces = [], []
+    chunks = _chunks([_with_single_response(group) for group in groups], count)
+    by_ring_rank, ring_shards = [], []
     for rank in range(ring_size):
-        halves = chunks[rank], chunks[count - 1 - rank]
+        pair = chunks[rank], chunks[count - 1 - rank]
         bounds = []
-        for half in halves:
-            bounds += [group[0] for group in half]  # prompts
-            bounds += [response for group in half for response in group[1:]]
-        lines.append(torch.cat([torch.arange(start, stop) for start, stop in bounds]))
-        pieces.append(RingShard(*(tuple(_lengths(group) for group in half) for half in halves)))
-    return lines, tuple(pieces)
+        for chunk in pair:
+            bounds += [group[0] for group in chunk]  # prompts
+            bounds += [response for group in chunk for response in group[1:]]
+        by_ring_rank.append(torch.cat([torch.arange(start, stop) for start, stop in bounds]))
+        ring_shards.append(RingShard(*(tuple(_lengths(group) for group in chunk) for chunk in pair)))
+    return by_ring_rank, tuple(ring_shards)
 
 
-def _joined(group: LineGroup) -> LineGroup:
-    """A prompt with its only response is one row."""
+def _with_single_response(group: SequenceGroup) -> SequenceGroup:
     responses = tuple(length for length in group.responses if length)
-    return group if len(responses) > 1 else LineGroup(group.prompt + sum(responses))
+    return group if len(responses) > 1 else SequenceGroup(group.prompt + sum(responses))
 
 
-def _chunks(groups: list[LineGroup], count: int) -> list[list[list[tuple[int, int]]]]:
-    """For each chunk and each group: where in the line that chunk of the prompt and of each response is."""
-    chunks: list[list[list[tuple[int, int]]]] = [[] for _ in range(count)]
-    place = turn = 0
+def _chunks(groups: list[SequenceGroup], count: int) -> list[list[list[tuple[int, int]]]]:
+    chunks: list[list[list[tuple[int, int]]]] = [[] for _ in range(count)]  # (start, stop) of each segment
+    start = turn = 0
     for group in groups:
         for chunk in chunks:
             chunk.append([])
@@ -154,12 +135,12 @@ def _chunks(groups: list[LineGroup], count: int) -> list[list[list[tuple[int, in
             share, extra = divmod(length, count)
             for index, chunk in enumerate(chunks):
                 size = share + ((index - turn) % count < extra)
-                chunk[-1].append((place, place + size))
-                place += size
-            turn += extra
+                chunk[-1].append((start, start + size))
+                start += size
+            turn += extra  # chunks with an extra token rotate, so only the end of a rank's tokens is padded
     return chunks
 
 
-def _lengths(segments: list[tuple[int, int]]) -> LineGroup:
+def _lengths(segments: list[tuple[int, int]]) -> SequenceGroup:
     prompt, *responses = (stop - start for start, stop in segments)
-    return LineGroup(prompt, tuple(responses))
+    return SequenceGroup(prompt, tuple(responses))

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges between the ranks of a line that autograd sees through.
+"""Differentiable exchanges between the ranks that share a packed sequence.
 
-`tokens_to_heads` and `heads_to_tokens` are DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): between
-layers a rank holds some tokens with all heads, during attention all tokens of its ring rank with some heads.
-`gather_rows` brings what the ranks computed for their own tokens to all of them.
-
-Every function is collective over its group, in the forward and in the backward pass.
+DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): between layers a rank holds some tokens with all heads,
+during attention all tokens of its ring rank with some heads. Every function is collective over its group, in
+the forward and in the backward pass.
 """
 
 import math
@@ -20,24 +18,14 @@ from verl.distributed.sequence_parallel import SequenceParallel
 
 
 def tokens_to_heads(
-    query: Tensor, key: Tensor, value: Tensor, sp: SequenceParallel
+    query: Tensor,  # (1, H, n, D)
+    key: Tensor,  # (1, Hkv, n, D)
+    value: Tensor,  # (1, Hkv, n, D)
+    sp: SequenceParallel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of the ulysses ranks, in order, with this rank's share of the heads; one exchange for all.
+    """Exchange shards of tokens for shards of heads, in one all-to-all.
 
-    Where the kv heads do not divide by u = `ulysses_size` they are repeated until they do, each beside its
-    copies, so that query heads still find theirs; the gradients of the copies are summed.
-
-    Args:
-        query: (1, H, n, D).
-        key: (1, Hkv, n, D).
-        value: (1, Hkv, n, D).
-        sp: This rank's place.
-
-    Returns:
-        (1, H / u, n * u, D), and twice (1, lcm(Hkv, u) / u, n * u, D).
-
-    Raises:
-        ValueError: u does not divide the query heads.
+    Returns (1, H / u, n * u, D), and twice (1, lcm(Hkv, u) / u, n * u, D), with u = `ulysses_size`.
     """
     size = sp.ulysses_size
     if query.shape[1] % size:
@@ -46,6 +34,7 @@ def tokens_to_heads(
             " `ring_size` instead"
         )
     repeats = math.lcm(key.shape[1], size) // key.shape[1]
+    # Copies of a kv head are adjacent, so that query heads still find theirs; their gradients are summed.
     parts = [query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)]
     by_rank = [part[0].unflatten(0, (size, -1)) for part in parts]  # (u, heads / u, n, D)
     shares = [part.shape[1] for part in by_rank]
@@ -55,49 +44,34 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(out: Tensor, sp: SequenceParallel) -> Tensor:
-    """The inverse for the result of attention: (1, n * u, H / u, D) to (1, n, H, D)."""
+    """Undo `tokens_to_heads` for the attention output: (1, n * u, H / u, D) to (1, n, H, D)."""
     by_rank = out[0].unflatten(0, (sp.ulysses_size, -1))  # (u, n, H / u, D)
     return _exchange(by_rank, sp).transpose(0, 1).flatten(1, 2)[None]
 
 
 def gather_rows(
-    values: Tensor,
-    counts: Sequence[int],
+    values: Tensor,  # (m, ...)
+    counts: Sequence[int],  # m of each rank
     sp: SequenceParallel,
+    # False if all ranks compute the same from the result: a rank keeps the gradient of its own rows. True if
+    # each rank uses the rows for its own tokens, as with media features: the ranks' gradients are summed.
     sum_gradients: bool = False,
-    pieces: int = 1,
+    chunks: int = 1,  # consecutive exchanges; more need smaller buffers
 ) -> Tensor:
-    """Join the rows that the ranks of a line hold, by their index.
-
-    What crosses processes is padded to the rank with the most rows. In several pieces the buffers for it are
-    that many times smaller, so that beside the result little more is held than the result.
-
-    Args:
-        values: (m, ...) of this rank.
-        counts: m of each rank of the line.
-        sp: This rank's place.
-        sum_gradients: False if every rank computes the same from the result, as it does with results of the
-            whole line: a rank then takes the gradient of its own rows. True if each rank uses the rows for
-            its own tokens, as it does with features of media: the ranks' gradients are summed.
-        pieces: Exchanges, one after the other, in which the rows are gathered, and their gradients summed;
-            no more than the most rows of a rank.
-
-    Returns:
-        (sum of counts, ...), the same on every rank.
-    """
-    assert len(values) == counts[sp.index], "counts[index] rows are this rank's"
+    """Concatenate the rows of all ranks that share a packed sequence, by rank index."""
+    assert len(values) == counts[sp.index], "this rank has counts[index] rows"
     if sp.group is None or not sum(counts):
         return values
-    return _GatherRows.apply(values, tuple(counts), sp, sum_gradients, pieces)
+    return _GatherRows.apply(values, tuple(counts), sp, sum_gradients, chunks)
 
 
 def _exchange(tensor: Tensor, sp: SequenceParallel) -> Tensor:
-    """(u, ...): part i goes to ulysses rank i, and comes back ordered by source."""
+    """Send part i of a (u, ...) tensor to ulysses rank i; the result is ordered by source."""
     return tensor if sp.ulysses_group is None else _Exchange.apply(tensor, sp.ulysses_group)
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all is its own inverse, and so its own backward."""
+    """An all-to-all, which is its own inverse and its own backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,13 +94,17 @@ class _GatherRows(torch.autograd.Function):
         counts: tuple[int, ...],
         sp: SequenceParallel,
         sum_gradients: bool,
-        pieces: int,
+        chunks: int,
     ) -> Tensor:
-        ctx.counts, ctx.sp, ctx.sum_gradients, ctx.pieces = counts, sp, sum_gradients, pieces
+        ctx.counts, ctx.sp, ctx.sum_gradients, ctx.chunks = counts, sp, sum_gradients, chunks
         joined = values.new_empty(sum(counts), *values.shape[1:])
-        for rows, length in _stretches(counts, pieces):
-            theirs = [part[rows] for part in joined.split(counts)]
-            _gather_into(theirs, _padded([values[rows]], length), sp)
+        parts = joined.split(counts)
+        for rows, length in _chunk_rows(counts, chunks):
+            padded = _padded([values[rows]], length)
+            received = padded.new_empty(sp.size * length, *padded.shape[1:])
+            dist.all_gather_into_tensor(received, padded, group=sp.group)
+            for part, theirs in zip(parts, received.split(length), strict=True):
+                part[rows].copy_(theirs[: len(part[rows])])
         return joined
 
     @staticmethod
@@ -136,44 +114,25 @@ class _GatherRows(torch.autograd.Function):
         if not ctx.sum_gradients:
             return parts[sp.index], None, None, None, None
         own = grad.new_empty(parts[sp.index].shape)
-        for rows, length in _stretches(counts, ctx.pieces):
-            _sum_into(own[rows], _padded([part[rows] for part in parts], length), sp)
+        for rows, length in _chunk_rows(counts, ctx.chunks):
+            padded = _padded([part[rows] for part in parts], length)
+            received = padded.new_empty(length, *padded.shape[1:])
+            dist.reduce_scatter_tensor(received, padded, group=sp.group)
+            own[rows].copy_(received[: len(own[rows])])
         return own, None, None, None, None
 
 
-def _stretches(counts: Sequence[int], pieces: int) -> Iterator[tuple[slice, int]]:
-    """At most `pieces` stretches of each rank's rows, and the length of each; every rank finds the same."""
-    most = max(counts)
-    length = -(-most // pieces)
+def _chunk_rows(counts: Sequence[int], chunks: int) -> Iterator[tuple[slice, int]]:
+    most = max(counts)  # the same on every rank
+    length = -(-most // chunks)
     for start in range(0, most, length):
         stop = min(start + length, most)
         yield slice(start, stop), stop - start
 
 
 def _padded(parts: Sequence[Tensor], length: int) -> Tensor:
-    """(parts * length, ...): the parts in order, each with empty rows behind it."""
+    """Pad each part to `length` rows and concatenate."""
     joined = parts[0].new_zeros(len(parts) * length, *parts[0].shape[1:])
-    for part, place in zip(parts, joined.split(length), strict=True):
-        place[: len(part)] = part
+    for part, rows in zip(parts, joined.split(length), strict=True):
+        rows[: len(part)] = part
     return joined
-
-
-def _gather_into(parts: Sequence[Tensor], padded: Tensor, sp: SequenceParallel) -> None:
-    """Fill each rank's part from what it has padded here, (length, ...)."""
-    received = padded.new_empty(len(parts) * len(padded), *padded.shape[1:])
-    dist.all_gather_into_tensor(received, padded, group=sp.group)
-    for part, theirs in zip(parts, received.split(len(padded)), strict=True):
-        part.copy_(theirs[: len(part)])
-
-
-def _sum_into(own: Tensor, padded: Tensor, sp: SequenceParallel) -> None:
-    """Fill this rank's part with the sum of what the ranks have for it.
-
-    Args:
-        own: (m, ...).
-        padded: (size * length, ...): what this rank has for each, in its order.
-        sp: This rank's place.
-    """
-    received = padded.new_empty(len(padded) // sp.size, *padded.shape[1:])
-    dist.reduce_scatter_tensor(received, padded, group=sp.group)
-    own.copy_(received[: len(own)])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a causal language model, put off until it is known which logits are wanted.
+"""An LM head that defers computing logits until they are needed.
 
-During a training forward the output embedding returns `DeferredLogits` in place of logits. The model's own
-code then scales or soft-caps them as it always does, which is only noted down, and the noted transform is
-applied chunk by chunk where log-probabilities are computed. So every model's head is right without a list
-of models, and whatever else a model does to its logits is refused by name.
+During a training forward the output embedding returns `DeferredLogits`. The scaling and soft-capping that the
+model's own code applies to them is recorded, and applied chunk by chunk where log-probabilities are computed.
+So the head of any model works without a list of models, and all other operations on logits are refused by
+name.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from verl.models.logit_chunks import HeadLogits, LogitTransform
 
 
 class DeferredLogits:
-    """Logits that were never computed: hidden states, the head, and what the model did to the product."""
+    """Hidden states, the head, and the transform of their product."""
 
     UNCHANGING: ClassVar[tuple[str, ...]] = ("float", "contiguous", "to")
 
@@ -34,7 +34,7 @@ class DeferredLogits:
         scale, softcap, _ = self.transform
         if softcap is None:
             return self._with(LogitTransform(scale * factor))
-        # factor * softcap * tanh(scale x / softcap) has the cap and the scale multiplied alike.
+        # factor * softcap * tanh(scale x / softcap): both the cap and the scale are multiplied.
         return self._with(LogitTransform(scale * factor, softcap * factor))
 
     __rmul__ = __mul__
@@ -47,7 +47,7 @@ class DeferredLogits:
         return self * (1.0 / divisor)
 
     def tanh(self) -> "DeferredLogits":
-        """Note a soft cap of one."""
+        # Recorded as a soft cap of one.
         if self.transform.softcap is not None:
             raise NotImplementedError("the model applies tanh to its logits twice, which is not supported")
         return self._with(LogitTransform(self.transform.scale, 1.0))
@@ -56,7 +56,6 @@ class DeferredLogits:
     def __torch_function__(
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Torch functions called on deferred logits: tanh and plain arithmetic."""
         known = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}
         if function not in known or not isinstance(args[0], cls) or kwargs:
             raise NotImplementedError(
@@ -66,20 +65,20 @@ class DeferredLogits:
 
     def __getattr__(self, name: str) -> Any:
         if name in self.UNCHANGING:
-            return lambda *args, **kwargs: self  # a cast or a copy; what follows is float32 anyway
+            return lambda *args, **kwargs: self  # a cast or a copy; logits are float32 anyway
         raise AttributeError(
-            f"the model uses `.{name}` of its logits, which is not supported without full logits"
+            f"the model uses `.{name}` of its logits, which is not supported with deferred logits"
         )
 
     def _with(self, transform: LogitTransform) -> "DeferredLogits":
         return DeferredLogits(self.hidden, self.head, transform)
 
     def head_logits(self, rows: Tensor, temperature: float = 1.0) -> HeadLogits:
-        """What the logits of the packed tokens `rows` (M,) are made of."""
+        """Return the factors of the logits of the packed tokens `rows` (M,)."""
         weight = self.head.weight
         if weight.numel() and not weight.untyped_storage().size():
             raise RuntimeError(
-                "the head's weight is not at hand after the forward pass: keep it in the root FSDP group"
+                "the head's weight is not available after the forward pass: keep it in the root FSDP group"
             )
         hidden = self.hidden.flatten(0, 1).index_select(0, rows)
         return HeadLogits(hidden, weight, self.head.bias, self.transform._replace(temperature=temperature))
@@ -92,18 +91,9 @@ class DeferredLogits:
         *,
         with_entropy: bool = False,
         with_sum_squares: bool = False,
-        reference: HeadLogits | None = None,
+        reference: HeadLogits | None = None,  # compute the KL divergence from these logits
     ) -> TokenLogProbs:
-        """Log-probability of `targets` (M,) under the logits of the packed tokens `rows` (M,), and more.
-
-        Args:
-            targets: Token ids.
-            rows: Which packed token predicts each.
-            temperature: Divides the logits.
-            with_entropy: Compute the entropy too.
-            with_sum_squares: Compute the sum of squared probabilities too.
-            reference: Another model's logits of the same tokens: compute the KL divergence from it too.
-        """
+        """Compute log-probabilities of `targets` (M,) as predicted by the packed tokens `rows` (M,)."""
         hidden, weight, bias, transform = self.head_logits(rows, temperature)
         result = linear_log_probs(
             hidden,
@@ -119,10 +109,10 @@ class DeferredLogits:
         return result._replace(kl=linear_kl(hidden, weight, reference, bias=bias, transform=transform))
 
     def values(self, rows: Tensor) -> Tensor:
-        """Scores of the packed tokens `rows` (M,), in float32; what the model does to logits is left out."""
+        """Compute float32 scores of the packed tokens `rows` (M,), without the model's logit transform."""
         hidden, weight, bias, _ = self.head_logits(rows)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        values = torch.mv(hidden.to(dtype), weight[0].to(dtype))  # not a column: FSDP wants no views
+        values = torch.mv(hidden.to(dtype), weight[0].to(dtype))  # not a column: FSDP does not support views
         return values if bias is None else values + bias.to(dtype)
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many floating-point operations a model's passes need, and what share of the device's peak they reached.
+"""Floating-point operations of a model's passes, and model FLOPs utilization (MFU).
 
-Counted from the shapes of the model's own parameters, so a new architecture needs nothing here. What is
-counted is what a pass must do: causal attention looks back only, the head answers response tokens only,
-experts that are not routed to do nothing, and activations that gradient checkpointing computes a second time
-count once. To add a device: one line in `PEAK_FLOPS`.
+Counted from the shapes of the model's parameters, so a new architecture needs no code here. Only necessary
+work counts: causal attention to earlier tokens, head products of response tokens, routed experts, no
+recomputation of gradient checkpointing. To add a device, add a line to `PEAK_FLOPS`.
 """
 
 import re
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.models.hub_names import meta_model
 
-# Dense bfloat16 products with float32 sums, from the vendors' data sheets; without sparsity.
+# Dense bfloat16 products with float32 accumulation and without sparsity, from the vendors' data sheets.
 PEAK_FLOPS: dict[str, float] = {
     "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15,
     "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12,
@@ -28,20 +27,14 @@ PEAK_FLOPS: dict[str, float] = {
     "RTX A6000": 154.8e12, "RTX 6000 Ada": 364.2e12,
     "MI300X": 1307e12, "MI250X": 191.5e12,
 }  # fmt: skip
-VARIANTS = {"MIG", "Laptop", "Max", "Ti", "SUPER", "D"}  # words that make another device of a known name
+VARIANTS = {"MIG", "Laptop", "Max", "Ti", "SUPER", "D"}  # words that make a known name a different device
 
-Grid = Sequence[int]  # (time, height, width) in patches: an image or video as the vision tower sees it
+Grid = Sequence[int]  # (time, height, width) in patches of an image or video
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a device, by the name that `torch.cuda.get_device_name` gives.
-
-    A name is compared word by word and the longest entry wins, so "H20" is not "H200" and "L40" is not
-    "L40S".
-
-    Returns:
-        None for a device that is not in `PEAK_FLOPS`, a part of a device, or another variant of a known one.
-    """
+    """Return a device's dense bfloat16 operations per second; None for an unknown device or variant."""
+    # Compared word by word, and the longest entry wins: "H20" is not "H200", "L40" is not "L40S".
     words = _words(device_name)
     known = [name for name in PEAK_FLOPS if _contains(words, _words(name))]
     if not known:
@@ -55,15 +48,14 @@ def peak_flops(device_name: str) -> float | None:
 class FlopsCounter:
     """Counts the operations of forward and backward passes of one model.
 
-    A multiplication with a weight costs 2 operations for each element and token, attention 4 for each pair of
-    query and key and each channel:
+    A product with a weight costs 2 operations per element and token, attention 4 per query-key pair and
+    channel:
 
         forward = 2 N_active tokens + 2 N_head response_tokens + 4 layers heads head_dim pairs + vision
         backward = 2 forward    (a frozen vision tower has none)
 
-    `N_active` are the elements of all weight matrices that a token meets: embeddings are looked up and count
-    nothing, of E experts k are met. A sequence of L tokens has L (L + 1) / 2 pairs, fewer with a sliding
-    window.
+    `N_active` counts the weight matrices that a token uses: no embeddings, and k of E experts. A sequence of
+    L tokens has L (L + 1) / 2 pairs, fewer with a sliding window.
 
     Source: "Scaling Laws for Neural Language Models", section 2.1 (https://arxiv.org/abs/2001.08361); MFU:
     PaLM, appendix B (https://arxiv.org/abs/2204.02311), which counts attention without the causal mask.
@@ -78,18 +70,10 @@ class FlopsCounter:
         self,
         config: PreTrainedConfig,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | None = None,  # None is a GPU if there is one; a CPU has no known peak
         trains_vision: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
-        """Read the shapes off a model without memory.
-
-        Args:
-            config: The model's transformers config.
-            device: Where it runs; None is a GPU where there is one. There is no peak to compare with on CPU.
-            trains_vision: False for a frozen vision tower.
-            trust_remote_code: Whether the config's own modelling code may run.
-        """
         model = meta_model(config, trust_remote_code=trust_remote_code)
         self.text = TextShape(model)
         self.vision = VisionShape(model) if hasattr(config, "vision_config") else None
@@ -98,21 +82,19 @@ class FlopsCounter:
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
 
     def forward(
-        self, lengths: Sequence[int], *, num_response_tokens: int | None = None, grids: Iterable[Grid] = ()
+        self,
+        lengths: Sequence[int],
+        *,
+        num_response_tokens: int | None = None,  # tokens that reach the head; None means all
+        grids: Iterable[Grid] = (),
     ) -> float:
-        """Operations of one forward pass.
-
-        Args:
-            lengths: Tokens of each sequence.
-            num_response_tokens: Tokens that reach the head; None is all of them.
-            grids: The sequences' images and videos, each (time, height, width) in patches.
-        """
+        """Count one forward pass over sequences of these lengths and media with these grids."""
         return self.text.forward(lengths, num_response_tokens) + self._vision_forward(grids)
 
     def training(
         self, lengths: Sequence[int], *, num_response_tokens: int | None = None, grids: Iterable[Grid] = ()
     ) -> float:
-        """Operations of one forward and backward pass; arguments as in `forward`."""
+        """Count one forward and backward pass; arguments as in `forward`."""
         text = 3 * self.text.forward(lengths, num_response_tokens)
         return text + (3 if self.trains_vision else 1) * self._vision_forward(grids)
 
@@ -124,17 +106,7 @@ class FlopsCounter:
         num_response_tokens: int | None = None,
         grids: Iterable[Grid] = (),
     ) -> float | None:
-        """Model FLOPs utilisation: the share of this device's peak that forward and backward passes reached.
-
-        Args:
-            lengths: Tokens of each sequence that this device ran.
-            seconds: What it took.
-            num_response_tokens: As in `forward`.
-            grids: As in `forward`.
-
-        Returns:
-            None where the peak is not known: then there is nothing to log.
-        """
+        """Return the share of this device's peak that forward and backward reached; None without a peak."""
         if self.peak is None:
             return None
         flops = self.training(lengths, num_response_tokens=num_response_tokens, grids=grids)
@@ -145,7 +117,7 @@ class FlopsCounter:
 
 
 class TextShape:
-    """What counts of a language model: matrix elements that a token meets, and its layers' attention."""
+    """Weight elements that a token uses in a language model, and its layers' attention."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
@@ -164,7 +136,6 @@ class TextShape:
         self.windows = attention_windows(config)
 
     def forward(self, lengths: Sequence[int], num_response_tokens: int | None) -> float:
-        """Operations of a forward pass over sequences of these lengths."""
         tokens = sum(lengths)
         to_head = tokens if num_response_tokens is None else num_response_tokens
         pairs = sum(causal_pairs(length, window) for window in self.windows for length in lengths)
@@ -172,7 +143,7 @@ class TextShape:
 
 
 class VisionShape:
-    """What counts of a vision tower of Qwen's kind: matrix elements for each patch and merged token."""
+    """Weight elements for each patch and each merged token of a Qwen-style vision tower."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.vision_config
@@ -180,7 +151,7 @@ class VisionShape:
         merged = {
             id(weight)
             for name, weight in tower.named_parameters()
-            if "merger" in name  # the layers behind the merge of neighbouring patches
+            if "merger" in name  # the layers after adjacent patches are merged
         }
         weights = matrices(tower)
         self.merge = config.spatial_merge_size**2
@@ -189,12 +160,12 @@ class VisionShape:
         self.channels = [
             weight.shape[0] // 3 for name, weight in tower.named_parameters() if name.endswith("qkv.weight")
         ]
-        full = getattr(config, "fullatt_block_indexes", None)  # Qwen2.5-VL: the other blocks look at windows
+        full = getattr(config, "fullatt_block_indexes", None)  # Qwen2.5-VL: other blocks use windows
         self.windowed = [full is not None and block not in full for block in range(len(self.channels))]
         self.window = config.window_size // config.patch_size if full is not None else 1
 
     def forward(self, time: int, height: int, width: int) -> float:
-        """Operations for an image or video of this many patches; frames do not see each other."""
+        """Count an image or video of this many patches; attention stays within a frame."""
         patches = time * height * width
         weights = self.for_each_patch * patches + self.for_each_token * patches // self.merge
         attention = sum(
@@ -204,7 +175,7 @@ class VisionShape:
         return 2.0 * weights + 4.0 * attention
 
     def _window_pairs(self, height: int, width: int) -> int:
-        """Pairs within square windows, those at the edges cut off."""
+        """Count pairs within square windows, which are cut off at the edges."""
 
         def squares(length: int) -> int:
             return length // self.window * self.window**2 + (length % self.window) ** 2
@@ -213,27 +184,27 @@ class VisionShape:
 
 
 def vision_towers(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The parts of a model that are built from its `vision_config`."""
+    """Return the submodels that are built from the model's `vision_config`."""
     vision = getattr(model.config, "vision_config", None)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in parts if vision is not None and type(part.config) is type(vision)]
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that activations are multiplied with: matrices, convolutions, stacks; no embeddings."""
+    """Return the weights that activations are multiplied with, which excludes embeddings."""
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [weight for weight in model.parameters() if weight.ndim > 1 and id(weight) not in lookups]
 
 
 def attention_windows(config: Any) -> list[int | None]:
-    """Tokens that each layer's attention looks back at, itself included; None is all."""
+    """Return the sliding window of each layer in tokens; None is full attention."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if layer_type == "sliding_attention" else None for layer_type in types]
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Pairs of a token and one that it sees: itself and those before it, `window` at most."""
+    """Count pairs of a token and the tokens it attends to: itself and earlier ones, at most `window`."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy says about tokens, straight from hidden states, without ever holding the full logits.
+"""Log-probabilities, entropy and KL divergence from hidden states, without holding the full logits.
 
-The logits of N tokens are N x vocabulary numbers, by far the largest tensor of a training step.
-`linear_log_probs` (log-probabilities, entropy, sum of squared probabilities) and `linear_kl` (divergence
-from a second model) make them for a chunk of tokens at a time, in the forward and again in the backward
-pass, and keep a few numbers for each token. The chunk size follows from a byte budget.
+Logits are the largest tensor of a training step. They are computed for a chunk of tokens at a time, in the
+forward and again in the backward pass, with a few numbers saved per token.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from verl.models.logit_chunks import (
     HeadLogits,
     LogitTransform,
-    as_computed,
+    autocast_head,
     blocks,
     chunk_rows,
     chunks,
@@ -26,91 +24,58 @@ from verl.models.logit_chunks import (
 
 
 class TokenLogProbs(NamedTuple):
-    """What a policy says about tokens: one number for each, float32; None where it was not asked for."""
+    """Float32 results, one number per token; None if not requested."""
 
     log_probs: Tensor  # of the given tokens
-    entropy: Tensor | None = None  # of the distribution they were drawn from, nats
+    entropy: Tensor | None = None  # of the distribution over the vocabulary, nats
     sum_squared_probs: Tensor | None = None  # sum over the vocabulary of p**2, in (0, 1]; has no gradient
     kl: Tensor | None = None  # KL(policy || reference) over the vocabulary, nats
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Tensor,  # (N, hidden size); N may be zero
+    weight: Tensor,  # (V, hidden size), in the dtype of `hidden`
+    targets: Tensor,  # (N,) int64
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
     transform: LogitTransform = LogitTransform(),  # noqa: B008 (immutable)
     with_entropy: bool = False,
     with_sum_squares: bool = False,
-    chunk_bytes: int | None = None,
+    chunk_bytes: int | None = None,  # bytes of logits held at once; None is the device's default
 ) -> TokenLogProbs:
-    """Log-probability of each target under `p = softmax(transform(hidden @ weight.T + bias))`, and more.
+    """Compute log-probabilities of targets under `p = softmax(transform(hidden @ weight.T + bias))`.
 
-        z = transform(hidden @ weight.T + bias);  log_prob = z[target] - logsumexp(z);  entropy =
-        logsumexp(z) - p . z;  sum_squared_probs = p . p
+        z = transform(hidden @ weight.T + bias);  log_prob = z[target] - logsumexp(z)
+        entropy = logsumexp(z) - p . z;  sum_squared_probs = p . p
 
-    The matrix products run in the dtype of `hidden` and `weight` (under autocast, in autocast's);
-    everything behind them is float32. Gradients reach `hidden`, `weight` and `bias` through log-probabilities
-    and entropy, either or both; the backward pass makes the logits again, chunk by chunk.
-
-    Args:
-        hidden: (N, hidden size); N may be zero.
-        weight: (V, hidden size), in the dtype of `hidden`.
-        targets: (N,) int64.
-        bias: (V,).
-        transform: Scale, soft cap and temperature of the logits.
-        with_entropy: Compute the entropy too.
-        with_sum_squares: Compute the sum of the squared probabilities too.
-        chunk_bytes: Bytes of logits held at once; a default for the device if None.
-
-    Returns:
-        (N,) float32 log-probabilities, and what was asked for.
-
-    Raises:
-        ValueError: The temperature is not positive, or there is not one target for each hidden state.
-        NotImplementedError: In the backward pass: a loss depends on `sum_squared_probs`.
+    Matrix products run in the dtype of `hidden` and `weight`, or in autocast's; the rest is float32.
+    Gradients of log-probabilities and entropy reach `hidden`, `weight` and `bias`; `sum_squared_probs` has
+    none.
     """
     if targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"one target per hidden state: targets {tuple(targets.shape)}, hidden {tuple(hidden.shape)}"
         )
-    policy = as_computed(HeadLogits(hidden, weight, bias, transform))
+    policy = autocast_head(HeadLogits(hidden, weight, bias, transform))
     rows = chunk_rows([policy], chunk_bytes)
     return TokenLogProbs(*_LinearLogProbs.apply(*policy, targets, with_entropy, with_sum_squares, rows))
 
 
 def linear_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    reference: HeadLogits,
+    hidden: Tensor,  # (N, hidden size); N may be zero
+    weight: Tensor,  # (V, hidden size), in the dtype of `hidden`
+    reference: HeadLogits,  # same tokens and vocabulary; must stay unchanged until the backward pass
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
     transform: LogitTransform = LogitTransform(),  # noqa: B008 (immutable)
-    chunk_bytes: int | None = None,
+    chunk_bytes: int | None = None,  # bytes of both models' logits held at once
 ) -> Tensor:
-    """KL divergence of a policy's distribution over the vocabulary from a reference's, for each token.
+    """Compute the KL divergence of a policy's distribution from a reference's, for each token.
 
         p = softmax(transform(hidden @ weight.T + bias));  q likewise from `reference`
         KL(p || q) = sum_v p_v (log p_v - log q_v);    d KL / dz_v = p_v (log p_v - log q_v - KL)
 
-    Gradients reach the policy's `hidden`, `weight` and `bias`, never the reference. Chunks hold the logits of
-    both, so that the budget is that of `linear_log_probs`; products and dtypes are as there.
-
-    Args:
-        hidden: (N, hidden size) of the policy; N may be zero.
-        weight: (V, hidden size), in the dtype of `hidden`.
-        reference: The same tokens and vocabulary; hidden size, dtype and transform may differ. Its tensors
-            must stay as they are until the backward pass.
-        bias: (V,).
-        transform: Scale, soft cap and temperature of the policy's logits.
-        chunk_bytes: Bytes of logits held at once; a default for the device if None.
-
-    Returns:
-        (N,) float32, nats, never negative.
-
-    Raises:
-        ValueError: A temperature is not positive, or tokens or vocabulary of the two differ in number.
+    Returns (N,) float32 nats, never negative. Gradients do not reach the reference.
     """
     if len(hidden) != len(reference.hidden) or len(weight) != len(reference.weight):
         raise ValueError(
@@ -118,15 +83,13 @@ def linear_kl(
             f" {tuple(reference.hidden.shape)}, weight {tuple(weight.shape)} and"
             f" {tuple(reference.weight.shape)}"
         )
-    policy = as_computed(HeadLogits(hidden, weight, bias, transform))
+    policy = autocast_head(HeadLogits(hidden, weight, bias, transform))
     with torch.no_grad():
-        reference = as_computed(reference)
+        reference = autocast_head(reference)
     return _LinearKL.apply(*policy, reference, chunk_rows([policy, reference], chunk_bytes))
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Chunks of tokens for the matrix products, blocks of a chunk for the softmax: small temporaries."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,8 +153,6 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _LinearKL(torch.autograd.Function):
-    """As `_LinearLogProbs`, with chunks and blocks of two models' logits side by side."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -216,7 +177,7 @@ class _LinearKL(torch.autograd.Function):
                 unnormalised = z.exp_()
                 total, ref_total = unnormalised.sum(1), y.exp_().sum(1)
                 mean = gap.mul_(unnormalised).sum(1) / total
-                # Where the two are close, the quotient's logarithm rounds less than the difference of two.
+                # For close models the logarithm of the quotient rounds less than a difference of logarithms.
                 kl[block] = mean - (total / ref_total).log()
                 lse[block] = largest + total.log()
                 mean_gap[block] = mean + (largest - ref_largest)
@@ -230,7 +191,7 @@ class _LinearKL(torch.autograd.Function):
         hidden, weight, bias, lse, mean_gap, ref_hidden, ref_weight, ref_bias = ctx.saved_tensors
 
         def block_grad(block: slice, logits: Tensor, ref_logits: Tensor) -> Tensor:
-            # The gap less its mean under p is log p - log q - KL.
+            # The gap minus its mean under p is log p - log q - KL.
             z = transformed(logits, bias, ctx.transform, lse.dtype)
             gap = z - transformed(ref_logits, ref_bias, ctx.ref_transform, lse.dtype)
             slope = ctx.transform.slope(z)
@@ -249,7 +210,7 @@ def _log_prob_grad(
     grad_log_probs: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Gradient with respect to `hidden @ weight.T` for a block of tokens; `z` is overwritten.
+    """Compute the gradient with respect to `hidden @ weight.T` for a block of tokens; `z` is overwritten.
 
     d log_prob / dz = onehot - p;    d entropy / dz = -p (log p + entropy)
     """

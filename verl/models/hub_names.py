@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model's tensors in memory to the names and shapes that checkpoints on the hub use.
+"""Conversion of a model's tensors in memory to the names and shapes of checkpoints on the hub.
 
-transformers keeps some models otherwise in memory than on disk: Qwen2.5-VL's language model moved below
-`model.language_model`, and the experts of a mixture are one 3-D tensor. Engines and other programs read the
-names on disk. `HubNames` converts a stream of tensors, one at a time, with transformers' own conversion
-rules, so a new model needs nothing here.
+transformers keeps some models differently in memory: Qwen2.5-VL's language model moved below
+`model.language_model`, and the experts of a mixture are one 3-D tensor. `HubNames` converts a stream of
+tensors with transformers' own conversion rules, so a new model needs no code here.
 """
 
 import copy
@@ -22,11 +21,11 @@ from verl.models.scalar_head import ScalarModels, is_scalar
 # Joint experts are (experts, in, out) on the hub, as vLLM reads them; transformers holds and writes
 # (experts, out, in).
 TRANSPOSED_EXPERTS = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
-LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # everything up to the last number in a name: the layer it belongs to
+LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # a name up to its last number: the layer
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """What makes a config's models: image-text-to-text if it has a vision tower, with a score if it asks."""
+    """Return the auto class of a config's models, a `ScalarModels` if they score."""
     has_vision = "vision_config" in config.to_dict()
     auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     return ScalarModels(auto) if is_scalar(config) else auto
@@ -35,9 +34,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def meta_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A model of this config without memory behind its tensors; the config itself stays as it is."""
+    """Build a model of this config on the meta device; the config itself is not changed."""
     config = copy.deepcopy(config)
-    # A config of a model prepared for packing names an attention that no model can start with.
+    # The config of a prepared model names an attention that a model cannot be built with.
     config._attn_implementation = "sdpa"
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
@@ -45,64 +44,45 @@ def meta_model(
 
 
 class _Group(NamedTuple):
-    """Tensors that are converted together, what they become, and whether only the name changes."""
+    """Tensors that are converted together."""
 
     members: tuple[str, ...]
     hub_names: tuple[str, ...]
-    is_renamed: bool
+    is_renamed: bool  # only the name changes
 
 
 class HubNames:
     """Converts `(name in memory, tensor)` pairs to `(name on the hub, tensor)` pairs.
 
-    Most tensors keep their data and only change name; a fused expert tensor becomes one tensor for each
-    expert.
-
     Example::
 
         names = HubNames(model.config)
         engine.load_weights(names.convert(full_named_tensors(model)))
-
-    Args:
-        config: The model's transformers config. The rules are read from an empty model built from it, because
-            sharding gives a model's classes other names.
-        trust_remote_code: Whether the config's own modelling code may run.
-
-    Attributes:
-        memory_shapes: Size of every tensor by its name in memory, tied ones included.
-        hub_shapes: Size of every tensor by its hub name, tied ones included.
-        tied: Names in memory of tensors that are another one's memory: `lm_head.weight` with tied embeddings.
     """
 
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+        # An empty model, because sharding renames the classes of a real one.
         self._model = meta_model(config, trust_remote_code=trust_remote_code)
         tensors = dict(self._model.state_dict())
         converted = _to_hub(self._model, tensors)
-        self.memory_shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.hub_shapes = {name: tensor.shape for name, tensor in converted.items()}
+        self.memory_shapes = {name: tensor.shape for name, tensor in tensors.items()}  # including tied ones
+        self.hub_shapes = {name: tensor.shape for name, tensor in converted.items()}  # including tied ones
         self.tied = tied_names(self._model)
         self._groups = _find_groups(self._model, tensors, self.hub_shapes)
 
     def of(self, name: str) -> tuple[str, ...]:
-        """The hub names that a tensor in memory becomes, alone or with the others of its group."""
+        """Return the hub names that a tensor is converted to, alone or with the rest of its group."""
         return self._groups[name].hub_names
 
     def of_module(self, module: str) -> str:
-        """The name on the hub of a linear module in memory."""
+        """Return the hub name of a linear module in memory."""
         return self.of(f"{module}.weight")[0].removesuffix(".weight")
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor under its hub name as soon as what it is made of has arrived.
-
-        Args:
-            named_tensors: Names as in the model's `state_dict()`; tied tensors may be left out.
-
-        Yields:
-            Name on the hub, tensor.
+        """Yield every tensor under its hub name as soon as its group is complete.
 
         Raises:
-            ValueError: The model has no tensor of that name, or a tensor that must be joined with others came
-            alone.
+            ValueError: A name is unknown, or a group is incomplete; tied tensors may be omitted.
         """
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in named_tensors:
@@ -120,12 +100,13 @@ class HubNames:
                 yield from _to_hub(self._model, waiting.pop(group.members[0])).items()
         if waiting:
             raise ValueError(
-                f"tensors are missing beside {sorted(name for part in waiting.values() for name in part)}"
+                "tensors are missing that convert together with"
+                f" {sorted(name for part in waiting.values() for name in part)}"
             )
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:
-    """Weights that are another weight's memory and are not written: `lm_head.weight` with tied embeddings."""
+    """Return weights that share another weight's memory: `lm_head.weight` with tied embeddings."""
     first = {
         id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))
     }
@@ -137,7 +118,7 @@ def tied_names(model: PreTrainedModel) -> set[str]:
 def _find_groups(
     model: PreTrainedModel, tensors: dict[str, Tensor], hub_shapes: dict[str, torch.Size]
 ) -> dict[str, _Group]:
-    """The smallest groups that convert alone as they do within the whole model: a tensor, or a layer."""
+    """Find the smallest groups that convert independently: a tensor, or a layer."""
     groups: dict[str, _Group] = {}
     together: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
@@ -151,18 +132,16 @@ def _find_groups(
         converted = _convert_alone(model, {name: tensors[name] for name in members}, hub_shapes)
         if converted is None:
             raise NotImplementedError(
-                f"{type(model).__name__}: {members} cannot be given their hub names layer by layer"
+                f"{type(model).__name__}: {members} cannot be converted to hub names layer by layer"
             )
         groups |= dict.fromkeys(members, _Group(tuple(members), tuple(converted), False))
     return groups
 
 
 def _to_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo what transformers does on loading.
-
-    Square experts stay as transformers holds them: it tells the two layouts apart by their shapes.
-    """
+    """Undo transformers' conversion on loading."""
     converted = revert_weight_conversion(model, dict(tensors))
+    # Square experts are not transposed: transformers detects the layout by the shape.
     suffixes = TRANSPOSED_EXPERTS.get(model.config.model_type, ())
     for name, tensor in converted.items():
         if suffixes and name.endswith(suffixes) and tensor.shape[-1] != tensor.shape[-2]:
@@ -173,10 +152,10 @@ def _to_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Ten
 def _convert_alone(
     model: PreTrainedModel, tensors: dict[str, Tensor], hub_shapes: dict[str, torch.Size]
 ) -> dict[str, Tensor] | None:
-    """The converted tensors if they are what the whole model's conversion gives, else None."""
+    """Convert tensors alone; None if the result differs from the whole model's conversion."""
     try:
         converted = _to_hub(model, tensors)
-    except (KeyError, ValueError, RuntimeError, IndexError):  # an operation missed its other inputs
+    except (KeyError, ValueError, RuntimeError, IndexError):  # an operation lacked its other inputs
         return None
     is_part = all(hub_shapes.get(name) == tensor.shape for name, tensor in converted.items())
     return converted if is_part else None

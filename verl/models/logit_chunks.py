@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits that are never whole: a model's head and the hidden states before it, multiplied a chunk at a time.
+"""Chunked products of hidden states and a head's weight, so that full logits are never held.
 
-Chunks of tokens are what the matrix products are made for, their size follows from a byte budget; blocks
-of a chunk are what a softmax is taken of, small enough for the cache. `torch_functional.py` builds on both.
+Matrix products run on chunks of tokens, whose size follows from a byte budget; softmax runs on blocks of a
+chunk that fit the cache. `fused_log_probs` builds on both.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 256 << 20  # logits held at once; with the weight's gradient the largest part of the peak
+CHUNK_BYTES = 256 << 20  # logits held at once; next to the weight's gradient the largest part of the peak
 CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
 BLOCK_ELEMENTS_CUDA = 1 << 26
-PRODUCT_ROWS = 1 << 14  # of the weight's gradient made at once in half precision, then summed in float32
+PRODUCT_ROWS = 1 << 14  # rows of the weight's gradient per half-precision product, summed in float32
 
 
 class LogitTransform(NamedTuple):
-    """Between the head's product and the softmax: `softcap * tanh(scale * x / softcap) / temperature`."""
+    """The transform of head products: `softcap * tanh(scale * x / softcap) / temperature`."""
 
     scale: float = 1.0
     softcap: float | None = None  # no capping: `scale * x / temperature`
     temperature: float = 1.0
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """Derivative of the transform where it gave `z`."""
+        """Return the derivative of the transform at the point where its value is `z`."""
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
@@ -35,7 +35,7 @@ class LogitTransform(NamedTuple):
 
 
 class HeadLogits(NamedTuple):
-    """A model's logits for N tokens, `transform(hidden @ weight.T + bias)`, by what they are made of."""
+    """The factors of N tokens' logits, `transform(hidden @ weight.T + bias)`."""
 
     hidden: Tensor  # (N, hidden size)
     weight: Tensor  # (V, hidden size), in the dtype of `hidden`
@@ -43,12 +43,8 @@ class HeadLogits(NamedTuple):
     transform: LogitTransform = LogitTransform()
 
 
-def as_computed(head: HeadLogits) -> HeadLogits:
-    """The head in autocast's dtype where that is on.
-
-    Raises:
-        ValueError: The temperature is not positive.
-    """
+def autocast_head(head: HeadLogits) -> HeadLogits:
+    """Cast the head to autocast's dtype, if autocast is enabled, and check the temperature."""
     if head.transform.temperature <= 0:
         raise ValueError(f"temperature must be positive, got {head.transform.temperature}")
     device = head.hidden.device.type
@@ -59,7 +55,7 @@ def as_computed(head: HeadLogits) -> HeadLogits:
 
 
 def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype) -> Tensor:
-    """A float32 copy of a block of head products with bias, scale, soft cap and temperature applied."""
+    """Return a float32 copy of a block of head products with bias and transform applied."""
     z = logits.to(dtype, copy=True)
     if bias is not None:
         z.add_(bias)
@@ -71,13 +67,13 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform, 
 
 
 def chunk_rows(heads: Sequence[HeadLogits], chunk_bytes: int | None) -> int:
-    """How many tokens' logits of all heads together fit into the budget; at least one."""
+    """Return the number of tokens whose logits of all heads together fit the budget; at least one."""
     budget = chunk_bytes or (CHUNK_BYTES_CUDA if heads[0].hidden.is_cuda else CHUNK_BYTES)
     return max(1, budget // sum(len(head.weight) * _logits_dtype(head.hidden).itemsize for head in heads))
 
 
 def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """The tokens by chunks, and `hidden @ weight.T` of each head; the next chunk overwrites them."""
+    """Yield slices of the tokens and the product of each head; the next chunk overwrites the products."""
     num_tokens = len(heads[0].hidden)
     buffers = [
         head.hidden.new_empty(min(rows, num_tokens), len(head.weight), dtype=_logits_dtype(head.hidden))
@@ -92,27 +88,21 @@ def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list
 
 
 def blocks(chunk: slice, weight: Tensor) -> Iterator[tuple[slice, slice]]:
-    """A chunk by blocks, each as a slice of all tokens and as one of the chunk."""
+    """Yield the blocks of a chunk, each as a slice of all tokens and as a slice of the chunk."""
     rows = max(1, (BLOCK_ELEMENTS_CUDA if weight.is_cuda else BLOCK_ELEMENTS) // len(weight))
     for first, last in _spans(chunk.stop - chunk.start, rows):
         yield slice(chunk.start + first, chunk.start + last), slice(first, last)
 
 
 def head_gradients(
-    ctx: Any,
-    heads: Sequence[HeadLogits],
-    accurate: torch.dtype,
-    block_grad: Callable[..., Tensor],
+    ctx: Any,  # of an autograd function with these three inputs first; has `rows`, the size of a chunk
+    heads: Sequence[HeadLogits],  # of the policy first; the others' products are needed too
+    accurate: torch.dtype,  # of sums over chunks
+    block_grad: Callable[
+        ..., Tensor
+    ],  # (slice of tokens, products of heads) to gradient of the first product
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the policy's hidden states, weight and bias.
-
-    Args:
-        ctx: Of an autograd function whose first three inputs are these; holds `rows`, the size of a chunk.
-        heads: Whose products are made for each chunk, the policy's first.
-        accurate: Dtype of sums over chunks.
-        block_grad: From a slice of the tokens and each head's product for it to the loss's gradient with
-            respect to the first product.
-    """
+    """Compute the gradients of the policy's hidden states, weight and bias."""
     hidden, weight, bias, _ = heads[0]
     grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
     grad_weight, grad_bias = None, None
@@ -140,19 +130,17 @@ def head_gradients(
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
-    """Half-precision products come out of a GPU in float32; the CPU rounds them to the input's dtype."""
+    # A GPU returns half-precision products in float32; the CPU rounds them to the input's dtype.
     return torch.promote_types(hidden.dtype, torch.float32) if hidden.is_cuda else hidden.dtype
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """`hidden @ weight.T`, written into `out`."""
     if out.dtype == hidden.dtype:
         return torch.mm(hidden, weight.t(), out=out)
     return torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left.T @ right`."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:  # total += left.T @ right
     if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
         return

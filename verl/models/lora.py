@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (peft) inside a model: where they go, what they start from, the model without them.
+"""LoRA inside a model: attaching, disabling and initializing peft's adapters.
 
-peft puts its layers into the model in place, so the model stays what transformers made it: its class, its
-config, its blocks. Only linear layers are adapted; the head, whose weight is read in chunks, never is.
+peft replaces layers in place, so the model keeps its class, its config and its blocks. Only linear layers are
+adapted; the head never is, since its weight is read in chunks.
 """
 
 import contextlib
@@ -16,35 +16,30 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from verl.models.adapter_files import AdapterConfig
 from verl.models.hub_names import HubNames
-from verl.models.lora_weights import ADAPTER, is_adapter
+from verl.models.lora_weights import ADAPTER, AdapterConfig, is_adapter
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
 ALL_LINEAR = "all-linear"
-NAMES = re.compile(r"[\w.]+(,[\w.]+)*")  # names and commas; whatever else is a regular expression
-MOST_NAMED = 6  # modules that an error lists
+NAMES = re.compile(r"[\w.]+(,[\w.]+)*")  # names and commas; everything else is a regular expression
+MOST_NAMED = 6  # modules listed in an error
 
 
 def attach_adapters(
-    model: PreTrainedModel, adapter: AdapterConfig, option: str, frozen: Iterable[str] = ()
+    model: PreTrainedModel,
+    adapter: AdapterConfig,
+    option: str,  # config section, for errors
+    frozen: Iterable[str] = (),  # modules without adapters, such as a frozen vision tower
 ) -> list[str]:
-    """Put an adapter into every module that is wanted; peft freezes everything else.
+    """Attach an adapter to every module that the config selects, and return their names.
 
-    Args:
-        model: With memory or on the meta device; changed in place. With its adapters it computes what it did
-            without them.
-        adapter: Which modules, and how.
-        option: Where that stands in the config, for errors.
-        frozen: Modules in which nothing is adapted, such as a frozen vision tower.
-
-    Returns:
-        The names of the adapted modules.
+    The model is changed in place, in memory or on the meta device; its output does not change. peft freezes
+    all other parameters.
 
     Raises:
-        ValueError: A pattern is no regular expression, or no linear module is left to adapt.
+        ValueError: A pattern is not a regular expression, or selects no linear module.
     """
     names = _adapted_modules(model, adapter, option, tuple(frozen))
     config = LoraConfig(
@@ -59,22 +54,19 @@ def attach_adapters(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Layers of peft by the names of the modules that they adapt; empty for a model without adapters."""
+    """Return peft's layers by the names of the modules that they adapt."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def joint_experts(model: nn.Module) -> list[str]:
-    """Names of weights (experts, out, in) that all experts of a layer share; no adapter fits them."""
+    """Return names of 3-D expert weights (experts, out, in), which no adapter supports."""
     return [name for name, param in model.named_parameters() if ".experts." in name and param.ndim == 3]
 
 
 @contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model computes what its base does, exactly.
-
-    peft's own switch also changes which parameters are trained, which FSDP must not see; this sets what its
-    layers look at.
-    """
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Compute exactly what the base model does inside the block."""
+    # peft's own switch also changes which parameters are trained, which FSDP must not see.
     layers = adapted_layers(model).values()
     for layer in layers:
         layer._disable_adapters = True
@@ -87,18 +79,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def set_adapter(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], hub_module: Callable[[str], str], where: str
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor],  # by names inside a model
+    hub_module: Callable[[str], str],  # hub name of a module in memory; older adapters use hub names
+    where: str,  # names the adapter in errors
 ) -> None:
-    """Start a model's adapters from saved ones.
-
-    Args:
-        model: With adapters, in memory.
-        tensors: Of the saved adapters, by their names inside a model.
-        hub_module: The name on the hub of a module in memory, which older adapters go by.
-        where: Names the adapter in errors.
+    """Copy saved adapters into a model.
 
     Raises:
-        ValueError: The adapter is for other modules or other sizes than the model's.
+        ValueError: The adapter has different modules or sizes.
     """
     own = {name: param for name, param in model.named_parameters() if is_adapter(name)}
     given = dict(tensors)
@@ -109,8 +98,8 @@ def set_adapter(
     if wrong:
         first = min(wrong)
         raise ValueError(
-            f"{where} is an adapter for another model: {len(wrong)} tensors differ, for example {first}:"
-            f" {_shape(given, first)} in the adapter, {_shape(own, first)} wanted by the model:"
+            f"{where} is an adapter for a different model: {len(wrong)} tensors differ, for example {first}:"
+            f" {_shape(given, first)} in the adapter, {_shape(own, first)} in the model:"
             " use the adapter's own base model"
         )
     for name, param in own.items():
@@ -136,7 +125,7 @@ def _adapted_modules(
             f"`{option}.target_modules` ({adapter.target_modules}) {_why_nothing(model, target)};"
             f" it has {_kinds(linear)}"
         )
-    _tell_unmatched(model, adapter.target_modules, linear, option)
+    _warn_of_unmatched(model, adapter.target_modules, linear, option)
     if adapter.exclude_modules is None:
         return names
     excluded = _matcher(adapter.exclude_modules, f"{option}.exclude_modules")
@@ -144,35 +133,34 @@ def _adapted_modules(
     if not kept:
         raise ValueError(
             f"`{option}.exclude_modules` ({adapter.exclude_modules}) leaves no module of"
-            f" `{option}.target_modules` ({adapter.target_modules}): name fewer"
+            f" `{option}.target_modules` ({adapter.target_modules}): exclude fewer"
         )
     return kept
 
 
-def _tell_unmatched(model: PreTrainedModel, pattern: str, linear: list[str], option: str) -> None:
-    """Warn of names that no linear module has among others that some have; peft passes over them too."""
+def _warn_of_unmatched(model: PreTrainedModel, pattern: str, linear: list[str], option: str) -> None:
+    # peft ignores names without a match if others match.
     names = pattern.split(",") if NAMES.fullmatch(pattern) and pattern != ALL_LINEAR else []
     for name in names:
         if not any(f".{module}".endswith(f".{name}") for module in linear):
             logger.warning(
-                "`%s.target_modules` (%s): %s is no linear module of %s that can be adapted, the others are",
+                "`%s.target_modules` (%s): %s matches no linear module of %s that can be adapted",
                 option, pattern, name, type(model).__name__,
             )  # fmt: skip
 
 
 def _why_nothing(model: PreTrainedModel, target: Callable[[str], bool]) -> str:
-    """What is wrong with a pattern that no linear module matches."""
     expert, name = _named_expert(model, target), type(model).__name__
     if expert is None:
         return f"matches no linear module of {name}"
     return (
-        f"names only experts, which {name} holds as joint tensors ({expert}), and adapters fit linear modules"
-        " only: name others, or train experts as a whole by `train_modules`"
+        f"names only experts, which {name} holds as joint tensors ({expert}), and adapters support only"
+        " linear modules: name others, or train whole experts with `train_modules`"
     )
 
 
 def _named_expert(model: PreTrainedModel, target: Callable[[str], bool]) -> str | None:
-    """The first joint weight of experts that a pattern means, by its name in memory or those on the hub."""
+    """Return the first joint expert weight that a pattern matches by its name in memory or on the hub."""
     joint = joint_experts(model)
     if not joint:
         return None
@@ -190,25 +178,19 @@ def _matcher(pattern: str, option: str) -> Callable[[str], bool]:
     if NAMES.fullmatch(pattern):
         endings = tuple(f".{name}" for name in pattern.split(","))
         return lambda name: f".{name}".endswith(endings)
-    regex = compiled(pattern, option)
+    regex = compile_pattern(pattern, option)
     return lambda name: regex.fullmatch(name) is not None
 
 
-def compiled(pattern: str, option: str) -> re.Pattern[str]:
-    """A regular expression of an option.
-
-    Raises:
-        ValueError: It is none.
-    """
+def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"`{option}` ({pattern}) is no regular expression: {error}") from error
+        raise ValueError(f"`{option}` ({pattern}) is not a regular expression: {error}") from error
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """The last parts of module names, each once."""
-    kinds = sorted({name.rpartition(".")[2] for name in names})
+    kinds = sorted({name.rpartition(".")[2] for name in names})  # q_proj, ...
     return ", ".join(kinds[:MOST_NAMED]) + (" ..." if len(kinds) > MOST_NAMED else "")
 
 

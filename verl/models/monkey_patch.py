@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every change made to a transformers model, one function each; all of them touch the given model only.
-
-Used by `verl.models.registry.prepare_model` and `check_model`.
-"""
+"""Every change to a transformers model, one function each; all of them modify only the given model."""
 
 import contextlib
 import copy
@@ -24,18 +21,16 @@ MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_gr
 
 def own_config(model: PreTrainedModel) -> None:
     """Give the model copies of its configs: `from_config` keeps the object, which others may share."""
-    copies: dict[int, Any] = {}  # shared over the modules, so that what was one config stays one
+    copies: dict[int, Any] = {}  # shared by the modules, so that they keep sharing a config
     for module in model.modules():
         if isinstance(module.__dict__.get("config"), PretrainedConfig):
             module.config = copy.deepcopy(module.config, copies)
 
 
 def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
-    """Choose the attention function of a model and of its vision tower.
-
-    transformers' own setter refuses names with "flash" in them unless flash-attn is installed, and would
-    give the tower and the language model the same function, so the configs are written directly.
-    """
+    """Choose the attention functions of a model and of its vision tower."""
+    # transformers' own setter refuses names with "flash" unless flash-attn is installed, and would give the
+    # tower and the language model the same function, so the configs are written directly.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             is_tower = getattr(model.config, "vision_config", None) is module.config
@@ -44,7 +39,7 @@ def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
 
 @contextlib.contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model with transformers' own eager attention and padded rows, as the self-check's reference."""
+    """Use transformers' own eager attention inside the block, as the reference of the self-check."""
     set_attention(model, "eager", "eager")
     try:
         yield
@@ -53,24 +48,19 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def defer_head(model: PreTrainedModel) -> None:
-    """Let the output embedding put its product off, see `causal_head`; its parameters stay."""
+    """Replace the class of the output embedding by `DeferringHead`; its parameters stay."""
     head = model.get_output_embeddings()
     assert head is not None, "a causal language model has an output embedding"
     head.__class__ = DeferringHead
 
 
-def add_packed_forward(model: PreTrainedModel, media_owner: str | None) -> None:
-    """Give the model a forward that returns what `read` makes of its deferred logits when that is passed.
-
-    Otherwise it is unchanged.
-
-    The class is replaced by a subclass of the same name rather than `model.forward` by a closure, because
-    FSDP2 derives its own class from the one it finds, and copies of the model must run their own forward.
-
-    Args:
-        model: With a deferring head.
-        media_owner: Attribute of the module that turns pixels into features; None for text models.
-    """
+def add_packed_forward(
+    model: PreTrainedModel,
+    media_owner: str | None,  # module that turns pixels into features; None for text models
+) -> None:
+    """Extend the model's forward: if `read` is passed, it returns `read(deferred logits)`."""
+    # A subclass of the same name rather than a closure as `model.forward`, because FSDP2 derives its own
+    # class from the model's, and copies of the model must run their own forward.
     original = type(model)
     packed = functools.wraps(original.forward)(_packed_forward(original.forward, media_owner))
     model.__class__ = type(
@@ -93,37 +83,44 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
         only_encode: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if cu_seqlens is not None:
-            packed_layout = PackedLayout.of(cu_seqlens)
+        layout = packed_layout if cu_seqlens is None else PackedLayout.of(cu_seqlens)
         media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
         if only_encode:
-            return encode_media(self.get_submodule(media_owner or ""), media, share=media_share)
-        if read is None or packed_layout is None:
+            return encode_media(_media_owner(self, media_owner), media, share=media_share)
+        if read is None or layout is None:
             return original(self, *args, **kwargs)
         with contextlib.ExitStack() as stack:
             if media or media_features:
-                if media_owner is None:
-                    raise NotImplementedError(f"{type(self).__name__} is not known to read media")
-                owner = self.get_submodule(media_owner)
+                owner = _media_owner(self, media_owner)
                 features = media_features or encode_media(owner, media, image_order, video_order, media_share)
                 stack.enter_context(_given_features(owner, features))
-                kwargs |= _told_of(features, media)
+                kwargs |= _pixel_arguments(features, media)
             if local_tokens is not None:
-                stack.enter_context(_running_only(local_tokens, self.get_decoder()))
+                stack.enter_context(_only_local(local_tokens, self.get_decoder()))
             stack.enter_context(deferred(self))
-            logits = original(self, *args, packed_layout=packed_layout, use_cache=False, **kwargs).logits
-        if not isinstance(logits, DeferredLogits):
-            raise NotImplementedError(
-                f"{type(self).__name__} computes its logits outside of its output embedding"
-            )
-        return read(logits)
+            logits = original(self, *args, packed_layout=layout, use_cache=False, **kwargs).logits
+        return read(_checked(logits, self))
 
     return forward
 
 
+def _media_owner(model: PreTrainedModel, name: str | None) -> nn.Module:
+    if name is None:
+        raise NotImplementedError(f"{type(model).__name__} does not support images or videos")
+    return model.get_submodule(name)
+
+
+def _checked(logits: Any, model: PreTrainedModel) -> DeferredLogits:
+    if not isinstance(logits, DeferredLogits):
+        raise NotImplementedError(
+            f"{type(model).__name__} computes its logits outside of its output embedding"
+        )
+    return logits
+
+
 @contextlib.contextmanager
 def deferred(model: PreTrainedModel) -> Iterator[None]:
-    """The model's forward gives `DeferredLogits` as its logits."""
+    """Make the model's forward return `DeferredLogits`."""
     head: Any = model.get_output_embeddings()
     head.is_deferred = True
     try:
@@ -134,10 +131,8 @@ def deferred(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iterator[None]:
-    """Let `get_image_features` and `get_video_features` return what has been computed already.
-
-    Newer transformers take the features as `mm_encoder_outputs`; 5.5 has no such argument.
-    """
+    """Make `get_image_features` and `get_video_features` return precomputed features."""
+    # Newer transformers take the features as `mm_encoder_outputs`; 5.5 has no such argument.
     for kind, encoded in features.items():
         setattr(owner, f"get_{kind}_features", functools.partial(_give, encoded))
     try:
@@ -147,11 +142,9 @@ def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iter
             delattr(owner, f"get_{kind}_features")
 
 
-def _told_of(features: dict[str, EncodedMedia], media: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Pixels for a forward that asks for the features of what it has pixels of: of all kinds there are.
-
-    Where all features were computed before, any tensor stands for the pixels.
-    """
+def _pixel_arguments(features: dict[str, EncodedMedia], media: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Return pixel arguments that make the model's forward ask for all kinds of features."""
+    # If all features were computed before, any tensor serves as the pixels.
     given = (media[key] for key in ("pixel_values", "pixel_values_videos") if key in media)
     pixels = next(given, torch.empty(0))
     arguments = {"pixel_values": "image", "pixel_values_videos": "video"}
@@ -163,11 +156,9 @@ def _give(encoded: EncodedMedia, *_: Any, **__: Any) -> EncodedMedia:
 
 
 @contextlib.contextmanager
-def _running_only(tokens: Tensor, decoder: nn.Module) -> Iterator[None]:
-    """The decoder runs some tokens of the line it is given: those that this rank holds, (n,) int64 places.
-
-    Media have been put into the whole line by then.
-    """
+def _only_local(tokens: Tensor, decoder: nn.Module) -> Iterator[None]:
+    """Run the decoder on this rank's tokens only: (n,) positions in the packed sequence."""
+    # Media features have been inserted into the full packed sequence by then.
     handle = decoder.register_forward_pre_hook(functools.partial(_take_tokens, tokens), with_kwargs=True)
     try:
         yield
@@ -180,8 +171,8 @@ def _take_tokens(
 ) -> tuple[tuple, dict[str, Any]]:
     if args:
         raise NotImplementedError(
-            f"{type(decoder).__name__} is called without naming its inputs, so a line cannot be divided"
-            " over ranks"
+            f"{type(decoder).__name__} is called with positional inputs, so a packed sequence cannot be"
+            " sharded over ranks"
         )
     taken = dict(kwargs)
     for name in ("input_ids", "inputs_embeds", "visual_pos_masks"):  # (1, N, ...)
@@ -191,14 +182,14 @@ def _take_tokens(
     levels = kwargs.get("deepstack_visual_embeds")  # Qwen3-VL only: (media tokens, D) each
     if levels is not None:
         is_media = kwargs["visual_pos_masks"][0]  # (N,)
-        rows = (is_media.cumsum(0) - 1)[tokens][is_media[tokens]]  # of the media tokens among the taken ones
+        rows = (is_media.cumsum(0) - 1)[tokens][is_media[tokens]]  # of the media tokens on this rank
         taken["deepstack_visual_embeds"] = [level.index_select(0, rows) for level in levels]
     return args, taken
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without autograd; its mode comes back afterwards."""
+    """Run the block in evaluation mode without autograd, then restore the mode."""
     was_training = model.training
     model.eval()
     try:

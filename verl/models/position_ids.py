@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions of prompts with images and videos (M-RoPE), equal to vLLM's.
 
-Text takes the same position in time, height and width; an image or video takes a grid of them; what follows
-goes on after the largest position so far. transformers (5.19) goes on differently after a video, which shifts
-every later token against the rollout engine; so positions are computed here and passed to the model.
+Text has the same position in time, height and width; an image or video has a grid of positions, and the next
+token continues after the largest one so far. transformers (5.19) continues differently after a video, which
+shifts all later tokens relative to the rollout engine; so positions are computed here and passed to the
+model.
 
-To support a model: one entry in `POSITION_IDS`.
+To support a model, add an entry to `POSITION_IDS`.
 """
 
 from collections.abc import Callable
@@ -21,13 +22,7 @@ NUM_AXES = 4  # text, time, height, width: the rows that transformers' Qwen mode
 
 @dataclass(frozen=True)
 class MropeConstants:
-    """What positions depend on, from the model's config.
-
-    Example::
-
-        MropeConstants(image_token_id=151655, video_token_id=151656, spatial_merge_size=2,
-        tokens_per_second=2)
-    """
+    """Constants of the model's config that determine positions."""
 
     image_token_id: int
     video_token_id: int
@@ -36,7 +31,6 @@ class MropeConstants:
 
     @classmethod
     def from_config(cls, config: Any) -> "MropeConstants":
-        """Read them from a transformers config."""
         return cls(
             image_token_id=config.image_token_id,
             video_token_id=config.video_token_id,
@@ -49,25 +43,15 @@ PositionIds = Callable[..., Tensor]
 
 
 def qwen2_vl(
-    input_ids: Tensor,
+    input_ids: Tensor,  # (L,) one prompt with expanded media tokens, without padding
     constants: MropeConstants,
-    image_grid_thw: Tensor | None = None,
-    video_grid_thw: Tensor | None = None,
-    second_per_grid_ts: Tensor | None = None,
-) -> Tensor:
-    """Positions of Qwen2-VL: a video is one grid, with one position in time for each temporal patch.
+    image_grid_thw: Tensor | None = None,  # (images, 3) patches before merging
+    video_grid_thw: Tensor | None = None,  # (videos, 3) patches before merging
+    second_per_grid_ts: Tensor | None = None,  # (videos,) seconds of a temporal patch; None counts patches
+) -> Tensor:  # (4, L) int64: text, time, height, width
+    """Return positions (4, L) of Qwen2-VL: a video is one grid with a time step for each temporal patch.
 
     Source: Qwen2-VL, section 2.1 (https://arxiv.org/abs/2409.12191).
-
-    Args:
-        input_ids: (L,) one prompt with expanded media tokens, without padding.
-        constants: Of the model.
-        image_grid_thw: (images, 3) patches before merging.
-        video_grid_thw: (videos, 3) patches before merging.
-        second_per_grid_ts: Not read: this model does not know seconds.
-
-    Returns:
-        (4, L) int64: text, time, height, width.
     """
     return _positions(input_ids, constants, _blocks(image_grid_thw), _blocks(video_grid_thw))
 
@@ -79,21 +63,11 @@ def qwen2_5_vl(
     video_grid_thw: Tensor | None = None,
     second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:
-    """Positions of Qwen2.5-VL: as Qwen2-VL, with time in steps of `tokens_per_second`.
+    """Return positions of Qwen2.5-VL: as Qwen2-VL, with time in steps of `tokens_per_second`.
 
         time of temporal patch i = floor(i * second_per_grid_ts * tokens_per_second)
 
     Source: Qwen2.5-VL, section 2.1.3 (https://arxiv.org/abs/2502.13923).
-
-    Args:
-        input_ids: (L,) one prompt with expanded media tokens, without padding.
-        constants: Of the model.
-        image_grid_thw: (images, 3) patches before merging.
-        video_grid_thw: (videos, 3) patches before merging.
-        second_per_grid_ts: (videos,) seconds of a temporal patch; None counts patches.
-
-    Returns:
-        (4, L) int64: text, time, height, width.
     """
     videos = _blocks(video_grid_thw)
     seconds = [1.0] * len(videos)
@@ -110,18 +84,7 @@ def qwen3_vl(
     video_grid_thw: Tensor | None = None,
     second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:
-    """Positions of Qwen3-VL: each temporal patch of a video is a grid of its own, between timestamps in text.
-
-    Args:
-        input_ids: (L,) one prompt with expanded media tokens, without padding.
-        constants: Of the model.
-        image_grid_thw: (images, 3) patches before merging.
-        video_grid_thw: (videos, 3) patches before merging.
-        second_per_grid_ts: Not read: time is in the text.
-
-    Returns:
-        (4, L) int64: text, time, height, width.
-    """
+    """Return positions of Qwen3-VL: each temporal patch is a grid between timestamps in the text."""
     frames = [(1, height, width) for time, height, width in _blocks(video_grid_thw) for _ in range(time)]
     return _positions(input_ids, constants, _blocks(image_grid_thw), frames)
 
@@ -135,20 +98,12 @@ POSITION_IDS: dict[str, PositionIds] = {
 
 
 def position_ids_for(model_type: str) -> PositionIds | None:
-    """The model's position function; None for a model whose positions are 0, 1, 2, ..."""
+    """Return the model's position function; None if its positions are 0, 1, 2, ..."""
     return POSITION_IDS.get(model_type)
 
 
 def continue_positions(last: Tensor, length: int) -> Tensor:
-    """Positions of responses: each row of a prompt's positions goes on with the next ones.
-
-    Args:
-        last: (...) the last position of each row of each prompt: `prompt_position_ids[..., -1]`.
-        length: R.
-
-    Returns:
-        (..., R) int64.
-    """
+    """Return positions (..., length) of responses that continue the prompts' last positions (...)."""
     return last.unsqueeze(-1) + torch.arange(1, length + 1, device=last.device)
 
 
@@ -161,22 +116,14 @@ def _positions(
     constants: MropeConstants,
     images: list[tuple[int, int, int]],
     videos: list[tuple[int, int, int]],
-    time_factors: list[float] | None = None,
+    time_factors: list[float] | None = None,  # time steps of a temporal patch of each video; None is one
 ) -> Tensor:
-    """Lay text and grids one after the other, in the order of their tokens.
-
-    Args:
-        input_ids: (L,).
-        constants: Of the model.
-        images: Grids before merging.
-        videos: Grids before merging.
-        time_factors: For each video, positions in time of a temporal patch; None is one.
-    """
+    """Concatenate the positions of text and grids, in the order of their tokens."""
     tokens = torch.as_tensor(input_ids).tolist()
     grids = {constants.image_token_id: iter(images), constants.video_token_id: iter(videos)}
     factors = iter(time_factors or [1.0] * len(videos))
     parts: list[np.ndarray] = []  # of (3, tokens)
-    start, position = 0, 0  # first token of the text not yet placed; its position
+    start, position = 0, 0  # first token of the pending text; its position
     at = 0
     while at < len(tokens):
         if tokens[at] not in grids:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models there are, and what makes one ready for packed training.
+"""Supported models, and their preparation for packed training.
 
-Any causal language model whose attention goes through transformers' attention interface works without an
-entry here. A model that reads images or videos needs one: add it to `MODEL_TYPES`, and its positions to
-`position_ids`.
+Any causal language model that uses transformers' attention interface works without an entry here. A model
+that reads images or videos needs an entry in `MODEL_TYPES`, and its positions in `position_ids`.
 """
 
 import inspect
@@ -34,18 +33,18 @@ from verl.models.monkey_patch import (
 from verl.models.scalar_head import is_scalar
 from verl.models.vision import dummy_row
 
-CHECKED_TOKENS = 8  # at the end of each row, all of them past the sliding window
+CHECKED_TOKENS = 8  # at the end of each sequence, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
-LONGEST_CHECKED_WINDOW = 1024  # rows longer than this would cost a noticeable time
-# Mean differences of log-probabilities that rounding explains; an unknown behaviour is off by tenths or more.
+LONGEST_CHECKED_WINDOW = 1024  # longer sequences would take noticeable time
+# Mean log-probability differences that rounding explains; unknown behavior causes tenths or more.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 @dataclass(frozen=True)
 class ModelType:
-    """What cannot be read off a transformers config."""
+    """Properties that a transformers config does not contain."""
 
-    media_owner: str | None = None  # the module with `get_image_features`; None: reads text only
+    media_owner: str | None = None  # the module with `get_image_features`; None for text models
     vision_tower: str | None = None  # the module that `freeze_vision_tower` freezes
     position_rows: int = 1  # 4 for M-RoPE: text, time, height, width
 
@@ -61,22 +60,18 @@ MODEL_TYPES: dict[str, ModelType] = {
 
 
 def model_type_of(config: PretrainedConfig) -> ModelType:
-    """The entry for a config, or a plain text model's."""
+    """Return the entry of a config, or that of a plain text model."""
     return MODEL_TYPES.get(config.model_type, ModelType())
 
 
-def why_prompts_stay_apart(config: PretrainedConfig) -> str | None:
-    """What in the attention of a model keeps its rows from sharing a prompt; None if nothing does."""
+def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
+    """Return why a model's attention does not support shared prompts; None if it does."""
     text = config.get_text_config()
-    return SharedLayout.of([(text.max_position_embeddings, ())]).refuses(_attention_rule(text))
+    return SharedLayout.of([(text.max_position_embeddings, ())]).unsupported(_attention_rule(text))
 
 
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
-    """Refuse to divide lines over ranks where the model's attention does not allow it.
-
-    Raises:
-        ValueError: `ulysses_size` does not divide the attention heads, or a ring cannot follow the attention.
-    """
+    """Raise a ValueError if the model's attention does not support this division of packed sequences."""
     text = config.get_text_config()
     if text.num_attention_heads % sp.ulysses_size:
         raise ValueError(
@@ -94,27 +89,26 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:
-    """The narrowest that a layer of a language model follows."""
+    """Return the most restrictive rule of a language model's layers."""
     types = getattr(text, "layer_types", None) or ["sliding_attention"]
     window = getattr(text, "sliding_window", None) if "sliding_attention" in types else None
     return AttentionRule(1.0, window=window, softcap=getattr(text, "attn_logit_softcapping", None))
 
 
 def prepare_model(model: PreTrainedModel) -> None:
-    """Give a model packed attention and the fused head; works on the meta device, before FSDP.
+    """Enable packed attention and the deferred head, on the meta device or not, before FSDP.
 
-    Afterwards, beside its usual forward, the model answers through `model(...)`, so that FSDP's hooks run,
-    to::
+    Afterwards the model also supports the following call, under FSDP too::
 
         model(
             input_ids=(1, N), position_ids=(1, N) or (4, 1, N),
-            cu_seqlens=(rows + 1,),  # or packed_layout=…, see `verl.models.attention.layouts`
-            local_tokens=(n,),  # the places that this rank runs of a line that is divided over ranks
+            cu_seqlens=(B + 1,),  # or packed_layout=…, see `verl.models.attention.layouts`
+            local_tokens=(n,),  # this rank's positions in a packed sequence that is sharded over ranks
             read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
             pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
             # or media_features={"image": EncodedMedia, "video": EncodedMedia}, computed before by
             # model(pixel_values=…, image_grid_thw=…, only_encode=True)
-        ) -> what `read` returned: TokenLogProbs of (M,)
+        ) -> result of `read`: TokenLogProbs of (M,)
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is
     `lambda logits: logits.values(rows)`.
@@ -122,54 +116,43 @@ def prepare_model(model: PreTrainedModel) -> None:
     Raises:
         NotImplementedError: The model does something that would be dropped.
     """
-    _refuse_unsupported(model)
+    obstacle = _obstacle(model)
+    if obstacle is not None:
+        raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
     set_attention(model, ATTENTION, VISION_ATTENTION)
     defer_head(model)
     add_packed_forward(model, model_type_of(model.config).media_owner)
 
 
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    name, text = type(model).__name__, model.config.get_text_config()
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Describe a feature that packed training does not support."""
+    text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
-        raise NotImplementedError(
-            f"{name}: `output_router_logits` asks for a router loss that is not part of the policy loss:"
+        return (
+            "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
     unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise NotImplementedError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-        )
+        return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
     if not model._supports_attention_backend:
-        raise NotImplementedError(
-            f"{name} does not use transformers' attention interface, so rows cannot be packed"
-        )
+        return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        raise NotImplementedError(
-            f"{name}.forward takes no keyword arguments for attention, so rows cannot be packed"
-        )
+        return "takes no keyword arguments for attention, so sequences cannot be packed"
     head = model.get_output_embeddings()
     if type(head) not in (nn.Linear, DeferringHead):
-        raise NotImplementedError(
-            f"{name}: the head is a {type(head).__name__}; only a linear head is supported"
-        )
+        return f"has a {type(head).__name__} as its head; only a linear head is supported"
+    return None
 
 
 def check_model(model: PreTrainedModel) -> float:
-    """Compare packed log-probabilities with the model's own padded forward; refuse the model if they differ.
+    """Compare packed log-probabilities with the model's own padded forward; return their mean difference.
 
-    Catches what a model does that this project does not know of. Runs on any device and under FSDP, where all
-    ranks call it: two short rows, one of them longer than the sliding window, and for vision-language models
-    an image. A scalar model, whose score may be zero everywhere, is checked at what the score reads: its
-    hidden states on fixed random directions, in units of their own size.
-
-    Args:
-        model: Prepared and loaded.
-
-    Returns:
-        The mean difference of a log-probability, or of a projected hidden state.
+    Detects model behavior that this project does not handle. Runs on any device; under FSDP all ranks call
+    it. A scalar model, whose score may be zero everywhere, is checked at the score's input: hidden states
+    projected on fixed random directions, relative to their size.
 
     Raises:
         NotImplementedError: The two differ by more than rounding.
@@ -189,18 +172,17 @@ def check_model(model: PreTrainedModel) -> float:
     if not difference <= TOLERANCE[dtype]:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
-            f" not know: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g} from"
-            f" its own forward, at most {TOLERANCE[dtype]:g} is allowed"
+            f" not support: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g}"
+            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed"
         )
     return difference
 
 
 def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Two rows of token ids, the same on every rank, and the first one's image."""
     config, text = model.config, model.config.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
     length = 12 if window > LONGEST_CHECKED_WINDOW else max(12, window + CHECKED_TOKENS + 1)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
     if model_type_of(config).media_owner is None:
         return rows, {}
@@ -219,8 +201,7 @@ def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]
 
 
 def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
-    """Counting positions (B, T) in the form the model takes: as they are, or (4, B, T) for M-RoPE."""
-    rows = model_type_of(model.config).position_rows
+    rows = model_type_of(model.config).position_rows  # M-RoPE has (4, B, T)
     return positions if rows == 1 else positions.expand(rows, *positions.shape)
 
 
@@ -230,16 +211,16 @@ def _packed(
     media: dict[str, Tensor],
     read: Callable[[DeferredLogits, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """What is read where the last tokens of each row are predicted: (rows x CHECKED_TOKENS, ...)."""
-    line = torch.cat(rows)
-    ends = torch.tensor([len(row) for row in rows], device=line.device).cumsum(0)
-    before = (ends[:, None] - 1 + torch.arange(-CHECKED_TOKENS, 0, device=line.device)).flatten()
-    positions = torch.cat([torch.arange(len(row), device=line.device) for row in rows])
+    """Return `read` of the predictions of the last tokens of each row: (rows x CHECKED_TOKENS, ...)."""
+    tokens = torch.cat(rows)
+    ends = torch.tensor([len(row) for row in rows], device=tokens.device).cumsum(0)
+    before = (ends[:, None] - 1 + torch.arange(-CHECKED_TOKENS, 0, device=tokens.device)).flatten()
+    positions = torch.cat([torch.arange(len(row), device=tokens.device) for row in rows])
     return model(
-        input_ids=line[None],
+        input_ids=tokens[None],
         position_ids=_positions(model, positions[None]),
         cu_seqlens=nn.functional.pad(ends, (1, 0)).to(torch.int32),
-        read=lambda logits: read(logits, before, line[before + 1]),
+        read=lambda logits: read(logits, before, tokens[before + 1]),
         **media,
     )
 
@@ -249,27 +230,27 @@ def _log_probs(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
 
 
 def _projections(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
-    del targets  # a score has none
+    del targets  # unused by a score
     return _project(logits.hidden.flatten(0, 1)[rows])
 
 
 def _project(hidden: Tensor) -> Tensor:
-    """Hidden states (M, H) on fixed random directions of length one: (M, CHECKED_DIRECTIONS)."""
+    """Project hidden states (M, H) on fixed random unit vectors: (M, CHECKED_DIRECTIONS)."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(hidden.shape[-1], CHECKED_DIRECTIONS, generator=generator)
     return hidden.float() @ nn.functional.normalize(directions, dim=0).to(hidden.device)
 
 
 def _padded(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]) -> tuple[Any, Tensor]:
-    """The logits of the model's own forward on left-padded rows at CHECKED_TOKENS + 1, and the padded ids."""
+    """Return the model's own logits of left-padded rows at the last columns, and the padded ids."""
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    places = torch.arange(padded.shape[1], device=padded.device)
+    columns = torch.arange(padded.shape[1], device=padded.device)
     starts = torch.tensor([padded.shape[1] - len(row) for row in rows], device=padded.device)[:, None]
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     logits = model(
         input_ids=padded,
-        attention_mask=(places >= starts).long(),
-        position_ids=_positions(model, (places - starts).clamp(min=0)),
+        attention_mask=(columns >= starts).long(),
+        position_ids=_positions(model, (columns - starts).clamp(min=0)),
         use_cache=False,
         **media,
         **({"logits_to_keep": CHECKED_TOKENS + 1} if few else {}),
@@ -280,7 +261,6 @@ def _padded(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
 def _padded_log_probs(
     model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
 ) -> tuple[Tensor, torch.dtype]:
-    """What `_log_probs` computes, by the model's own forward, and the dtype it computes in."""
     logits, padded = _padded(model, rows, media)
     logits = logits[:, -CHECKED_TOKENS - 1 : -1]
     log_p = torch.log_softmax(logits.float(), -1)
@@ -290,7 +270,6 @@ def _padded_log_probs(
 def _padded_projections(
     model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
 ) -> tuple[Tensor, torch.dtype]:
-    """What `_projections` computes, by the model's own forward, and the dtype it computes in."""
     with deferred(model):
         logits, _ = _padded(model, rows, media)
     hidden = logits.hidden[:, -CHECKED_TOKENS - 1 : -1].flatten(0, 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights, complete with tokenizer and processor, for tests, demos and benchmarks.
+"""Tiny random models with tokenizer and processor, for tests, demos and benchmarks.
 
 `save_tiny_model` writes a folder that transformers and vLLM load like a hub checkpoint, in a fraction of a
-second and without a network. To add a family: one entry in `FAMILIES`.
+second and without a network. To add a family, add an entry to `FAMILIES`.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture is made tiny: its model type, its options, and whether it reads media."""
+    """The tiny version of an architecture."""
 
     model_type: str
     text: dict[str, Any]
@@ -107,7 +107,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def train_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Qwen's special tokens, trained on a few sentences, always the same."""
+    """Train a byte-level BPE tokenizer with Qwen's special tokens on a few sentences; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -128,7 +128,6 @@ def train_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
 
 
 def build_processor(family: Family, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """The family's processor for images and videos of 4 to 64 tokens."""
     import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
 
     assert family.processor is not None, "only families that read media have a processor"
@@ -146,7 +145,7 @@ def build_processor(family: Family, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def build_config(family: Family, tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Any:
-    """The family's transformers config; `overrides` change the language model's options."""
+    """Build the family's transformers config; `overrides` change options of the language model."""
     special = {
         "vocab_size": -(-len(tokenizer) // 64) * 64,
         "eos_token_id": tokenizer.eos_token_id,
@@ -170,22 +169,15 @@ def build_config(family: Family, tokenizer: PreTrainedTokenizerFast, **overrides
 
 
 def media_token_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The tokens that stand for images and videos in a prompt, and those around them."""
+    """Return the ids of the media placeholder tokens and their delimiters."""
     tokens = [token for token in SPECIAL_TOKENS if token[2:].startswith(("vision", "image", "video"))]
     return [tokenizer.vocab[token] for token in tokens]
 
 
 def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny random model of a family, with tokenizer and processor.
+    """Write a tiny random model of a family in `FAMILIES`, with tokenizer and processor.
 
-    Args:
-        directory: Where to write; made if missing.
-        family: A name in `FAMILIES`.
-        seed: Of the random weights.
-        **overrides: Options of the language model's config, for example `num_hidden_layers=4`.
-
-    Returns:
-        The directory.
+    `overrides` are options of the language model's config, for example `num_hidden_layers=4`.
     """
     import transformers  # noqa: PLC0415 - its names are looked up by family
 
@@ -205,7 +197,7 @@ def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int =
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
-        # As rollouts do. Weights that never saw a text may prefer the tokens that stand for media.
+        # As rollouts do. Random weights may prefer media placeholder tokens.
         suppress_tokens=None if chosen.vision is None else media_token_ids(tokenizer),
     )
     model.save_pretrained(directory)

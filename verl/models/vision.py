@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pixels to features: one call of the vision tower for everything in a micro-batch.
+"""One vision-tower call for all images and videos of a micro batch.
 
-Under FSDP every rank must run the tower equally often, whether its rows hold images, videos, both or
-neither. So images and videos go through together, and rows without media are joined by a row with a small
-blank image (`dummy_row`).
-
-Where ranks hold the same rows, each encodes some of the frames (`MediaShare`); a tower's attention stays
-inside a frame, so the features are the same.
+Under FSDP every rank must run the tower equally often, so images and videos are encoded together, and rows
+without media get a small blank image (`dummy_row`). Ranks with the same rows each encode some of the frames
+(`MediaShare`); the tower's attention stays within a frame, so the features are the same.
 """
 
 from collections.abc import Sequence
@@ -16,45 +13,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.distributed.length_balancing import cut_evenly
+from verl.distributed.length_balancing import split_evenly
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """Features of images or of videos, named as the models read them."""
+    """Features of images or of videos, with the field names that the models expect."""
 
-    pooler_output: tuple[Tensor, ...]  # for each image: (tokens, hidden size)
-    deepstack_features: list[tuple[Tensor, ...]] | None = (
-        None  # the same for each level, where a model has levels
-    )
+    pooler_output: tuple[Tensor, ...]  # (tokens, hidden size) for each image
+    deepstack_features: list[tuple[Tensor, ...]] | None = None  # the same for each deepstack level
 
     @classmethod
     def of_joined(cls, features: Sequence[Tensor], hidden_size: int) -> "EncodedMedia":
-        """The inverse of `joined`."""
         pooled, *levels = zip(*(part.split(hidden_size, -1) for part in features), strict=True)
         return cls(pooled, levels or None)
 
     def joined(self) -> list[Tensor]:
-        """For each image (tokens, hidden size x (1 + levels)): its levels side by side."""
+        """Concatenate the levels of each image: (tokens, hidden size x (1 + levels))."""
         levels = (self.pooler_output, *(self.deepstack_features or []))
         return [torch.cat(parts, -1) for parts in zip(*levels, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class MediaShare:
-    """How the frames of all images and videos are divided over the ranks of a line, in their order."""
+    """The division of all media's frames, in order, over the ranks that share a packed sequence."""
 
-    images: int  # media that are images; the others are videos
+    images: int  # number of images, which come before the videos
     tokens: tuple[int, ...]  # of each image, then of each video
     counts: tuple[int, ...]  # tokens that each rank encodes
     sp: SequenceParallel
 
     def gather(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """From the features of this rank's grids to those of all media; the ranks' gradients are summed."""
-        own = torch.cat(list(features))[: self.counts[self.sp.index]]  # none of a blank image
-        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, pieces=self.sp.gather_pieces)
+        """Gather the features of all media from those of this rank; gradients are summed over the ranks."""
+        own = torch.cat(list(features))[: self.counts[self.sp.index]]  # without a blank image
+        gathered = gather_rows(own, self.counts, self.sp, sum_gradients=True, chunks=self.sp.gather_chunks)
         return gathered.split(self.tokens)
 
 
@@ -67,29 +61,17 @@ class DummyRow(NamedTuple):
 
     @property
     def media(self) -> dict[str, Tensor]:
-        """The image alone, as `encode_media` reads it."""
         return {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
 
 
 def encode_media(
-    owner: Any,
-    media: dict[str, Tensor],
-    image_order: list[int] | None = None,
+    owner: Any,  # the module with `get_image_features`
+    media: dict[str, Tensor],  # `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`
+    image_order: list[int] | None = None,  # index of the image at each place in the tokens
     video_order: list[int] | None = None,
-    share: MediaShare | None = None,
+    share: MediaShare | None = None,  # `media` are this rank's share, from `share_media`
 ) -> dict[str, EncodedMedia]:
-    """Features of all images and videos by one call of the vision tower.
-
-    Args:
-        owner: The module with `get_image_features`.
-        media: `pixel_values` with `image_grid_thw`, `pixel_values_videos` with `video_grid_thw`, or both.
-        image_order: For each image in the tokens, which of the given ones it is; the given order by default.
-        video_order: The same for videos.
-        share: `media` are this rank's share of all, from `share_media`, and the others' are gathered.
-
-    Returns:
-        Features under "image" and "video", as far as the tokens show them.
-    """
+    """Encode all images and videos in one vision-tower call; return features of "image" and "video"."""
     pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
     grids = [media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]
     encoded = owner.get_image_features(torch.cat(pixels), torch.cat(grids), return_dict=True)
@@ -114,26 +96,19 @@ def encode_media(
 
 
 def share_media(
-    config: Any, media: dict[str, Tensor], sp: SequenceParallel
+    config: Any,
+    media: dict[str, Tensor],  # the same on all ranks that share a packed sequence
+    sp: SequenceParallel,
 ) -> tuple[dict[str, Tensor], MediaShare]:
-    """This rank's share of the frames of all media; every rank of a line gives the same media.
+    """Select this rank's frames, so that the largest number of patches of a rank is minimal.
 
-    The frames stay in order and are cut where the largest share of patches is smallest. A rank without frames
-    gets a blank image, so that every rank runs the tower.
-
-    Args:
-        config: A vision-language model's transformers config.
-        media: As `encode_media` reads them.
-        sp: This rank's place.
-
-    Returns:
-        `pixel_values` and `image_grid_thw` of this rank, of images and videos alike, and how all is divided.
+    Returns `pixel_values` and `image_grid_thw` of this rank, for images and videos alike.
     """
     grids = torch.cat([media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]).cpu()
     pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
     merged = config.vision_config.spatial_merge_size**2  # patches of a token
     frames = grids[:, 1:].prod(-1).repeat_interleave(grids[:, 0])  # (F,): patches of each
-    bounds = cut_evenly(frames.tolist(), sp.size)
+    bounds = split_evenly(frames.tolist(), sp.size)
     ends = torch.nn.functional.pad(frames.cumsum(0), (1, 0))[bounds]  # (size + 1,): in patches
     share = MediaShare(
         len(media["image_grid_thw"]) if "image_grid_thw" in media else 0,
@@ -142,17 +117,17 @@ def share_media(
         sp,
     )
     first, last = bounds[sp.index : sp.index + 2]
-    if first == last:
+    if first == last:  # every rank runs the tower
         return dummy_row(config).media, share
     stops = grids[:, 0].cumsum(0)  # of each medium, in frames
     held = stops.clamp(first, last) - (stops - grids[:, 0]).clamp(first, last)  # its frames on this rank
     own = torch.cat([held[:, None], grids[:, 1:]], 1)[held > 0]
     start, stop = ends[sp.index : sp.index + 2].tolist()
-    return {"pixel_values": _stretch(pixels, start, stop), "image_grid_thw": own}, share
+    return {"pixel_values": _row_range(pixels, start, stop), "image_grid_thw": own}, share
 
 
-def _stretch(parts: list[Tensor], start: int, stop: int) -> Tensor:
-    """Rows `start` to `stop` of the parts joined, without joining the rest."""
+def _row_range(parts: list[Tensor], start: int, stop: int) -> Tensor:
+    """Return rows `start` to `stop` of the concatenated parts, without concatenating the rest."""
     rows = []
     for part in parts:
         rows.append(part[max(start, 0) : max(stop, 0)])
@@ -161,13 +136,7 @@ def _stretch(parts: list[Tensor], start: int, stop: int) -> Tensor:
 
 
 def dummy_row(config: Any, rows: int = 1, columns: int = 1) -> DummyRow:
-    """A row whose only content is a blank image of `rows` x `columns` tokens.
-
-    Args:
-        config: A vision-language model's transformers config.
-        rows: Height of the image in tokens.
-        columns: Width of the image in tokens.
-    """
+    """Build a row that contains only a blank image of `rows` x `columns` tokens."""
     vision = config.vision_config
     merge = vision.spatial_merge_size
     patches = rows * columns * merge * merge

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW whose moments take a byte each, by torchao's kernels. Importing this module needs torchao.
-
-What is torchao's: the 8-bit numbers and the update. What is ours is where the blocks lie. torchao cuts each
-rank's part into blocks of 256 wherever it ends, and keeps what does not divide in full, so its state fits no
-other number of ranks. Here a block lies inside a row of the whole parameter: state is plain sharded tensors,
-which are saved, moved and loaded on any number of ranks like all others.
-"""
+"""AdamW with 8-bit moments, using torchao's kernels. Importing this module needs torchao."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,21 +15,23 @@ from torchao.optim.subclass_8bit import (  # pyright: ignore[reportMissingImport
     get_qmap_unsigned,
 )
 
-from verl.distributed.fsdp import local_part, zeros_beside
-from verl.optim.local_adamw import LocalAdamW, seed_of_update
+from verl.distributed.fsdp import local_part, zeros_sharded_like
+from verl.optim.adamw import LocalAdamW, seed_of_update
 
-BLOCK = 256  # numbers that share a scale, at most
-SMALLEST_BLOCK = 64  # below it the scales take more than they are worth
-SMALLEST = 4096  # numbers of a parameter; smaller ones matter more than they take
+# torchao quantizes each rank's shard in blocks of 256 from its start, so its state fits only one number of
+# ranks. Here a block lies within a row of the full parameter: the state consists of ordinary sharded tensors
+# that load on any number of ranks.
+BLOCK = 256  # maximum numbers that share a scale
+SMALLEST_BLOCK = 64  # with smaller blocks the scales take too much memory
+SMALLEST = 4096  # smaller parameters keep float32 moments
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 
 
 class AdamW8bit(LocalAdamW):
     """AdamW with both moments in blocks of 8-bit numbers and a float32 scale for each block.
 
-    The update is computed in float32. Norms, biases, other parameters below 4096 numbers, and those whose
-    rows have no divisor from 64 to 256 keep float32 moments. bfloat16 weights are rounded stochastically.
-    On a GPU the update is one kernel for each shape of a parameter, compiled at the first update.
+    The update is computed in float32. Parameters without a `block_size` keep float32 moments. bfloat16
+    weights are rounded stochastically.
 
     Source: 8-bit Optimizers via Block-wise Quantization (https://arxiv.org/abs/2110.02861).
     """
@@ -67,14 +63,14 @@ class AdamW8bit(LocalAdamW):
                 continue
             state[key] = torch.zeros_like(param, dtype=torch.uint8, requires_grad=False)
             blocks = math.prod(param.shape[1:]) // block
-            state[f"{key}_scale"] = zeros_beside(param, (param.shape[0], blocks), torch.float32)
+            state[f"{key}_scale"] = zeros_sharded_like(param, (param.shape[0], blocks), torch.float32)
 
     @staticmethod
     def _moment(state: dict[str, Tensor], key: str) -> Tensor:
-        """This rank's part of a moment, as torchao's kernels read and write it."""
         values = local_part(state[key])
         if f"{key}_scale" not in state:
             return values
+        # As torchao's kernels read and write it.
         numbers = get_qmap_signed() if MOMENTS[key] else get_qmap_unsigned()
         table = torch.tensor(numbers, dtype=torch.float32, device=values.device)
         scale = local_part(state[f"{key}_scale"]).view(-1)
@@ -82,7 +78,7 @@ class AdamW8bit(LocalAdamW):
 
 
 def block_size(shape: torch.Size) -> int | None:
-    """Numbers of a block: the largest divisor of a row's length up to 256; None keeps float32 moments."""
+    """Return the largest divisor of a row's length from 64 to 256; None keeps float32 moments."""
     if len(shape) < 2 or shape.numel() < SMALLEST:
         return None
     row = math.prod(shape[1:])
@@ -90,12 +86,8 @@ def block_size(shape: torch.Size) -> int | None:
 
 
 def update_kernel(is_compiled: bool) -> Callable[..., None]:
-    """The update of one tensor, by torchao.
-
-    Args:
-        is_compiled: As one kernel for each shape; for a CPU, compiling takes longer than it saves.
-    """
-    if not is_compiled:
+    """Return torchao's update of one tensor, on CUDA compiled to one kernel for each shape."""
+    if not is_compiled:  # on CPU compiling takes longer than it saves
         return single_param_adam
     compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
@@ -108,7 +100,7 @@ def update_kernel(is_compiled: bool) -> Callable[..., None]:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int, is_needed: bool) -> Iterator[None]:
-    """Let torchao, which draws from the global generators, draw from a seed; they come back afterwards."""
+    """Run torchao, which draws from the global generators, with a seed; restore them afterwards."""
     if not is_needed:
         yield
         return

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers that `optim.strategy` selects among.
+"""Optimizers that `optim.strategy` selects, and their parameter groups.
 
-To add an optimizer: one function registered in `OPTIMIZERS`. It receives the model, which it may look at, its
-parameter groups, each with its learning rate, and `OptimConfig`.
+To add an optimizer, register a function in `OPTIMIZERS` that takes the model, its parameter groups (each with
+a learning rate) and the options.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -12,8 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from verl.optim.bf16_adamw import AnyPrecisionAdamW, StochasticAdamW
-from verl.optim.groups import parameter_groups
+from verl.optim.adamw import AnyPrecisionAdamW, StochasticAdamW
 from verl.optim.muon import Muon, layer_matrices
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry
@@ -24,32 +24,22 @@ Groups = list[dict[str, Any]]
 
 
 class OptimOptions(Protocol):
-    """What is read here of `worker.actor.optim` and `worker.critic.optim`."""
+    """The options of `worker.*.optim` that are read here."""
 
     @property
-    def lr(self) -> float:
-        """Peak learning rate."""
-        ...
+    def lr(self) -> float: ...
 
     @property
-    def lr_factors(self) -> Mapping[str, float]:
-        """Factor of the rate by a regular expression found in names of parameters."""
-        ...
+    def lr_factors(self) -> Mapping[str, float]: ...
 
     @property
-    def betas(self) -> tuple[float, float]:
-        """Decay of the two moments."""
-        ...
+    def betas(self) -> tuple[float, float]: ...
 
     @property
-    def weight_decay(self) -> float:
-        """Decoupled weight decay."""
-        ...
+    def weight_decay(self) -> float: ...
 
     @property
-    def strategy(self) -> str:
-        """A name in `OPTIMIZERS`."""
-        ...
+    def strategy(self) -> str: ...
 
 
 OPTIMIZERS: Registry[Callable[[nn.Module, Groups, OptimOptions], Optimizer]] = Registry("optim.strategy")
@@ -57,49 +47,39 @@ OPTIMIZERS: Registry[Callable[[nn.Module, Groups, OptimOptions], Optimizer]] = R
 
 @OPTIMIZERS.register("adamw")
 def adamw(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
-    """AdamW with one fused kernel for each device."""
     return torch.optim.AdamW(groups, betas=config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 @OPTIMIZERS.register("adamw_bf16")
 def adamw_bf16(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
-    """AdamW for bfloat16 weights that keeps what rounding takes."""
     return AnyPrecisionAdamW(groups, betas=config.betas, weight_decay=config.weight_decay)
 
 
 @OPTIMIZERS.register("adamw_bf16_sr")
 def adamw_bf16_sr(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
-    """AdamW for bfloat16 weights and moments that rounds stochastically."""
     return StochasticAdamW(groups, betas=config.betas, weight_decay=config.weight_decay)
 
 
 @OPTIMIZERS.register("adamw_8bit")
 def adamw_8bit(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
-    """AdamW with 8-bit moments; needs torchao, which `OptimConfig` checks."""
-    from verl.optim.adamw_8bit import AdamW8bit  # noqa: PLC0415 - torchao is optional
+    from verl.optim.adamw_8bit import AdamW8bit  # noqa: PLC0415 - torchao is optional; `OptimConfig` checks
 
     return AdamW8bit(groups, betas=config.betas, weight_decay=config.weight_decay)
 
 
 @OPTIMIZERS.register("muon")
 def muon(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
-    """Muon for the matrices of layers, AdamW for the rest."""
     return Muon(groups, layer_matrices(model), config.betas, config.weight_decay)
 
 
 def build_optimizer(model: nn.Module, config: OptimOptions, option: str = "optim") -> Optimizer:
-    """The optimizer of `optim.strategy` over every parameter of the model that is trained.
+    """Build the optimizer of `optim.strategy` over every trained parameter of the model.
 
-    Weight decay applies to all of them, norms and biases included. The first group has the rate `lr`.
-
-    Args:
-        model: `requires_grad` says what is trained; what is frozen has no state.
-        config: `worker.*.optim`.
-        option: Where it stands in the config, for errors.
+    Weight decay applies to all of them, including norms and biases. `option` is the config section named in
+    errors.
 
     Raises:
-        ValueError: Nothing in the model is trained, a pattern of `lr_factors` is found in no trained
-            parameter's name, or the strategy is unknown.
+        ValueError: Nothing is trained, a pattern of `lr_factors` has no effect, or the strategy is unknown.
     """
     make = OPTIMIZERS[config.strategy]
     groups = parameter_groups(model, config.lr, config.lr_factors, option)
@@ -110,3 +90,40 @@ def build_optimizer(model: nn.Module, config: OptimOptions, option: str = "optim
             len(group["params"]), sum(param.numel() for param in group["params"]),
         )  # fmt: skip
     return make(model, groups, config)
+
+
+def parameter_groups(
+    model: nn.Module,  # may be on the meta device
+    lr: float,
+    factors: Mapping[str, float],  # `lr_factors`
+    option: str,  # config section, for errors
+) -> Groups:
+    """Divide the trained parameters into groups with `params`, `lr` and `pattern`.
+
+    The first pattern found anywhere in a parameter's name decides. The first group has the rate `lr` and the
+    pattern None.
+    """
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not trained:
+        raise ValueError("the model has no parameter to train: everything is frozen")
+    # The first group exists even if the others take all parameters: its rate is the reported one.
+    groups: Groups = [{"params": [], "lr": lr, "pattern": None}]
+    groups += [{"params": [], "lr": lr * factor, "pattern": pattern} for pattern, factor in factors.items()]
+    for name, param in trained.items():
+        found = (group for group in groups[1:] if re.search(group["pattern"], name))
+        next(found, groups[0])["params"].append(param)
+    for group in groups[1:]:
+        if not group["params"]:
+            pattern = group["pattern"]
+            raise ValueError(f"`{option}.lr_factors` ({pattern}) {_why_unused(model, pattern)}")
+    return groups
+
+
+def _why_unused(model: nn.Module, pattern: str) -> str:
+    named = dict(model.named_parameters())
+    found = [name for name in named if re.search(pattern, name)]
+    if not found:
+        return f"must match part of a parameter's name, for example {next(iter(named))}"
+    if not any(named[name].requires_grad for name in found):
+        return f"must match a trained parameter, but {found[0]} and all others that it matches are frozen"
+    return f"must come before the patterns that match all of its parameters, such as {found[0]}"

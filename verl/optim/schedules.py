@@ -4,7 +4,7 @@
     warm-up:   lr * step / warmup_steps
     after it:  lr * (min + (1 - min) * height),    height from 1 to 0
 
-To add a schedule: one function registered in `SCHEDULES`, which gives the height.
+To add a schedule, register a function in `SCHEDULES` that returns the height.
 """
 
 import math
@@ -24,37 +24,25 @@ SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in 
 
 
 class ScheduleOptions(Protocol):
-    """What is read here of `worker.actor.optim` and `worker.critic.optim`."""
+    """The options of `worker.*.optim` that are read here."""
 
     @property
-    def lr_warmup_ratio(self) -> float:
-        """Share of the steps in which the rate rises."""
-        ...
+    def lr_warmup_ratio(self) -> float: ...
 
     @property
-    def lr_warmup_steps(self) -> int | None:
-        """Steps in which the rate rises; None for the ratio."""
-        ...
+    def lr_warmup_steps(self) -> int | None: ...
 
     @property
-    def min_lr_ratio(self) -> float | None:
-        """Where the curve ends, as a share of the peak; None is 0."""
-        ...
+    def min_lr_ratio(self) -> float | None: ...
 
     @property
-    def lr_scheduler_type(self) -> str:
-        """A name in `SCHEDULES`."""
-        ...
+    def lr_scheduler_type(self) -> str: ...
 
     @property
-    def lr_decay_ratio(self) -> float:
-        """Share of the steps in which `wsd` falls."""
-        ...
+    def lr_decay_ratio(self) -> float: ...
 
     @property
-    def lr_decay_shape(self) -> str:
-        """How `wsd` falls: a name in `SHAPES`."""
-        ...
+    def lr_decay_shape(self) -> str: ...
 
 
 class Position(NamedTuple):
@@ -65,7 +53,7 @@ class Position(NamedTuple):
     total: int  # steps of the run
 
     def progress(self, start: int) -> float:
-        """How far the run is from the step `start`, or the end of the warm-up, to its end; in [0, 1]."""
+        """Return the progress in [0, 1] from `start`, or the end of the warm-up, to the end of the run."""
         start = max(start, self.warmup)
         return min(1.0, max(0, self.step - start) / max(1, self.total - start))
 
@@ -75,54 +63,42 @@ SCHEDULES: Registry[Callable[[Position, ScheduleOptions], float]] = Registry("op
 
 @SCHEDULES.register("constant")
 def constant(position: Position, config: ScheduleOptions) -> float:
-    """The peak."""
     return 1.0
 
 
 @SCHEDULES.register("linear")
 def linear(position: Position, config: ScheduleOptions) -> float:
-    """A straight line that ends with the run."""
     return SHAPES["linear"](position.progress(position.warmup))
 
 
 @SCHEDULES.register("cosine")
 def cosine(position: Position, config: ScheduleOptions) -> float:
-    """Half a cosine that ends with the run.
-
-    Source: SGDR, equation 5 without restarts (https://arxiv.org/abs/1608.03983).
-    """
+    """Half a cosine. Source: SGDR, equation 5 without restarts (https://arxiv.org/abs/1608.03983)."""
     return SHAPES["cosine"](position.progress(position.warmup))
 
 
 @SCHEDULES.register("wsd")
 def wsd(position: Position, config: ScheduleOptions) -> float:
-    """Warm-up, stable, decay: the peak, and in the last steps of the run a fall.
-
-    A checkpoint of the stable part can go on in a longer run: what it was trained with does not depend on
-    the length.
+    """Warm-up, stable, decay: the peak, then a decay in the last steps of the run.
 
     Source: MiniCPM, section 4 (https://arxiv.org/abs/2404.06395); the shape `sqrt`: Scaling Laws and
     Compute-Optimal Training Beyond Fixed Training Durations, section 4 (https://arxiv.org/abs/2405.18392).
     """
+    # Steps before the decay do not depend on the length of the run, so their checkpoints fit a longer one.
     decay = round(config.lr_decay_ratio * position.total)
     return SHAPES[config.lr_decay_shape](position.progress(position.total - decay))
 
 
 class WarmupSchedule(LambdaLR):
-    """A learning-rate schedule whose checkpoint is its position only.
-
-    The shape comes from the config of the run, so a resumed run may change the learning rate, the groups or
-    the curve and is heard.
-    """
+    """A learning-rate schedule that saves only its position; its shape comes from the config of the run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps taken."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position and set the learning rates that belong to it."""
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = self.last_epoch + 1
+        # Rates come from this run's config: a resumed run may change learning rate, groups and curve.
         rates = [
             base * factor(self.last_epoch)
             for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
@@ -133,18 +109,9 @@ class WarmupSchedule(LambdaLR):
 
 
 def build_scheduler(optimizer: Optimizer, config: ScheduleOptions, training_steps: int) -> WarmupSchedule:
-    """The schedule of `optim.lr_scheduler_type`; stepped once a training step.
-
-    Args:
-        optimizer: Whose learning rates follow the schedule, those of its groups alike.
-        config: `optim`; `lr_warmup_steps` wins over `lr_warmup_ratio`.
-        training_steps: Length of the run, in steps.
-
-    Raises:
-        ValueError: `optim.lr_scheduler_type` is unknown.
-    """
+    """Build the schedule of `optim.lr_scheduler_type`, to be stepped once per training step."""
     height = SCHEDULES[config.lr_scheduler_type]
-    warmup = config.lr_warmup_steps
+    warmup = config.lr_warmup_steps  # takes precedence over the ratio
     if warmup is None:
         warmup = int(config.lr_warmup_ratio * training_steps)
     lowest = config.min_lr_ratio or 0.0

@@ -8,7 +8,7 @@ from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.models.hub_names import meta_model
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
-from verl.optim.groups import parameter_groups
+from verl.optim.build import parameter_groups
 from verl.planning.memory_model import ModelShape
 from verl.planning.model_shape import model_shape
 from verl.workers.model_builder import load_model_config, trainable_options, weights_dtype

@@ -19,10 +19,9 @@ from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfi
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.distributed.fsdp import full_named_tensors, loaded_on_device, make_mesh, torch_dtype
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.adapter_files import AdapterFiles
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_layers
-from verl.models.lora_weights import fold, is_adapter
+from verl.models.lora_weights import AdapterFiles, fold, is_adapter
 from verl.models.registry import check_model, model_type_of
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler

@@ -22,14 +22,14 @@ class Module(torch.nn.Module):
     ("options", "message"),
     [
         ({"attention_mask": torch.ones(1)}, "mask of its own"),
-        ({"dropout": 0.1}, "attention dropout .0.1. is not supported.*attention_dropout` to 0"),
-        ({"s_aux": torch.ones(4)}, "asks attention for s_aux"),
-        ({"position_bias": torch.ones(4)}, "asks attention for position_bias"),
-        ({"is_causal": False, "sliding_window": 4}, "sliding window over both sides"),
-        ({"packed_layout": None}, "got no row boundaries"),
+        ({"dropout": 0.1}, "attention dropout .0.1., which is not supported.*attention_dropout` to 0"),
+        ({"s_aux": torch.ones(4)}, "passes s_aux to attention"),
+        ({"position_bias": torch.ones(4)}, "passes position_bias to attention"),
+        ({"is_causal": False, "sliding_window": 4}, "two-sided sliding window"),
+        ({"packed_layout": None}, "got no sequence boundaries"),
     ],
 )
-def test_what_packed_attention_does_not_do_is_refused_by_name(options, message):
+def test_unsupported_requests_are_refused_by_name(options, message):
     options = {"attention_mask": None, "packed_layout": layout()} | options
 
     with pytest.raises(NotImplementedError, match=message):
@@ -38,9 +38,12 @@ def test_what_packed_attention_does_not_do_is_refused_by_name(options, message):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("chunked_attention", "does not do chunked_attention"), ("sliding_attention", "does not say")],
+    [
+        ("chunked_attention", "uses chunked_attention in layer 0"),
+        ("sliding_attention", "does not pass the sliding window"),
+    ],
 )
-def test_a_layer_whose_kind_is_not_handed_over_is_refused(kind, message):
+def test_an_unsupported_layer_type_is_refused(kind, message):
     module = Module()
     module.layer_idx, module.config = 0, type("Config", (), {"layer_types": [kind]})
 
@@ -48,7 +51,7 @@ def test_a_layer_whose_kind_is_not_handed_over_is_refused(kind, message):
         packed_attention(module, *tensors(), None, packed_layout=layout())
 
 
-def test_a_layer_whose_window_hides_part_of_a_shared_prompt_is_refused():
+def test_a_window_that_hides_part_of_a_shared_prompt_is_refused():
     shared = SharedLayout.of([(5, [1, 2])])  # the longest sequence has 7 tokens
 
     packed_attention(Module(), *tensors(), None, packed_layout=shared, sliding_window=7)

@@ -37,7 +37,7 @@ def seen_in(groups):
 
 
 def masked(query, key, value, seen):
-    """One dense attention over the whole line: (1, N, H, D)."""
+    """One dense attention over all packed tokens: (1, N, H, D)."""
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * RULE.scale
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
     return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
@@ -48,14 +48,14 @@ def with_gradients(out, inputs):
     return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
-def test_the_layout_joins_neighbours_of_equal_length_and_skips_empty_rows():
+def test_adjacent_rows_of_equal_length_are_joined_and_empty_ones_skipped():
     found = PackedLayout.of(torch.tensor([0, 3, 3, 6, 10, 13]))
 
     assert found.runs == ((2, 3), (1, 4), (1, 3))
     assert found.max_length == 4
 
 
-def test_the_layout_of_the_same_tensor_is_worked_out_once():
+def test_the_layout_of_a_tensor_is_cached():
     bounds = torch.tensor([0, 3, 5])
 
     assert PackedLayout.of(bounds) is PackedLayout.of(bounds)
@@ -74,7 +74,7 @@ def test_each_response_attends_to_its_prompt_and_to_itself(groups):
         assert (left - right).abs().max() <= 1e-6 * right.abs().max()
 
 
-def test_in_bfloat16_results_are_as_good_as_its_rounding():
+def test_bfloat16_results_are_within_rounding():
     inputs = tensors(size_of(GROUPS), torch.bfloat16)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
 
@@ -85,7 +85,7 @@ def test_in_bfloat16_results_are_as_good_as_its_rounding():
         assert (left - right).abs().max() <= 2**-7 * right.abs().max()  # two roundings to 8 bits
 
 
-def test_a_shared_prompt_gives_what_repeated_prompts_give():
+def test_a_shared_prompt_equals_repeated_prompts():
     prompt, responses = 6, [3, 1, 3, 5]
     inputs = tensors(prompt + sum(responses))
     stops = list(itertools.accumulate(responses, initial=prompt))
@@ -103,7 +103,7 @@ def test_a_shared_prompt_gives_what_repeated_prompts_give():
         assert (left - right).abs().max() <= 1e-6 * right.abs().max()
 
 
-def test_groups_of_one_response_are_plain_rows():
+def test_groups_of_one_response_are_plain_sequences():
     groups = [(4, [3]), (2, [0, 5]), (3, [])]
     inputs = tensors(17)
     shared = SharedLayout.of(groups)
@@ -114,7 +114,7 @@ def test_groups_of_one_response_are_plain_rows():
     assert torch.equal(out, PackedLayout.of(torch.tensor([0, 7, 14, 17])).attend(*inputs, RULE))
 
 
-def test_the_shared_layout_says_where_prompts_and_responses_begin():
+def test_the_shared_layout_has_the_bounds_of_prompts_and_responses():
     shared = SharedLayout.of([(5, [2, 0]), (4, [1])])
 
     assert shared.cu_segments.tolist() == [0, 5, 7, 7, 11, 12]
@@ -129,23 +129,23 @@ def test_the_shared_layout_says_where_prompts_and_responses_begin():
         (AttentionRule(1.0, window=6), "window of 6 tokens .* has 7"),
     ],
 )
-def test_rules_that_a_shared_prompt_cannot_follow_are_refused(rule, message):
+def test_rules_that_a_shared_prompt_does_not_support_are_refused(rule, message):
     with pytest.raises(NotImplementedError, match=message):
         SharedLayout.of([(5, [2, 1])]).attend(*tensors(8), rule)
 
 
-def test_a_window_that_holds_the_longest_sequence_is_no_window():
+def test_a_window_of_the_longest_sequence_has_no_effect():
     shared, inputs = SharedLayout.of([(5, [2, 1])]), tensors(8)
 
     assert torch.equal(shared.attend(*inputs, AttentionRule(0.3, window=7)), shared.attend(*inputs, RULE))
 
 
-def test_an_empty_prompt_has_nothing_to_share():
+def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="at least one token"):
         SharedLayout.of([(0, [2])])
 
 
-def test_no_scores_of_the_whole_prompt_are_held():
+def test_scores_of_the_whole_prompt_are_never_held():
     # Scores of 2048 response tokens over a prompt of 2048 would be 4 Mi numbers for each head.
     largest = 0
 
@@ -158,8 +158,8 @@ def test_no_scores_of_the_whole_prompt_are_held():
                     largest = max(largest, tensor.numel())
             return out
 
-    line = torch.randn(1, 1, 4096, 8, requires_grad=True)
+    inputs = torch.randn(1, 1, 4096, 8, requires_grad=True)
     with Watch():
-        SharedLayout.of([(2048, [256] * 8)]).attend(line, line, line, RULE).sum().backward()
+        SharedLayout.of([(2048, [256] * 8)]).attend(inputs, inputs, inputs, RULE).sum().backward()
 
     assert largest <= 4096 * 8

@@ -48,7 +48,7 @@ def seen_by_rows(cu_q, cu_k):
     return row_of_q[:, None] == row_of_k
 
 
-def test_a_part_worked_by_hand():
+def test_a_part_matches_a_hand_computed_example():
     # Scores ln 1 and ln 3: weights 1/4 and 3/4 of values 0 and 4; the parts alone give 0 and 4.
     q, k, v = torch.ones(1, 1, 1), torch.tensor([0.0, math.log(3)]).view(2, 1, 1), torch.tensor([0.0, 4.0])
     v = v.view(2, 1, 1)
@@ -64,7 +64,7 @@ def test_a_part_worked_by_hand():
 
 @pytest.mark.parametrize("value_dim", [8, 6])  # 6: not what the fused kernel takes
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_parts_over_any_split_of_the_keys_make_attention_over_all(kv_heads, value_dim, monkeypatch):
+def test_parts_over_any_split_of_the_keys_merge_to_attention_over_all(kv_heads, value_dim, monkeypatch):
     monkeypatch.setattr(partial_kernels, "MAX_SCORES", 60)  # plain products go by chunks of queries
     cu_q, cu_ks = bounds(*Q_LENGTHS), [bounds(*lengths) for lengths in K_LENGTHS]
     q, grad_out = randn(19, 4, 8), randn(19, 4, value_dim, seed=1)
@@ -109,7 +109,7 @@ def test_merging_is_safe_without_keys_and_at_any_scale():
     assert total.tolist() == [[pytest.approx(1000.0 + math.log(2)), 1.0, 7.0, -INFINITE]]
 
 
-def test_merging_many_parts_in_bfloat16_adds_up_in_float32():
+def test_bfloat16_parts_are_merged_in_float32():
     # 1000 equal parts with outputs 1: their mean is 1, and the sum of their weights must not drift.
     out, lse = torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.full((1, 1), -INFINITE)
     for _ in range(1000):
@@ -121,7 +121,7 @@ def test_merging_many_parts_in_bfloat16_adds_up_in_float32():
     )
 
 
-def calls_over_a_line():
+def example_calls():
     """Rows of 4, 3 and 5 tokens see themselves; tokens 4-8 see row 0 as well, tokens 7-11 row 1 as well."""
     rows = bounds(4, 3, 5)
     return [
@@ -131,24 +131,22 @@ def calls_over_a_line():
     ]
 
 
-def test_gradients_of_calls_are_those_of_finite_differences():
+def test_gradients_of_calls_match_finite_differences():
     inputs = [randn(12, heads, 2, seed=heads).double().requires_grad_() for heads in (2, 1, 1)]
 
-    assert torch.autograd.gradcheck(
-        lambda *tensors: attend_calls(*tensors, calls_over_a_line(), SCALE), inputs
-    )
+    assert torch.autograd.gradcheck(lambda *tensors: attend_calls(*tensors, example_calls(), SCALE), inputs)
 
 
 def test_the_order_of_calls_does_not_matter():
     inputs = [randn(12, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 1)]
     inputs[2] = randn(12, 2, 8, seed=7).requires_grad_()
-    outs = [attend_calls(*inputs, calls, SCALE) for calls in itertools.permutations(calls_over_a_line())]
+    outs = [attend_calls(*inputs, calls, SCALE) for calls in itertools.permutations(example_calls())]
 
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], atol=1e-6, rtol=0)
 
 
-def test_queries_without_keys_give_nothing_and_take_nothing():
+def test_queries_without_keys_have_zero_results_and_gradients():
     inputs = [randn(6, 2, 8, seed=seed).requires_grad_() for seed in range(3)]
     call = AttentionCall(1, 6, 0, 4, bounds(2, 3), bounds(4, 0), False)  # tokens 1 and 2 see the first four
 
@@ -160,7 +158,7 @@ def test_queries_without_keys_give_nothing_and_take_nothing():
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
-def test_neighbours_of_equal_lengths_run_together():
+def test_adjacent_rows_of_equal_lengths_form_a_run():
     # Rows (2, 3), (2, 3), (0, 4), (2, 3), (2, 0), (2, 3): the empty ones are left out and break the run
     # where they leave a gap, among the keys or among the queries.
     found = row_runs(bounds(2, 2, 0, 2, 2, 2), bounds(3, 3, 4, 3, 0, 3))
@@ -168,13 +166,13 @@ def test_neighbours_of_equal_lengths_run_together():
     assert [tuple(run) for run in found] == [(0, 0, 2, 2, 3), (4, 10, 1, 2, 3), (8, 13, 1, 2, 3)]
 
 
-def test_runs_are_worked_out_once_for_each_pair_of_bounds():
+def test_runs_are_cached_for_each_pair_of_bounds():
     cu_q, cu_k, other = bounds(2, 2), bounds(3, 3), bounds(1, 4)
 
     assert row_runs(cu_q, cu_k) is row_runs(cu_q, cu_k)
     assert row_runs(cu_q, other) != row_runs(cu_q, cu_k)
 
 
-def test_causal_rows_have_as_many_keys_as_queries():
+def test_causal_rows_need_equal_numbers_of_keys_and_queries():
     with pytest.raises(ValueError, match="as many keys as queries"):
         partial_forward(randn(2, 1, 8), randn(3, 1, 8), randn(3, 1, 8), bounds(2), bounds(3), True, SCALE)

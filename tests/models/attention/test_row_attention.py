@@ -20,10 +20,10 @@ def layout():
 
 
 def masked(query, key, value, rule):
-    """One dense attention over the whole line, by the definitions: (1, N, H, D)."""
+    """One dense attention over all packed tokens, by the definitions: (1, N, H, D)."""
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    place = torch.arange(sum(LENGTHS))
-    behind = place[:, None] - place
+    position = torch.arange(sum(LENGTHS))
+    behind = position[:, None] - position
     seen = row[:, None] == row
     if rule.is_causal:
         seen = seen & (behind >= 0)
@@ -49,7 +49,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_attend_to_themselves_only_under_every_rule(rule, monkeypatch):
+def test_sequences_attend_only_to_themselves_under_every_rule(rule, monkeypatch):
     monkeypatch.setattr(row_attention, "MASKED_CHUNK", 16)  # rows of 40 take several chunks
     monkeypatch.setattr(row_attention, "MAX_SCORES", 4 * 16 * 40)  # and the two of them two batches
     inputs = tensors()
@@ -62,8 +62,8 @@ def test_rows_attend_to_themselves_only_under_every_rule(rule, monkeypatch):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
 
 
-def test_no_mask_over_the_whole_line_is_made():
-    # 64 rows of 128 tokens: a mask over the line would take 64 MiB, more than all tensors here together.
+def test_no_mask_over_all_packed_tokens_is_built():
+    # 64 rows of 128 tokens: a mask over all tokens would take 64 MiB, more than all tensors here together.
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -75,10 +75,10 @@ def test_no_mask_over_the_whole_line_is_made():
                     largest = max(largest, tensor.numel())
             return out
 
-    line = torch.randn(1, 1, 64 * 128, 8)
+    inputs = torch.randn(1, 1, 64 * 128, 8)
     bounds = PackedLayout.of(torch.arange(65) * 128)
     with Watch():
         for rule in (AttentionRule(1.0), AttentionRule(1.0, window=16)):
-            bounds.attend(line, line, line, rule)
+            bounds.attend(inputs, inputs, inputs, rule)
 
     assert largest <= 64 * 128 * 128

@@ -7,23 +7,35 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import LineGroup, shard_plan
+from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout, UlyssesLayout, sequence_layout
 
 PLAIN = AttentionRule(0.3)
-PACKED = [LineGroup(37), LineGroup(1), LineGroup(0), LineGroup(5), LineGroup(5), LineGroup(20)]
-SHARED = [LineGroup(23, (7, 1, 12)), LineGroup(9, (4,)), LineGroup(1, (0, 1)), LineGroup(17, (6, 0, 3))]
-LINES = {
+PACKED = [
+    SequenceGroup(37),
+    SequenceGroup(1),
+    SequenceGroup(0),
+    SequenceGroup(5),
+    SequenceGroup(5),
+    SequenceGroup(20),
+]
+SHARED = [
+    SequenceGroup(23, (7, 1, 12)),
+    SequenceGroup(9, (4,)),
+    SequenceGroup(1, (0, 1)),
+    SequenceGroup(17, (6, 0, 3)),
+]
+SEQUENCES = {
     "packed": PACKED,
     "shared": SHARED,
-    "shared and not": [*SHARED, LineGroup(6), LineGroup(11, (5, 5))],
-    "a token": [LineGroup(1)],
+    "shared and not": [*SHARED, SequenceGroup(6), SequenceGroup(11, (5, 5))],
+    "a token": [SequenceGroup(1)],
 }
 
 
-def line_tensors(groups, heads, kv_heads, dim=8):
+def random_tensors(groups, heads, kv_heads, dim=8):
     total = sum(group.prompt + sum(group.responses) for group in groups)
     generator = torch.Generator().manual_seed(total)
     shapes = [(1, count, total, dim) for count in (heads, kv_heads, kv_heads)] + [(1, total, heads, dim)]
@@ -31,7 +43,7 @@ def line_tensors(groups, heads, kv_heads, dim=8):
 
 
 def whole(groups, tensors, rule):
-    """One process: the attention of the line and its gradients."""
+    """Attention and its gradients in one process."""
     *inputs, weights = tensors
     inputs = [tensor.clone().requires_grad_() for tensor in inputs]
     if any(group.responses for group in groups):
@@ -44,8 +56,8 @@ def whole(groups, tensors, rule):
 
 
 def sharded_errors(sp, groups, kv_heads, rule=PLAIN, noise=0.0, is_checkpointed=False):
-    """The largest error of this rank's outputs, and of its gradients relative to the largest gradient."""
-    tensors = line_tensors(groups, 4, kv_heads)
+    """Largest error of this rank's outputs, and of its gradients relative to the largest gradient."""
+    tensors = random_tensors(groups, 4, kv_heads)
     out, grads = whole(groups, tensors, rule)
     plan = shard_plan(groups, sp)
     *inputs, weights = tensors
@@ -74,7 +86,7 @@ def errors_on_this_rank(rank, world_size, meshes, kv_heads):
     errors = {}
     for ulysses, ring in meshes:
         sp = SequenceParallel.build(range(world_size), ulysses, ring)
-        for name, groups in LINES.items():
+        for name, groups in SEQUENCES.items():
             for count in kv_heads:
                 errors[ulysses, ring, name, count] = sharded_errors(sp, groups, count)
         errors[ulysses, ring, "nan in padding"] = sharded_errors(sp, SHARED, 2, noise=float("nan"))
@@ -103,11 +115,11 @@ def test_attention_over_four_processes_equals_attention_over_one():
     assert_small(results)
 
 
-def seen_over_ring(groups, ring_size):
-    """How often each token of the line sees each other, added up over the calls of all ring ranks."""
+def count_pairs(groups, ring_size):
+    """Count how often each token attends to each other, over the calls of all ring ranks."""
     ranks = [SequenceParallel(1, ring_size, index=index) for index in range(ring_size)]
     plans = [shard_plan(groups, sp) for sp in ranks]
-    times = torch.zeros(len(plans[0].places), len(plans[0].places), dtype=torch.int64)
+    times = torch.zeros(len(plans[0].positions), len(plans[0].positions), dtype=torch.int64)
     for plan, sp in zip(plans, ranks, strict=True):
         for other, calls in zip(plans, RingLayout.of(plan, sp).calls, strict=True):
             for call in calls:
@@ -121,24 +133,24 @@ def seen_over_ring(groups, ring_size):
 
 
 @pytest.mark.parametrize("ring_size", [2, 3, 5])
-@pytest.mark.parametrize("line", LINES)
-def test_calls_around_a_ring_show_each_token_what_it_may_see_exactly_once(line, ring_size):
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_ring_calls_cover_each_visible_pair_exactly_once(name, ring_size):
     expected = []  # by the definition: token by token, (group, response or None)
-    for index, group in enumerate(LINES[line]):
+    for index, group in enumerate(SEQUENCES[name]):
         expected += [(index, None)] * group.prompt
         for response, length in enumerate(group.responses):
             expected += [(index, response)] * length
 
-    times = seen_over_ring(LINES[line], ring_size)
+    times = count_pairs(SEQUENCES[name], ring_size)
 
     for i, (group, response) in enumerate(expected):
         for j, (other, owner) in enumerate(expected):
-            sees = group == other and j <= i and owner in (None, response)
-            assert times[i, j] == sees, (i, j)
+            is_visible = group == other and j <= i and owner in (None, response)
+            assert times[i, j] == is_visible, (i, j)
 
 
 def test_ring_ranks_have_the_same_work():
-    groups = [LineGroup(400, (100, 50, 70)), LineGroup(90), LineGroup(33, (20,))]
+    groups = [SequenceGroup(400, (100, 50, 70)), SequenceGroup(90), SequenceGroup(33, (20,))]
     ranks = [SequenceParallel(1, 4, index=index) for index in range(4)]
 
     pairs = []  # of queries and keys
@@ -162,24 +174,24 @@ def test_ring_ranks_have_the_same_work():
 def test_a_ring_refuses_rules_that_need_scores_or_windows(rule, reason):
     sp = SequenceParallel(1, 2)
     layout = sequence_layout(shard_plan(SHARED, sp), sp)
-    line = torch.zeros(1, 2, 60, 8)
+    inputs = torch.zeros(1, 2, 60, 8)
 
     with pytest.raises(NotImplementedError, match=f"{reason}.*use `ulysses_size` instead of `ring_size`"):
-        layout.attend(line, line, line, rule)
-    assert layout.refuses(AttentionRule(0.3, window=35)) is None
+        layout.attend(inputs, inputs, inputs, rule)
+    assert layout.unsupported(AttentionRule(0.3, window=35)) is None
 
 
-def test_heads_that_do_not_divide_are_refused_by_name():
+def test_an_indivisible_number_of_heads_is_refused():
     sp = SequenceParallel(4, 1)
     layout = sequence_layout(shard_plan(PACKED, sp), sp)
-    line = torch.zeros(1, 6, 17, 8)
+    inputs = torch.zeros(1, 6, 17, 8)
 
     assert isinstance(layout, UlyssesLayout)
     with pytest.raises(ValueError, match="`ulysses_size` \\(4\\) must divide the model's 6 attention heads"):
-        layout.attend(line, line, line, PLAIN)
+        layout.attend(inputs, inputs, inputs, PLAIN)
 
 
-def test_a_line_that_is_not_spread_has_its_plain_layout():
+def test_without_sequence_parallelism_the_layout_is_plain():
     none = SequenceParallel.none()
 
     assert isinstance(sequence_layout(shard_plan(PACKED, none), none), PackedLayout)

@@ -12,10 +12,9 @@ from tests.workers.rollout.reference import (
     setup_of,
     text_requests,
 )
-from verl.models.adapter_files import AdapterConfig
 from verl.models.hub_names import HubNames
 from verl.models.lora import adapted_layers, attach_adapters
-from verl.models.lora_weights import fold, is_adapter
+from verl.models.lora_weights import AdapterConfig, fold, is_adapter
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed tokens, in one place for every transformers model and for the vision towers.
+"""The attention function of all prepared transformers models and vision towers.
 
-`packed_attention` is registered in transformers' attention interface. It takes the layout of the tokens from
-the keyword `packed_layout` (language models) or makes it of `cu_seq_lens_q` (vision towers), and asks it to
-`attend`; see `verl.models.attention.layouts`.
-
-What a model asks of attention beyond `AttentionRule` is refused by name.
+`packed_attention` is registered in transformers' attention interface. It delegates to the layout of the
+packed sequences: `packed_layout` in language models, `cu_seq_lens_q` in vision towers. Requests that
+`AttentionRule` does not cover are refused by name.
 """
 
 from typing import Any
@@ -17,10 +15,10 @@ from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.attention.row_attention import AttentionRule
 
 ATTENTION = "verl_packed"
-# With "flash" in the name, vision towers make one call with row boundaries instead of one for each image.
+# With "flash" in the name, vision towers make one call with `cu_seqlens` instead of one for each image.
 VISION_ATTENTION = "verl_packed_flash"
 
-# Keywords that models hand to every attention function and that change nothing here.
+# Keywords that models pass to every attention function and that have no effect here.
 HARMLESS = frozenset({
     "position_ids", "use_cache", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "max_seqlen", "return_dict", "output_hidden_states", "num_items_in_batch", "is_first_iteration",
@@ -29,96 +27,72 @@ HARMLESS = frozenset({
 
 def packed_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor,  # (1, H, N, D)
+    key: Tensor,  # (1, Hkv, N, D); Hkv divides H
+    value: Tensor,  # (1, Hkv, N, D)
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
+    scaling: float | None = None,  # 1 / sqrt(D) by default
     dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
+    is_causal: bool | None = None,  # the module's attribute by default
+    sliding_window: int | None = None,  # keys that a query attends to, including itself
     softcap: float | None = None,
-    packed_layout: Layout | None = None,
-    cu_seq_lens_q: Tensor | None = None,
+    packed_layout: Layout | None = None,  # of a language model
+    cu_seq_lens_q: Tensor | None = None,  # (B + 1,) of a vision tower
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over one line of packed tokens.
-
-    Args:
-        module: The attention module that calls; named in errors.
-        query: (1, H, N, D).
-        key: (1, Hkv, N, D); Hkv divides H.
-        value: (1, Hkv, N, D).
-        attention_mask: None: the row boundaries say it all.
-        scaling: Of the scores; 1 / sqrt(D) by default.
-        dropout: Zero.
-        is_causal: Whether tokens see only earlier ones; the module's own attribute by default.
-        sliding_window: Keys a query sees, itself included.
-        softcap: Soft cap of the scores.
-        packed_layout: Which tokens see which, in a language model.
-        cu_seq_lens_q: (rows + 1,) row boundaries of a vision tower.
-        **others: What else the model hands over; anything that would change the result is refused.
+    """Attention over packed sequences, with the signature that transformers expects.
 
     Returns:
         (1, N, H, D), and no attention weights.
 
     Raises:
-        NotImplementedError: The model asks for something that packed attention does not do.
+        NotImplementedError: The model asks for something that packed attention does not support.
     """
     name = type(module).__name__
-    _refuse_unknown(module, attention_mask, dropout, sliding_window, others)
+    obstacle = _obstacle(module, attention_mask, dropout, sliding_window, others)
+    if obstacle is not None:
+        raise NotImplementedError(f"{name} {obstacle}")
     layout = packed_layout if cu_seq_lens_q is None else PackedLayout.of(cu_seq_lens_q)
     if layout is None:
         raise NotImplementedError(
-            f"{name} got no row boundaries: call the prepared model with `cu_seqlens` and `targets`;"
+            f"{name} got no sequence boundaries: call the prepared model with `cu_seqlens` and `targets`;"
             " a model that does not pass keyword arguments on to attention cannot be packed"
         )
     causal = bool(module.is_causal if is_causal is None else is_causal)
     if sliding_window is not None and not causal:
-        raise NotImplementedError(f"{name}: a sliding window over both sides is not supported under packing")
+        raise NotImplementedError(f"{name}: a two-sided sliding window is not supported under packing")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(query, key, value, AttentionRule(scale, causal, sliding_window, softcap)), None
 
 
-def _refuse_unknown(
+def _obstacle(
     module: nn.Module,
     attention_mask: Tensor | None,
     dropout: float,
     sliding_window: int | None,
     others: dict[str, Any],
-) -> None:
-    name = type(module).__name__
+) -> str | None:
+    """Describe an unsupported request, which would otherwise be dropped silently."""
     if attention_mask is not None:
-        raise NotImplementedError(
-            f"{name} builds an attention mask of its own, which packed attention would drop"
-        )
+        return "builds an attention mask of its own, which packed attention would drop"
     if dropout > 0:
-        raise NotImplementedError(
-            f"{name}: attention dropout ({dropout}) is not supported under packing:"
+        return (
+            f"uses attention dropout ({dropout}), which is not supported under packing:"
             " set `worker.actor.model.override_config.attention_dropout` to 0"
         )
-    unknown = sorted(
-        key
-        for key, value in others.items()
-        if key not in HARMLESS and value is not None and value is not False
-    )
+    given = {key for key, value in others.items() if value is not None and value is not False}
+    unknown = sorted(given - HARMLESS)
     if unknown:
-        raise NotImplementedError(
-            f"{name} asks attention for {', '.join(unknown)}, which packed attention does not do"
-        )
+        return f"passes {', '.join(unknown)} to attention, which packed attention does not support"
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
-    if layer_types is None or index is None:
-        return
-    if layer_types[index] not in ("full_attention", "sliding_attention"):
-        raise NotImplementedError(
-            f"{name}: packed attention does not do {layer_types[index]} (layer {index})"
-        )
-    if layer_types[index] == "sliding_attention" and sliding_window is None:
-        raise NotImplementedError(
-            f"{name} does not say the sliding window of layer {index}, so it would be dropped"
-        )
+    kind = "full_attention" if layer_types is None or index is None else layer_types[index]
+    if kind not in ("full_attention", "sliding_attention"):
+        return f"uses {kind} in layer {index}, which packed attention does not support"
+    if kind == "sliding_attention" and sliding_window is None:
+        return f"does not pass the sliding window of layer {index}, which would be dropped"
+    return None
 
 
 for _name in (ATTENTION, VISION_ATTENTION):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels behind `verl.models.attention.partial_attention`, for rows of queries that see rows of keys.
+"""Attention kernels for rows of queries that attend to rows of keys.
 
 `run_forward` and `run_backward` take one run of equally long rows: torch's fused CPU attention, or plain
-products in chunks, which any device and any head dimension can do. `flash_forward` and `flash_backward` take
+matrix products in chunks on any device and with any head dimension. `flash_forward` and `flash_backward` take
 all rows at once on CUDA in half precision.
 """
 
@@ -19,7 +19,7 @@ _aten: Any = torch.ops.aten
 
 
 class RowRun(NamedTuple):
-    """Neighbouring rows with equally many queries and equally many keys, none of them empty."""
+    """Adjacent rows with equal numbers of queries and equal numbers of keys, none of them empty."""
 
     q_start: int
     k_start: int
@@ -29,17 +29,15 @@ class RowRun(NamedTuple):
 
     @property
     def q_slice(self) -> slice:
-        """The tokens of the queries."""
         return slice(self.q_start, self.q_start + self.rows * self.q_length)
 
     @property
     def k_slice(self) -> slice:
-        """The tokens of the keys."""
         return slice(self.k_start, self.k_start + self.rows * self.k_length)
 
 
 def row_runs(cu_q: Tensor, cu_k: Tensor) -> tuple[RowRun, ...]:
-    """The runs of rows that have queries and keys, remembered on `cu_q`: every layer asks again."""
+    """Return the runs of rows that have queries and keys, cached on `cu_q` for the other layers."""
     known: dict[int, tuple[Tensor, tuple[RowRun, ...]]] = getattr(cu_q, "row_runs", {})
     if id(cu_k) in known:
         return known[id(cu_k)][1]
@@ -54,7 +52,7 @@ def row_runs(cu_q: Tensor, cu_k: Tensor) -> tuple[RowRun, ...]:
         else:
             runs.append(row)
     found = tuple(runs)
-    known[id(cu_k)] = (cu_k, found)  # with the tensor, so that its id stays its own
+    known[id(cu_k)] = (cu_k, found)  # keeps the tensor alive, so that its id is not reused
     setattr(cu_q, "row_runs", known)  # noqa: B010 (tensors declare no such attribute)
     return found
 
@@ -65,7 +63,7 @@ def _continues(run: RowRun, row: RowRun) -> bool:
 
 
 class Rows(NamedTuple):
-    """The rows of one call, and how scores become weights."""
+    """The rows of one call, and the transformation of scores to weights."""
 
     cu_q: Tensor  # (B + 1,) int32
     cu_k: Tensor  # (B + 1,) int32
@@ -75,12 +73,12 @@ class Rows(NamedTuple):
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a row."""
+        """Maximum queries and maximum keys of a row."""
         return max(run.q_length for run in self.runs), max(run.k_length for run in self.runs)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` (rows, H, Lq) of queries (rows, H, Lq, D) and keys (rows, H, Lk, D)."""
+    """Return `out` and `lse` (rows, H, Lq) of queries (rows, H, Lq, D) and keys (rows, H, Lk, D)."""
     if _has_fused_cpu(q, v):
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, rows.is_causal, scale=rows.scale
@@ -96,7 +94,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Te
 def run_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, shaped like them, with the merged `out` and `lse`."""
+    """Return the gradients of q, k and v, given the merged `out` and `lse`."""
     if _has_fused_cpu(q, v):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, rows.is_causal, scale=rows.scale
@@ -108,36 +106,38 @@ def run_backward(
         weights = _scores(q, k, start, stop, rows).sub_(lse[:, :, start:stop, None]).exp_()
         grads = grad_out[:, :, start:stop]
         dv += weights.transpose(2, 3) @ grads
-        weights *= (grads @ v.transpose(2, 3) - inner[:, :, start:stop]) * rows.scale  # now of the scores
+        # From here on `weights` holds the gradients of the scores.
+        weights *= (grads @ v.transpose(2, 3) - inner[:, :, start:stop]) * rows.scale
         dqs.append(weights @ k)
         dk += weights.transpose(2, 3) @ q[:, :, start:stop].to(lse.dtype)
     return torch.cat(dqs, 2).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 def has_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's variable-length flash kernels take these queries and values (N, H, D)."""
+    """Check for CUDA's variable-length flash kernels: dtype and head dimensions."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and half and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """`out` (Nq, H, D) and `lse` (H, Nq); the kernel says +inf where a row has no keys."""
+    """Return `out` (Nq, H, D) and `lse` (H, Nq)."""
     out, lse, *_ = _aten._flash_attention_forward(
         q, k, v, rows.cu_q, rows.cu_k, *rows.longest, 0.0, rows.is_causal, False, scale=rows.scale
     )
+    # The kernel returns +inf for a row without keys.
     return out, lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
 def flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, shaped like them, with the merged `out` and `lse`."""
+    """Return the gradients of q, k and v, given the merged `out` and `lse`."""
     tensors = grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
     bounds = rows.cu_q, rows.cu_k, *rows.longest
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return _aten._flash_attention_backward(
         *tensors, *bounds, 0.0, rows.is_causal, seed, offset, scale=rows.scale
-    )  # no dropout, so that seed and offset are not read
+    )  # seed and offset are unused without dropout
 
 
 def _has_fused_cpu(q: Tensor, v: Tensor) -> bool:
@@ -150,7 +150,7 @@ def _chunks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
 
 
 def _scores(q: Tensor, k: Tensor, start: int, stop: int, rows: Rows) -> Tensor:
-    """(rows, H, chunk, Lk), at least float32; -inf for later keys."""
+    """Return (rows, H, chunk, Lk) scores, at least float32; -inf for later keys."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = q[:, :, start:stop].to(dtype) @ k.transpose(2, 3).to(dtype) * rows.scale
     if rows.is_causal:

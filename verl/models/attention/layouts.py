@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees whom on a line of packed tokens; every attention layer of a model asks the same layout.
+"""Attention layouts: which packed tokens attend to which; all layers of a model share one layout.
 
-- `PackedLayout`: rows behind each other, each of which sees itself.
-- `SharedLayout`: groups, each a prompt and its responses; each response sees the prompt and itself.
+- `PackedLayout`: concatenated sequences that attend to themselves.
+- `SharedLayout`: groups of a prompt and its responses; a response attends to the prompt and itself.
 
 To add a layout, write a class with `attend`; `sequence_parallel_layouts` has those that span processes.
 """
@@ -20,34 +20,24 @@ from verl.models.attention.row_attention import AttentionRule, attend_rows
 
 
 class Layout(Protocol):
-    """What an attention layer needs to know of the tokens."""
+    """The attention pattern of packed tokens."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Attention of every token to the tokens that the layout and the rule let it see.
-
-        Args:
-            query: (1, H, N, D).
-            key: (1, Hkv, N, D); Hkv divides H.
-            value: (1, Hkv, N, D).
-            rule: Causality, window, scale and soft cap.
-
-        Returns:
-            (1, N, H, D).
-        """
+        """Compute attention of (1, H, N, D) queries to (1, Hkv, N, D) keys and values: (1, N, H, D)."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Where the rows of a packed batch begin, worked out once for all layers."""
+    """Concatenated sequences; computed once for all layers."""
 
     cu_seqlens: Tensor  # (B + 1,) int32
-    runs: tuple[tuple[int, int], ...]  # (rows, length of each): neighbours of equal length together
+    runs: tuple[tuple[int, int], ...]  # (number, length) of adjacent sequences with equal lengths
     max_length: int
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> "PackedLayout":
-        """The layout for row boundaries, remembered on the tensor: a tower asks again in every layer."""
+        """Return the layout of `cu_seqlens`, cached on the tensor for the other layers."""
         known = getattr(cu_seqlens, "packed_layout", None)
         if known is not None:
             return known
@@ -64,16 +54,12 @@ class PackedLayout:
         return layout
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Attention of every token to the tokens of its own row, see `Layout`."""
         return attend_rows(query, key, value, self.cu_seqlens, self.runs, self.max_length, rule)
 
 
 @dataclass(frozen=True, eq=False)
 class SharedLayout:
-    """Groups behind each other: a prompt once, then its responses, each as if it alone followed the prompt.
-
-    A causal call runs over the segments, where the first response continues the prompt's segment. A second
-    call for each group lets its other responses see the whole prompt. A group of one response is a plain row.
+    """Concatenated groups of a prompt and its responses; responses do not attend to each other.
 
     Example::
 
@@ -81,7 +67,9 @@ class SharedLayout:
     """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (prompt length, response lengths) of each
-    cu_segments: Tensor  # (segments + 1,) int32: each prompt, and each response, empty ones included
+    cu_segments: Tensor  # (segments + 1,) int32: each prompt and each response, including empty ones
+    # A causal call over the segments, where the first response continues the prompt's segment, and for each
+    # group a call of its other responses to the whole prompt.
     calls: tuple[AttentionCall, ...]
     longest_row: int  # prompt and response
 
@@ -89,21 +77,13 @@ class SharedLayout:
     def of(
         cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str | None = None
     ) -> "SharedLayout":
-        """The layout of groups in the order of the line.
-
-        Args:
-            groups: The prompt's length and the lengths of its responses, which may be 0, for each group.
-            device: Of the attention.
-
-        Raises:
-            ValueError: A prompt is empty, so that its responses have nothing to share.
-        """
+        """Build the layout of groups (prompt length, response lengths), which may include empty responses."""
         if any(prompt < 1 for prompt, _ in groups):
             raise ValueError("a shared prompt has at least one token")
         held = tuple((prompt, tuple(responses)) for prompt, responses in groups)
         segments = [length for prompt, responses in held for length in (prompt, *responses)]
         rows = [length for group in held for length in _causal_rows(*group)]
-        bounds = _bounds(rows, device)
+        bounds = cu_seqlens_of(rows, device)
         size = sum(segments)
         calls = [AttentionCall(0, size, 0, size, bounds, bounds, is_causal=True)]
         start = 0
@@ -111,34 +91,29 @@ class SharedLayout:
             first, *others = _causal_rows(prompt, responses)
             stop = start + first + sum(others)
             if others:
-                rows_q, rows_k = _bounds([sum(others)], device), _bounds([prompt], device)
+                rows_q, rows_k = cu_seqlens_of([sum(others)], device), cu_seqlens_of([prompt], device)
                 calls.append(
                     AttentionCall(start + first, stop, start, start + prompt, rows_q, rows_k, is_causal=False)
                 )
             start = stop
         longest = max((prompt + max(responses, default=0) for prompt, responses in held), default=0)
-        return cls(held, _bounds(segments, device), tuple(calls), longest)
+        return cls(held, cu_seqlens_of(segments, device), tuple(calls), longest)
 
-    def refuses(self, rule: AttentionRule) -> str | None:
-        """Why this layout cannot follow a rule; None if it can."""
+    def unsupported(self, rule: AttentionRule) -> str | None:
+        """Return why this layout cannot follow a rule; None if it can."""
         if not rule.is_causal:
-            return "attention to later tokens would reach from one response into the next"
+            return "attention to later tokens would mix responses"
         if rule.softcap is not None:
-            return "a soft cap of the scores is not supported behind a shared prompt"
+            return "a soft cap of the scores is not supported with a shared prompt"
         if rule.window is not None and rule.window < self.longest_row:
             return (
-                f"a sliding window of {rule.window} tokens hides a part of the prompt that differs for each"
+                f"a sliding window of {rule.window} tokens hides a different part of the prompt from each"
                 f" token of a response (the longest sequence has {self.longest_row})"
             )
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Attention of every token to its prompt and to its own response so far, see `Layout`.
-
-        Raises:
-            NotImplementedError: The layout `refuses` the rule.
-        """
-        refusal = self.refuses(rule)
+        refusal = self.unsupported(rule)
         if refusal is not None:
             raise NotImplementedError(f"{refusal}: set `worker.actor.share_prompt` to false")
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
@@ -151,5 +126,5 @@ def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:
     return [prompt + first, *others]
 
 
-def _bounds(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
+def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in parts: each part sees some of the keys, and the log-sum-exp of the scores puts them together.
+"""Partial attention: each part covers some of the keys, and parts are merged by their log-sum-exp.
 
-With s_ij the scaled score of query i and key j, a part over the keys K gives
+With s_ij the scaled score of query i and key j, a part over the keys K computes
 
     out_i = sum_{j in K} exp(s_ij - lse_i) v_j        lse_i = log sum_{j in K} exp(s_ij)
 
-and two parts over different keys make `merge(...)`, the attention over both. Backward needs no order: with
-the *merged* `out` and `lse`, `exp(s_ij - lse_i)` is the final weight of key j, so each part's gradients are
-right by themselves and are summed. This is what ring attention does over ranks
-(https://arxiv.org/abs/2310.01889), and `attend_calls` for parts inside one process.
-
-The kernels are in `verl.models.attention.kernels`; all are exact in float32.
+and `merge(...)` combines two parts over different keys. With the *merged* `out` and `lse`, `exp(s_ij -
+lse_i)` is the final weight of key j, so the gradients of the parts are correct independently and are summed.
+Ring attention does this across ranks (https://arxiv.org/abs/2310.01889), `attend_calls` within a process.
 """
 
 from collections.abc import Sequence
@@ -35,34 +32,39 @@ from verl.models.attention.kernels import (
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Rows of queries that see rows of keys: queries of row b see keys of row b, all or the earlier ones."""
+    """Rows of queries that attend to rows of keys: row b to row b, to all keys or only to earlier ones."""
 
-    q_start: int  # the stretch of the line that holds the queries
+    q_start: int  # first and last + 1 token of the queries
     q_stop: int
-    k_start: int  # the stretch that holds the keys
+    k_start: int
     k_stop: int
     cu_q: Tensor  # (B + 1,) int32 row boundaries, counted from q_start
     cu_k: Tensor  # (B + 1,) int32 row boundaries, counted from k_start
     is_causal: bool
 
+    @property
+    def q_slice(self) -> slice:
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def k_slice(self) -> slice:
+        return slice(self.k_start, self.k_stop)
+
 
 def partial_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float
+    q: Tensor,  # (Nq, H, D) concatenated rows; any strides
+    k: Tensor,  # (Nk, Hkv, D); each of the Hkv key heads serves H / Hkv neighboring query heads
+    v: Tensor,  # (Nk, Hkv, D)
+    cu_q: Tensor,  # (B + 1,) int32 row boundaries from 0 to Nq, on the device of q
+    cu_k: Tensor,  # (B + 1,) int32 row boundaries from 0 to Nk
+    is_causal: bool,  # query t of a row attends to its first t + 1 keys; needs equal lengths
+    scale: float,  # of the scores
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each row of queries to the same row of keys, with the log-sum-exp of its scores.
-
-    Args:
-        q: (Nq, H, D) queries of all rows, one row behind the other; any strides.
-        k: (Nk, Hkv, D); Hkv divides H, and each key head serves H / Hkv neighbouring query heads.
-        v: (Nk, Hkv, D).
-        cu_q: (B + 1,) int32 boundaries of the rows of queries, from 0 to Nq, on the device of q.
-        cu_k: (B + 1,) int32 boundaries of the rows of keys, from 0 to Nk.
-        is_causal: Query t of a row sees its first t + 1 keys; the row has as many keys as queries.
-        scale: Of the scores.
+    """Compute attention of each row of queries to its row of keys, and the log-sum-exp of the scores.
 
     Returns:
-        `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) float32 (float64 for float64 queries). A query
-        without keys gets 0 and -inf.
+        `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf for a query without
+        keys.
     """
     rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
@@ -78,34 +80,18 @@ def partial_forward(
 
 
 def partial_backward(
-    grad_out: Tensor,
+    grad_out: Tensor,  # (Nq, H, D) gradient of the merged attention
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor,  # (Nq, H, D) *merged* over all parts, in q's dtype
+    lse: Tensor,  # (H, Nq) *merged* over all parts
     cu_q: Tensor,
     cu_k: Tensor,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this part adds to the gradients.
-
-    Args:
-        grad_out: (Nq, H, D) gradient of the merged attention.
-        q: (Nq, H, D) as in `partial_forward`, and so are k, v and the boundaries.
-        k: (Nk, Hkv, D).
-        v: (Nk, Hkv, D).
-        out: (Nq, H, D) *merged* over all parts, in q's dtype.
-        lse: (H, Nq) *merged* over all parts.
-        cu_q: (B + 1,) int32.
-        cu_k: (B + 1,) int32.
-        is_causal: As in `partial_forward`.
-        scale: Of the scores.
-
-    Returns:
-        Gradients of q (Nq, H, D), k (Nk, Hkv, D) and v (Nk, Hkv, D), in their dtypes.
-    """
+    """Compute this part's contribution to the gradients of q, k and v; arguments as in `partial_forward`."""
     rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
         return flash_backward(grad_out, q, k, v, out, lse, rows)
@@ -127,60 +113,70 @@ def partial_backward(
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts, in float32 (float64 for float64 parts).
+    """Merge two parts over different keys, in at least float32; 0 and -inf mark queries without keys.
 
-        lse' = log(exp(lse) + exp(new_lse))        out' = out + (new_out - out) exp(new_lse - lse')
-
-    Args:
-        out: (Nq, H, D), 0 where `lse` is -inf.
-        lse: (H, Nq); -inf: no keys.
-        new_out: (Nq, H, D), 0 where `new_lse` is -inf.
-        new_lse: (H, Nq).
-
-    Returns:
-        `out` (Nq, H, D) and `lse` (H, Nq); 0 and -inf for queries that have no keys in either part.
+    lse' = log(exp(lse) + exp(new_lse))        out' = out + (new_out - out) exp(new_lse - lse')
     """
-    share = torch.sigmoid(new_lse - lse).nan_to_num_(0.0)  # (H, Nq); no keys: any share
+    share = torch.sigmoid(new_lse - lse).nan_to_num_(0.0)  # (H, Nq); without keys any share will do
     weight = share.transpose(0, 1).unsqueeze(-1)  # (Nq, H, 1)
     return torch.lerp(out.to(lse.dtype), new_out.to(lse.dtype), weight), torch.logaddexp(lse, new_lse)
 
 
-def attend_calls(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], scale: float) -> Tensor:
-    """Attention of each query to the keys that all calls together give it; no key may come twice.
-
-    Args:
-        q: (N, H, D).
-        k: (Nk, Hkv, D).
-        v: (Nk, Hkv, D).
-        calls: Which queries see which keys.
-        scale: Of the scores.
-
-    Returns:
-        (N, H, D) in q's dtype, 0 for queries without keys; differentiable once.
-    """
+def attend_calls(
+    q: Tensor,  # (N, H, D)
+    k: Tensor,  # (Nk, Hkv, D)
+    v: Tensor,  # (Nk, Hkv, D)
+    calls: Sequence[AttentionCall],  # no key of a query may appear twice
+    scale: float,
+) -> Tensor:
+    """Compute attention (N, H, D) of each query to the keys of all calls together."""
     return _AttendCalls.apply(q, k, v, tuple(calls), scale)  # pyright: ignore[reportReturnType] (untyped)
 
 
+def add_attention(
+    out: Tensor, lse: Tensor, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> None:
+    """Merge the attention of a call into `out` and `lse`, in place."""
+    at, keys = call.q_slice, call.k_slice
+    part = partial_forward(q[at], k[keys], v[keys], call.cu_q, call.cu_k, call.is_causal, scale)
+    out[at], lse[:, at] = merge(out[at], lse[:, at], *part)
+
+
+def add_gradients(
+    totals: Sequence[Tensor],  # gradients of q, k and v, changed in place
+    call: AttentionCall,
+    grad_out: Tensor,
+    tensors: Sequence[Tensor],  # q, k, v, and the merged out and lse
+    scale: float,
+) -> None:
+    """Add the gradients of a call."""
+    at, keys = call.q_slice, call.k_slice
+    q, k, v, out, lse = tensors
+    bounds = call.cu_q, call.cu_k, call.is_causal, scale
+    parts = partial_backward(grad_out[at], q[at], k[keys], v[keys], out[at], lse[:, at], *bounds)
+    for total, part in zip((totals[0][at], totals[1][keys], totals[2][keys]), parts, strict=True):
+        total += part
+
+
 class _AttendCalls(torch.autograd.Function):
-    """Keeps q, k, v, the merged result and its log-sum-exp; scores are computed again in backward."""
+    """Saves q, k, v, the merged result and its log-sum-exp; scores are recomputed in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[AttentionCall, ...], scale: float
     ) -> Tensor:
-        out = lse = None
-        for call in calls:
-            at, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-            part = partial_forward(q[at], k[keys], v[keys], call.cu_q, call.cu_k, call.is_causal, scale)
-            if out is None or lse is None:
-                if len(part[0]) == len(q):  # the usual first call: of every token to its own row
-                    out, lse = part
-                    continue
-                lse = _empty_lse(q)
-                out = lse.new_zeros(*q.shape[:2], v.shape[2])
-            out = out.to(lse.dtype)
-            out[at], lse[:, at] = merge(out[at], lse[:, at], *part)
-        assert out is not None and lse is not None, "attention takes at least one call"
+        assert calls, "attention takes at least one call"
+        first = calls[0]
+        if first.q_slice == slice(0, len(q)):  # usual: every token attends to its own sequence
+            keys = first.k_slice
+            out, lse = partial_forward(q, k[keys], v[keys], first.cu_q, first.cu_k, first.is_causal, scale)
+            others = calls[1:]
+        else:
+            lse = _empty_lse(q)
+            out, others = lse.new_zeros(*q.shape[:2], v.shape[2]), calls
+        out = out.to(lse.dtype) if others else out
+        for call in others:
+            add_attention(out, lse, call, q, k, v, scale)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.calls, ctx.scale = calls, scale
@@ -189,16 +185,12 @@ class _AttendCalls(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_out,) = grads
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+        saved = ctx.saved_tensors  # under checkpointing they can be read only once
+        dtype = saved[-1].dtype  # of lse
+        totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in saved[:3]]
         for call in ctx.calls:
-            at, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-            bounds = call.cu_q, call.cu_k, call.is_causal, ctx.scale
-            parts = partial_backward(grad_out[at], q[at], k[keys], v[keys], out[at], lse[:, at], *bounds)
-            for total, part in zip((dq[at], dk[keys], dv[keys]), parts, strict=True):
-                total += part
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+            add_gradients(totals, call, grads[0], saved, ctx.scale)
+        return *(total.to(x.dtype) for total, x in zip(totals, saved[:3], strict=True)), None, None
 
 
 def _rows_of(cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float) -> Rows:
@@ -209,28 +201,26 @@ def _rows_of(cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float) -> Rows:
 
 
 def _empty_lse(q: Tensor) -> Tensor:
-    """(H, Nq) of -inf: no keys so far."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.full((q.shape[1], len(q)), float("-inf"), dtype=dtype, device=q.device)
+    return torch.full((q.shape[1], len(q)), float("-inf"), dtype=dtype, device=q.device)  # (H, Nq)
 
 
 def _queries(tokens: Tensor, run: RowRun) -> Tensor:
-    """(rows, H, Lq, D), a view."""
+    """Return (rows, H, Lq, D), a view."""
     return tokens[run.q_slice].unflatten(0, (run.rows, -1)).transpose(1, 2)
 
 
 def _keys(tokens: Tensor, q: Tensor, run: RowRun) -> Tensor:
-    """(rows, H, Lk, D) with the heads of q."""
+    """Return (rows, H, Lk, D), with key heads repeated for the heads of q."""
     rows = tokens[run.k_slice].unflatten(0, (run.rows, -1)).transpose(1, 2)
     repeats = q.shape[1] // tokens.shape[1]
     return rows if repeats == 1 else rows.repeat_interleave(repeats, 1)
 
 
-def _tokens(rows: Tensor) -> Tensor:
-    """(rows * L, H, D) from (rows, H, L, D)."""
+def _tokens(rows: Tensor) -> Tensor:  # (rows, H, L, D) to (rows * L, H, D)
     return rows.transpose(1, 2).flatten(0, 1)
 
 
 def _sum_heads(grad: Tensor, k: Tensor) -> Tensor:
-    """(n, Hkv, D) from (n, H, D): what `_keys` repeated."""
+    """Sum the gradients of the copies that `_keys` made: (n, H, D) to (n, Hkv, D)."""
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention inside each row of a line of tokens, under every rule that models ask for.
+"""Attention within each sequence of a packed batch, under every rule that models use.
 
-`attend_rows` runs CUDA's variable-length flash kernel for half precision, and otherwise one dense attention
-for each run of equally long rows: exact in float32, on any device, and never with a mask over the whole line
-of tokens.
+Half precision on CUDA uses the variable-length flash kernel; everything else one dense attention for each run
+of equally long sequences, exact in float32, without a mask over all packed tokens.
 """
 
 import inspect
@@ -16,48 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from verl.models.attention.kernels import MAX_SCORES, has_flash
+
 MASKED_CHUNK = 1024  # queries at once under a soft cap, whose scores are held: chunk x keys
-MAX_SCORES = 1 << 26  # scores held at once under a soft cap, over batch and heads
-FLASH_HEAD_DIM = 256  # the largest head dimension of the flash kernels
 VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
 
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Which keys a query sees inside its row, and how scores become weights."""
+    """The keys that a query attends to within its sequence, and the transformation of scores to weights."""
 
     scale: float
     is_causal: bool = True
-    window: int | None = None  # keys a causal query sees, itself included
+    window: int | None = None  # keys that a causal query attends to, including itself
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 
 def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    runs: Sequence[tuple[int, int]],
+    query: Tensor,  # (1, H, N, D)
+    key: Tensor,  # (1, Hkv, N, D); Hkv divides H
+    value: Tensor,  # (1, Hkv, N, D)
+    cu_seqlens: Tensor,  # (B + 1,) int32
+    runs: Sequence[tuple[int, int]],  # (number, length) of the same sequences, without empty ones
     max_length: int,
     rule: AttentionRule,
-) -> Tensor:
-    """Attention of every token to the tokens of its own row.
-
-    Args:
-        query: (1, H, N, D).
-        key: (1, Hkv, N, D); Hkv divides H.
-        value: (1, Hkv, N, D).
-        cu_seqlens: (B + 1,) int32 row boundaries.
-        runs: The same rows as (rows, length of each), without empty ones.
-        max_length: Of the rows.
-        rule: Causality, window, scale and soft cap.
-
-    Returns:
-        (1, N, H, D).
-    """
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    fits = query.shape[-1] == value.shape[-1] <= FLASH_HEAD_DIM and query.shape[-1] % 8 == 0
-    if query.is_cuda and half and fits and rule.softcap is None:
+) -> Tensor:  # (1, N, H, D)
+    """Compute attention of every token to the tokens of its own sequence."""
+    if has_flash(query, value) and rule.softcap is None:
         return _attend_flash(query, key, value, cu_seqlens, max_length, rule)
     return _attend_by_run(query, key, value, runs, rule)
 
@@ -65,57 +49,49 @@ def attend_rows(
 def _attend_flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, rule: AttentionRule
 ) -> Tensor:
-    """CUDA's variable-length kernel; (W - 1, 0) is a causal window of W keys, the query's own included."""
+    # (W - 1, 0) is a causal window of W keys, including the query's own.
     window = (-1, 0) if rule.is_causal else (-1, -1)
     if rule.window is not None and rule.window < longest:
         window = (rule.window - 1, 0)
     flash: Any = varlen_attn  # its keywords differ between versions of torch
+    options: dict[str, Any] = {}
     if VARLEN_TAKES_GQA:
-        options = {"enable_gqa": key.shape[1] != query.shape[1]}
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
     else:
-        options = {}
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    query, key, value = (
-        tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)
-    )  # (N, H, D)
-    out = flash(
-        query, key, value, bounds, bounds, longest, longest, scale=rule.scale, window_size=window, **options
-    )  # (N, H, D)
-    return out.unsqueeze(0)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # (N, H, D)
+    options |= {"scale": rule.scale, "window_size": window}
+    return flash(q, k, v, bounds, bounds, longest, longest, **options).unsqueeze(0)
 
 
 def _attend_by_run(
     query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]], rule: AttentionRule
 ) -> Tensor:
-    """One batch of dense attention for each run of equally long rows."""
     sizes = [rows * length for rows, length in runs]
     parts = zip(runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     outs = []
     for (rows, _), *tensors in parts:
-        q, k, v = (
-            tensor[0].unflatten(1, (rows, -1)).transpose(0, 1) for tensor in tensors
-        )  # (rows, H, length, D)
+        # (rows, H, length, D) each
+        q, k, v = (tensor[0].unflatten(1, (rows, -1)).transpose(0, 1) for tensor in tensors)
         outs.append(_attend_dense(q, k, v, rule).transpose(1, 2).flatten(0, 1))  # (rows * length, H, D)
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
 
 def _attend_dense(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-    """(rows, H, length, D) attention inside each row."""
+    """Compute attention within each row of (rows, H, length, D) tensors."""
     length = query.shape[2]
     is_windowed = rule.window is not None and rule.window < length
     if rule.softcap is None and not is_windowed:
-        if query.is_cuda:  # its fused kernels want equal heads
+        if query.is_cuda:  # its fused kernels need equal heads
             key, value = _repeat_heads(key, query), _repeat_heads(value, query)
         grouped = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=rule.is_causal and length > 1, scale=rule.scale, enable_gqa=grouped
         )
     key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    rows = (
-        len(query)
-        if rule.softcap is None
-        else max(1, MAX_SCORES // (query.shape[1] * min(length, MASKED_CHUNK) * length))
-    )
+    rows = len(query)
+    if rule.softcap is not None:  # the scores are held in memory
+        rows = max(1, MAX_SCORES // (query.shape[1] * min(length, MASKED_CHUNK) * length))
     outs = [
         _attend_in_chunks(q, k, v, rule, rule.window if is_windowed else None)
         for q, k, v in zip(query.split(rows), key.split(rows), value.split(rows), strict=True)
@@ -126,7 +102,7 @@ def _attend_dense(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
 def _attend_in_chunks(
     query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, window: int | None
 ) -> Tensor:
-    """Chunks of queries with the keys they can see: no mask is larger than chunk x (chunk + window)."""
+    """Attend in chunks of queries, so that no mask is larger than chunk x (chunk + window)."""
     length = query.shape[2]
     chunk = MASKED_CHUNK if window is None else max(window, 64)
     outs = []

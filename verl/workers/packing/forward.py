@@ -22,8 +22,8 @@ from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.logit_chunks import HeadLogits
-from verl.models.lora import adapters_off
-from verl.models.registry import check_sequence_parallel, model_type_of, why_prompts_stay_apart
+from verl.models.lora import adapters_disabled
+from verl.models.registry import check_sequence_parallel, model_type_of, prompt_sharing_obstacle
 from verl.models.vision import dummy_row, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
@@ -105,7 +105,7 @@ class PackedForward:
         self.model_type = model_type_of(config)
         self.sp = SequenceParallel.none() if sp is None else sp
         check_sequence_parallel(config, self.sp)
-        reason = why_prompts_stay_apart(config) if share_prompt else None
+        reason = prompt_sharing_obstacle(config) if share_prompt else None
         if reason is not None:
             logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
         self.shares_prompts = share_prompt and reason is None
@@ -319,7 +319,7 @@ class BaseForward(PackedForward):
     """The forward pass through the base of a model with adapters: as if they were not there."""
 
     def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
-        with adapters_off(self.model):
+        with adapters_disabled(self.model):
             return super()._run(inputs, read)
 
 

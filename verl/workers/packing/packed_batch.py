@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.distributed.token_sharding import LineGroup
+from verl.distributed.token_sharding import SequenceGroup
 from verl.workers.packing.padding import pack
 
 
@@ -22,7 +22,7 @@ class PackedBatch(NamedTuple):
     input_ids: Tensor  # (N,)
     position_ids: Tensor  # (rows, N): one row, or four for M-RoPE
     places: Tensor  # (B, T): where each token of the batch stands; for padding, the row's token before it
-    groups: tuple[LineGroup, ...]  # a row that shares its prompt with none is a prompt as a whole
+    groups: tuple[SequenceGroup, ...]  # a row that shares its prompt with none is a prompt as a whole
     shown: tuple[int, ...]  # the rows whose prompts stand in the line, in its order
 
     @property
@@ -44,7 +44,7 @@ class PackedBatch(NamedTuple):
         return self._replace(
             input_ids=torch.cat([self.input_ids, input_ids]),
             position_ids=torch.cat([self.position_ids, positions], 1),
-            groups=(*self.groups, LineGroup(length)),
+            groups=(*self.groups, SequenceGroup(length)),
         )
 
 
@@ -57,7 +57,7 @@ def separate_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Pack
         position_ids: (rows, B, T).
     """
     packed = pack(input_ids, mask)
-    groups = tuple(LineGroup(length) for length in packed.cu_seqlens.diff().tolist())
+    groups = tuple(SequenceGroup(length) for length in packed.cu_seqlens.diff().tolist())
     rows = tuple(range(len(groups)))
     return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
 
@@ -97,13 +97,15 @@ def shared_prompts(
     )
 
 
-def _groups(keep: Tensor, members: Sequence[Sequence[int]], prompt_width: int) -> tuple[LineGroup, ...]:
+def _groups(keep: Tensor, members: Sequence[Sequence[int]], prompt_width: int) -> tuple[SequenceGroup, ...]:
     """The lengths in each group, from what each row adds to the line (B, T), in the line's order."""
     lengths = torch.stack([keep[:, :prompt_width].sum(-1), keep[:, prompt_width:].sum(-1)], 1).tolist()
     groups, start = [], 0
     for rows in members:
         prompt = lengths[start][0]
         responses = tuple(response for _, response in lengths[start : start + len(rows)])
-        groups.append(LineGroup(prompt, responses) if len(rows) > 1 else LineGroup(prompt + responses[0]))
+        groups.append(
+            SequenceGroup(prompt, responses) if len(rows) > 1 else SequenceGroup(prompt + responses[0])
+        )
         start += len(rows)
     return tuple(groups)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.models.adapter_files import AdapterConfig
+from verl.models.lora_weights import AdapterConfig
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

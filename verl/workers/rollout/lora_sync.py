@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.models.adapter_files import AdapterConfig, peft_config, peft_name
 from verl.models.lora import adapted_layers, joint_experts
-from verl.models.lora_weights import is_adapter
+from verl.models.lora_weights import AdapterConfig, is_adapter, peft_config, peft_name
 from verl.models.registry import model_type_of
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.base import EngineAdapter

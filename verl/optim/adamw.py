@@ -1,33 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for weights that are kept in bfloat16.
+"""AdamW for bfloat16 weights, and the base class of optimizers that update each shard independently.
 
-bfloat16 has 8 bits: a weight of 1 swallows any update below 2^-9. `AnyPrecisionAdamW` keeps what was
-swallowed in a second tensor; `StochasticAdamW` rounds at random, so that it is not lost on average. All
-arithmetic is float32.
+bfloat16 has 8 bits: a weight of 1 loses any update below 2^-9. `AnyPrecisionAdamW` keeps the rounding error
+in a second tensor, `StochasticAdamW` rounds at random. All arithmetic is float32.
 """
 
+import hashlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from verl.distributed.fsdp import local_part
-from verl.optim.local_adamw import LocalAdamW, seed_of_update
+from verl.distributed.fsdp import local_part, shard_index
 
-DROPPED_BITS = 16  # that float32 has and bfloat16 has not
+DROPPED_BITS = 16  # float32 bits that bfloat16 lacks
+
+
+class LocalAdamW(Optimizer):
+    """AdamW that updates this rank's shard of one parameter at a time; subclasses implement `_update`."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0  # of the parameter in the optimizer
+        for group in self.param_groups:
+            for param in group["params"]:
+                number += 1
+                if param.grad is not None:
+                    self._update(param, param.grad, group, number)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
+        raise NotImplementedError
+
+
+def seed_of_update(param: Tensor, step: float, number: int) -> int:
+    """Return a random seed for one update of one shard."""
+    # The seed follows from the contents of a checkpoint: a resumed run draws the same numbers. So do replicas
+    # of a shard (hybrid sharding), which therefore stay equal.
+    text = f"{int(step)} {number} {shard_index(param)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 class AnyPrecisionAdamW(LocalAdamW):
-    r"""AdamW that keeps what rounding takes from each weight and adds it to the next update.
-
-    Kahan's summation with a second bfloat16 tensor `c` of each weight:
+    r"""AdamW that adds the rounding error of each weight to its next update (Kahan summation).
 
         m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
         u = c - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
         p' = round(p + u)              c' = round(u - (p' - p))
-
-    `m` and `c` have the weight's dtype; `v` is float32, since a bfloat16 `v` never decays (0.999 v rounds
-    back to v). So a weight takes 10 bytes instead of the 12 of float32 AdamW with its float32 weight.
 
     Source: Revisiting BFloat16 Training, algorithm 3 (https://arxiv.org/abs/2010.06192); Decoupled Weight
     Decay Regularization, algorithm 2 (https://arxiv.org/abs/1711.05101).
@@ -38,6 +73,7 @@ class AnyPrecisionAdamW(LocalAdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(param)
+            # float32, since a bfloat16 second moment never decays: 0.999 v rounds back to v.
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
             state["compensation"] = torch.zeros_like(param)
         state["step"] += 1
@@ -55,17 +91,15 @@ class AnyPrecisionAdamW(LocalAdamW):
 
 
 class StochasticAdamW(LocalAdamW):
-    """AdamW that rounds weights and moments up or down at random, so that they are right on average.
+    """AdamW that rounds weights and moments stochastically, so that they are correct on average.
 
         m = R(b1 m + (1 - b1) g)       v = R(b2 v + (1 - b2) g^2)
         p = R(p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p))
 
-    where the fraction uses the moments before they are rounded, and R(x) is the number of bfloat16 above x
-    with the probability that makes its mean x. `m` and `v` are bfloat16: a weight takes 6 bytes. Tensors of
-    another type than bfloat16 are not rounded.
+    where the fraction uses the unrounded moments, and R rounds bfloat16 tensors only.
 
-    Source: Revisiting BFloat16 Training, algorithm 1 (https://arxiv.org/abs/2010.06192). There moments are
-    rounded to the nearest; then v never decays.
+    Source: Revisiting BFloat16 Training, algorithm 1 (https://arxiv.org/abs/2010.06192), which rounds moments
+    to nearest; v then never decays.
     """
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
@@ -87,15 +121,8 @@ class StochasticAdamW(LocalAdamW):
 
 
 def stochastic_bf16(exact: Tensor, generator: torch.Generator) -> Tensor:
-    """Round to one of the two bfloat16 numbers around each number, so that the mean is the number.
-
-    The bits that bfloat16 has not are added to a random number of as many bits: a carry rounds away from
-    zero.
-
-    Args:
-        exact: float32, of any shape. Infinities stay; a number that bfloat16 has stays.
-        generator: On the tensor's device.
-    """
+    """Round float32 to one of the two nearest bfloat16 numbers, so that the expectation is exact."""
+    # Add random low bits, then truncate: a carry rounds away from zero. Exact numbers and infinities stay.
     noise = torch.randint(
         0, 1 << DROPPED_BITS, exact.shape, generator=generator, device=exact.device, dtype=torch.int32
     )
@@ -106,7 +133,6 @@ def stochastic_bf16(exact: Tensor, generator: torch.Generator) -> Tensor:
 def _moments(
     first: Tensor, second: Tensor, grad: Tensor, betas: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Both moments after a gradient, float32."""
     mean = first.float().lerp_(grad, 1 - betas[0])
     return mean, (second.float() * betas[1]).addcmul_(grad, grad, value=1 - betas[1])
 
@@ -114,7 +140,6 @@ def _moments(
 def _add_change(
     to: Tensor, weight: Tensor, mean: Tensor, square: Tensor, group: dict[str, Any], step: float
 ) -> Tensor:
-    """Add AdamW's update of a weight to a tensor, in place."""
     beta1, beta2 = group["betas"]
     denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
     to.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))

@@ -2,10 +2,10 @@
 import torch
 from torch import nn
 
-from verl.optim.bf16_adamw import AnyPrecisionAdamW, StochasticAdamW, stochastic_bf16
+from verl.optim.adamw import AnyPrecisionAdamW, StochasticAdamW, stochastic_bf16
 
 
-def test_any_precision_adamw_is_adamw_on_float32_weights():
+def test_any_precision_adamw_equals_adamw_on_float32_weights():
     torch.manual_seed(0)
     start = torch.randn(40)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -70,8 +70,8 @@ def test_bfloat16_training_follows_float32_adamw_closely():
     torch.testing.assert_close(half.weight.float(), exact.weight, atol=0.02, rtol=0.02)
 
 
-def test_stochastic_rounding_gives_a_neighbour_and_the_number_on_average():
-    # Between 1 and 1 + 2^-7 a quarter of the way: up in one of four cases.
+def test_stochastic_rounding_gives_a_neighbor_and_the_number_on_average():
+    # Between 1 and 1 + 2^-7 a quarter of the way: up with probability 1/4.
     exact = torch.full((40_000,), 1 + 2**-9)
 
     rounded = stochastic_bf16(exact, torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ def test_stochastic_rounding_gives_a_neighbour_and_the_number_on_average():
     assert abs(share - 0.25) < 5 * (0.25 * 0.75 / 40_000) ** 0.5  # five standard deviations
 
 
-def test_stochastic_rounding_keeps_what_bfloat16_has_and_the_sign():
+def test_stochastic_rounding_keeps_bfloat16_numbers_and_the_sign():
     kept = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), float("-inf")])
 
     assert stochastic_bf16(kept, torch.Generator()).tolist() == kept.tolist()
@@ -91,7 +91,7 @@ def test_stochastic_rounding_keeps_what_bfloat16_has_and_the_sign():
     assert stochastic_bf16(torch.tensor([float("nan")]), torch.Generator()).isnan().all()
 
 
-def test_stochastic_adamw_is_adamw_on_float32_weights():
+def test_stochastic_adamw_equals_adamw_on_float32_weights():
     torch.manual_seed(0)
     start = torch.randn(40)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -107,8 +107,8 @@ def test_stochastic_adamw_is_adamw_on_float32_weights():
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_with_stochastic_rounding_small_updates_arrive_on_average():
-    # 200 updates of 1e-4 move a float32 weight to 0.98; the mean of 4096 that step by 2^-8 comes near.
+def test_with_stochastic_rounding_small_updates_are_applied_on_average():
+    # 200 updates of 1e-4 move a float32 weight to 0.98; the mean of 4096 weights with steps of 2^-8 is close.
     weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     optimizer = StochasticAdamW([weight], lr=1e-4, weight_decay=0.0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole weights of a checkpoint of adapters: what is saved of them, and how they join their base."""
+"""Checkpoints of LoRA adapters: the tensors they hold, and the full weights read from them."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from verl.checkpoint.adapted_shards import AdaptedShards
-from verl.models.adapter_files import AdapterConfig, AdapterFiles
-from verl.models.lora_weights import saved_tensors
+from verl.checkpoint.shards import AdaptedShards
+from verl.models.lora_weights import AdapterConfig, AdapterFiles, tensors_to_save
 from verl.models.tiny import save_tiny_model
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -44,7 +43,7 @@ def open_adapted(base, folder, tensors):
     return AdaptedShards(Source(tensors), folder, None, AutoConfig.from_pretrained(base), False)
 
 
-def test_adapted_weights_are_base_and_adapter_others_the_checkpoints_or_the_bases(base, tmp_path):
+def test_adapted_weights_are_folded_and_others_come_from_the_checkpoint_or_the_base(base, tmp_path):
     weights = load_file(base / "model.safetensors")
     down, up, norm = torch.randn(2, 128), torch.randn(128, 2), torch.full((128,), 3.0)
     shards = open_adapted(base, tmp_path, {DOWN: down, UP: up, NORM: norm})
@@ -56,19 +55,19 @@ def test_adapted_weights_are_base_and_adapter_others_the_checkpoints_or_the_base
     assert torch.equal(shards.read("model.embed_tokens.weight"), weights["model.embed_tokens.weight"])
 
 
-def test_an_adapter_of_which_the_checkpoint_lost_a_part_is_an_error_by_name(base, tmp_path):
+def test_an_incomplete_adapter_is_an_error_that_names_the_module(base, tmp_path):
     shards = open_adapted(base, tmp_path, {DOWN: torch.randn(2, 128)})
 
     with pytest.raises(ValueError, match=rf"incomplete: \['{MODULE}'\]"):
         shards.read(f"{MODULE}.weight")
 
 
-def test_adapters_that_are_frozen_are_saved_and_the_base_is_not():
+def test_frozen_adapters_are_saved_and_the_base_is_not():
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("base_layer", "lora_A", "lora_B", "score")})
     model["base_layer"].requires_grad_(False)
     model["lora_A"].requires_grad_(False)
     model = nn.ModuleDict({"q": model})
 
-    saved = saved_tensors(model, dict(model.named_parameters()))
+    saved = tensors_to_save(model, dict(model.named_parameters()))
 
     assert {name.split(".")[1] for name in saved} == {"lora_A", "lora_B", "score"}

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full tensors of a checkpoint, read without a process group from any of the supported formats."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from verl.checkpoint.legacy_shards import find_shard_files, join_shards, load_shard_file
+from verl.checkpoint.manifest import MANIFEST, check_digests, read_manifest
+from verl.checkpoint.sharded import LORA_ADAPTER
+from verl.checkpoint.storage import ShardReader, read_tensors
+from verl.models.hub_names import auto_class
+from verl.models.lora_weights import (
+    BASE,
+    CONFIG,
+    PREFIX,
+    adapter_names,
+    fold,
+    is_adapter,
+    plain_name,
+    read_adapter_config,
+)
+
+
+class Shards(Protocol):
+    """A source of full tensors, by name."""
+
+    is_hub_layout_likely: bool  # True for checkpoints of transformers 4, which may use the hub's layout
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> torch.Size: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+def open_shards(local_dir: Path) -> Shards:
+    """Open the shards of a checkpoint folder, whichever format it has."""
+    if (local_dir / MANIFEST).is_file():
+        return DistributedShards(local_dir)
+    files = find_shard_files(local_dir)
+    if files:
+        return RankFiles(files)
+    raise FileNotFoundError(
+        f"{local_dir} holds neither {MANIFEST} nor model_world_size_W_rank_R.pt files:"
+        " `--local_dir` must be a complete checkpoint's folder, for example …/global_step_8/actor"
+    )
+
+
+class DistributedShards:
+    """Checkpoints of this project."""
+
+    is_hub_layout_likely = False
+
+    def __init__(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        check_digests(folder, manifest, manifest["files"])
+        self._reader = ShardReader(folder)
+        saved = self._reader.tensors()
+        self._entries = {key.removeprefix("model."): saved[key] for key in saved if key.startswith("model.")}
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._entries[name].size
+
+    def read(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read_tensors(self._reader, {f"model.{name}": whole}, is_alone=True)
+        return whole
+
+
+class RankFiles:
+    """Checkpoints of EasyR1 and verl: one file for each rank."""
+
+    is_hub_layout_likely = True
+
+    def __init__(self, files: list[Path]) -> None:
+        self._ranks = [load_shard_file(file) for file in files]
+
+    def names(self) -> list[str]:
+        return list(self._ranks[0])
+
+    def shape(self, name: str) -> torch.Size:
+        return self._ranks[0][name].shape
+
+    def read(self, name: str) -> Tensor:
+        return join_shards(name, [rank[name] for rank in self._ranks])
+
+
+class AdaptedShards:
+    """Weights of the plain model with LoRA folded in; the base model's files supply what `source` lacks."""
+
+    is_hub_layout_likely = False
+
+    def __init__(
+        self,
+        source: Shards,
+        local_dir: Path,  # contains `lora_adapter/adapter_config.json`
+        base: str | None,  # folder or hub name; None takes the one in the adapter's config
+        config: PreTrainedConfig,
+        trust_remote_code: bool,
+    ) -> None:
+        folder = local_dir / LORA_ADAPTER
+        self._source = source
+        self._adapter = read_adapter_config(folder, str(folder))
+        self._saved = {name.removeprefix(PREFIX): name for name in source.names()}
+        self._own = {plain_name(name): name for name in self._saved if not is_adapter(name)}
+        self._base: dict[str, Tensor] = {}
+        if not any(BASE in name for name in self._saved):
+            self._base = _read_base(base or self._adapter.base, folder, config, trust_remote_code)
+        first = next(iter(self._base.values()), None)
+        self.base_dtype = first.dtype if first is not None else torch.bfloat16
+
+    def names(self) -> list[str]:
+        return list(self._base | self._own)
+
+    def shape(self, name: str) -> torch.Size:
+        if name in self._own:
+            return self._source.shape(self._saved[self._own[name]])
+        return self._base[name].shape
+
+    def read(self, name: str) -> Tensor:
+        """Return a full tensor, in float32 if it is adapted."""
+        weight = self._read(self._own[name]) if name in self._own else self._base[name]
+        module = name.removesuffix(".weight")
+        adapter = [part for part in adapter_names(module) if part in self._saved]
+        if not adapter:
+            return weight
+        tensors = [(f"{module}{BASE}weight", weight), *((part, self._read(part)) for part in adapter)]
+        [(_, folded)] = fold(tensors, self._adapter.scale, has_magnitude=self._adapter.use_dora)
+        return folded
+
+    def _read(self, name: str) -> Tensor:
+        return self._source.read(self._saved[name])
+
+
+def _read_base(
+    path: str | None, folder: Path, config: PreTrainedConfig, trust_remote_code: bool
+) -> dict[str, Tensor]:
+    if path is None:
+        raise FileNotFoundError(f"{folder / CONFIG} names no base model: give it as `--base_model`")
+    try:
+        model: Any = auto_class(config).from_pretrained(
+            path, config=config, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"the base model of {folder} cannot be read from {path}: {error}: give it as `--base_model`"
+        ) from error
+    return model.state_dict()
