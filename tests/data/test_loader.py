@@ -236,7 +236,7 @@ def test_pictures_that_crash_their_decoder_take_nothing_down_and_are_reported_on
     entries = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
     assert sorted(entry["row"] for entry in entries) == sorted(bad)
     assert all(
-        entry["file"] == options["train_files"] and "was ended by" in entry["reason"] for entry in entries
+        entry["file"] == options["train_files"] and "was killed by" in entry["reason"] for entry in entries
     )
     cache.close()
 

@@ -26,7 +26,7 @@ from verl.rewards.function import (
     load_reward_function,
 )
 from verl.rewards.memory import Memory
-from verl.utils.parent_process import end_with_parent
+from verl.utils.child_process import end_with_parent
 
 Inputs = list[dict[str, Any]]
 

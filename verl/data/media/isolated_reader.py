@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verl.data.media.isolated_calls import IsolatedCalls
 from verl.data.media.loader import MediaData, MediaLoader, MediaShape
 from verl.data.media.references import Reference, shown_name
+from verl.utils.child_process import IsolatedCalls
 
 ROW_TIMEOUT_S = 300.0
 

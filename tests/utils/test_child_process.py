@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.hostile_images import DEEDS, ENDINGS, do
-from verl.data.media.isolated_calls import IsolatedCalls
+from verl.utils.child_process import IsolatedCalls
 
 PARENT = """
 import os, sys, time
-from verl.data.media.isolated_calls import IsolatedCalls
+from verl.utils.child_process import IsolatedCalls
 calls = IsolatedCalls(lambda seconds: time.sleep(seconds) or os.getpid(), None)
 print(calls(0), flush=True)
 calls(1000)
@@ -59,7 +59,7 @@ def test_a_call_that_ends_its_process_fails_alone_and_says_how(deed):
     calls = IsolatedCalls(act, 10)
     first = calls("nothing")
 
-    with pytest.raises(ChildProcessError, match=f"was ended by {ENDINGS[deed]}"):
+    with pytest.raises(ChildProcessError, match=f"was killed by {ENDINGS[deed]}"):
         calls(deed)
 
     assert calls("nothing") not in (first, os.getpid()) and not is_there(first)
