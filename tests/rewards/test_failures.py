@@ -250,6 +250,15 @@ def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file)
     assert time.monotonic() - start < 8.0  # all of them, two at a time: 10 s and the new processes
 
 
+def test_a_function_that_always_hangs_ends_the_run_after_two_time_limits(reward_file):
+    with make_manager(reward_file(FAILS), timeout_s=0.5, num_cpus=1) as manager:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match="2 attempts"):
+            scored(manager, ["hangs"] * 40)
+
+    assert time.monotonic() - start < 8.0  # 1 s and a new process; each of them once: 20 s
+
+
 def test_each_response_whose_call_failed_is_logged_with_every_reason(reward_file, tmp_path):
     log = tmp_path / "run" / "reward_failures.jsonl"
     with make_manager(reward_file(FAILS), log, on_failure="mask") as manager:

@@ -491,7 +491,7 @@ def test_closing_leaves_no_process_not_even_those_of_the_function(reward_file, t
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=2.0)
     with pytest.raises(RuntimeError, match="the reward pool was closed"):
         job.result()
-    with pytest.raises(RuntimeError, match="the reward pool is closed"):
+    with pytest.raises(RuntimeError, match="the reward pool was closed"):
         manager.start().submit([1], rows(["a"]))
     manager.close()
 

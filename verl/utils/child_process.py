@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR1  # answered in C, even inside an endless regular expression
 STACK_WAIT_S = 1.0
 FIRST_TO_KILL = "1000"  # the kernel's out-of-memory score of a process to kill before all others
-BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys.argv[1:]))"
+BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys.argv[1:4]))"
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -77,6 +77,7 @@ class ChildProcess:
     ) -> None:
         self.pid, self.connection = pid, connection
         self.parent_pid = os.getpid()
+        self.exit_code: int | None = None
         self._reap, self._report = reap, report
 
     @classmethod
@@ -101,9 +102,10 @@ class ChildProcess:
         ours, theirs = multiprocessing.Pipe()
         report = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
         handles = [theirs.fileno(), report.fileno()]
+        label = getattr(serve, "func", serve).__module__  # says in `ps` what the process does
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()])],
+            [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
             stdin=subprocess.DEVNULL,
             pass_fds=handles,
             start_new_session=True,
@@ -132,20 +134,22 @@ class ChildProcess:
         return self._read_report(0)
 
     def kill(self) -> int:
-        """Kill the process, with its session if it has one, and return its exit code. Call this once.
+        """Kill the process, with its session if it has one, and return its exit code. Safe to call twice.
 
         A process that has ended already keeps its own exit code.
         """
+        if self.exit_code is not None:
+            return self.exit_code
         is_ours = self.parent_pid == os.getpid()  # not the child of the process that this one was forked from
         if is_ours and self._report is None:
             os.kill(self.pid, signal.SIGKILL)
         elif is_ours:
             os.killpg(self.pid, signal.SIGKILL)
-        exit_code = self._reap() if is_ours else 0
+        self.exit_code = self._reap() if is_ours else 0
         self.connection.close()
         if self._report is not None:
             self._report.close()
-        return exit_code
+        return self.exit_code
 
     def _read_report(self, start: int) -> str:
         assert self._report is not None, "a forked process writes no report"
