@@ -102,7 +102,7 @@ def test_the_servers_own_pause_is_kept():
     ("status", "error", "parts"),
     [
         (401, ValueError, ["name the environment variable that holds the key in `api_key_env`"]),
-        (404, ValueError, ["`base_url` usually ends in /v1", "/v1/models lists"]),
+        (404, ValueError, ["`base_url` usually ends in /v1", "must be listed at", "/v1/models"]),
         (400, ValueError, ["change the messages or the parameters"]),
         (429, RuntimeError, ["in up to 1 attempts", "raise `max_retries`"]),
         (502, RuntimeError, ["in up to 1 attempts", "see the server's log"]),

@@ -152,7 +152,11 @@ def test_vllms_refusals_say_what_to_change(address):
     question = [{"role": "user", "content": "Which?"}]
     long = [{"role": "user", "content": "word " * 4000}]
     expected = {
-        "The model `nope` does not exist.*must be one that .*/v1/models lists": (address, "nope", question),
+        "The model `nope` does not exist.*`model` must be listed at .*/v1/models": (
+            address,
+            "nope",
+            question,
+        ),
         "status 404: .*`base_url` usually ends in /v1": (address.removesuffix("/v1"), "tiny", question),
         "status 400: .*maximum context length": (address, "tiny", long),
     }
