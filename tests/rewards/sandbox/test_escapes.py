@@ -13,8 +13,7 @@ import pytest
 from tests.rewards.sandbox import attempts
 from tests.rewards.sandbox.attempts import ATTEMPTS, SEVERAL_PROCESSES, TIME
 from tests.rewards.sandbox.outside import failure_of, outside, works
-from verl.rewards.sandbox.isolation import Isolation
-from verl.rewards.sandbox.outcome import Limits
+from verl.rewards.sandbox.outcome import Isolation, Limits
 from verl.rewards.sandbox.runner import run
 
 ROOT = Path(__file__).parents[3]

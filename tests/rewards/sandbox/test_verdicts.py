@@ -10,8 +10,7 @@ import zlib
 import pytest
 
 from verl.rewards.sandbox.cases import AssertCase, CallCase, StdinCase, read_cases
-from verl.rewards.sandbox.isolation import Isolation
-from verl.rewards.sandbox.outcome import Limits
+from verl.rewards.sandbox.outcome import Isolation, Limits
 from verl.rewards.sandbox.runner import detect
 from verl.rewards.sandbox.verdicts import VerdictKind, judge, same_output
 
