@@ -266,7 +266,7 @@ def test_a_picture_that_crashes_its_decoder_stops_the_run_by_name_and_is_reporte
     options = dict(train_files=files, image_dir=str(tmp_path), num_workers=2)
 
     with pytest.raises(
-        ValueError, match=r"rows.jsonl, row 3: the process that read the image .*3.png was ended"
+        ValueError, match=r"rows.jsonl, row 3: the process that read the image .*3.png was killed"
     ):
         list(make_train(media_model, tmp_path, **options))
 

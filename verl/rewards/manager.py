@@ -37,14 +37,7 @@ class RewardManager:
 
     Args:
         config: `worker.reward`.
-        failure_log: File to which each response whose call fails is appended, as JSON, unless the failure
-            ends the run.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file or its function cannot be used.
-        RuntimeError: The process that imported the file died.
-        TimeoutError: Importing the file took too long.
+        failure_log: JSON Lines file that receives each response whose call fails without ending the run.
     """
 
     def __init__(self, config: RewardConfig, failure_log: Path | None = None) -> None:
@@ -117,14 +110,10 @@ class RewardJob:
 
         Args:
             index: Position of each response in the batch.
-            inputs: For each response a dict with `response`, `response_length`, `ground_truth`, `prompt` and
-                the other columns of its row.
+            inputs: For each response a dict with `response`, `ground_truth` and the other columns of its row.
 
         Raises:
-            ValueError: With `worker.reward.on_failure=error`, the function raised or returned something wrong
-                for a response submitted before.
-            TimeoutError: The same, for a call that took too long.
-            RuntimeError: The same, for a process that died.
+            Exception: What `result` would raise for a response submitted before.
         """
         self._collect()
         self._raise_failure()
@@ -155,8 +144,7 @@ class RewardJob:
             failed is nan if it is to be masked, otherwise `worker.reward.failure_score`.
 
         Raises:
-            ValueError: With `worker.reward.on_failure=error`, the function raised or returned something
-                wrong; or it returns `retries` or `failures` itself.
+            ValueError: With `on_failure=error`, the function raised or returned something wrong.
             TimeoutError: With `on_failure=error`, a call took longer than `worker.reward.timeout_s`.
             RuntimeError: With `on_failure=error`, a process died; or calls failed for too many responses.
         """

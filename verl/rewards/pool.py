@@ -15,6 +15,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -37,26 +38,17 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class Call:
-    """One call of the reward function on its way through the pool.
-
-    Attributes:
-        payload: Pickled (rows, inputs).
-        finished: Receives this call when it has `scores` or has failed for good.
-        is_cancelled: Set when the batch needs no more scores.
-        failures: One for each failed attempt.
-        is_suspect: It shared a process that ended, and must not share another.
-        is_broken: The pool failed, not this call.
-    """
+    """One call of the reward function on its way through the pool."""
 
     rows: list[int]
     inputs: list[dict[str, Any]]
-    payload: bytes
-    finished: "SimpleQueue[Call]"
-    is_cancelled: threading.Event
-    failures: list[Failure] = field(default_factory=list)
+    payload: bytes  # pickled (rows, inputs)
+    finished: "SimpleQueue[Call]"  # receives this call when it has scores or has failed for good
+    is_cancelled: threading.Event  # set when the batch needs no more scores
+    failures: list[Failure] = field(default_factory=list)  # one for each failed attempt
     scores: list[Scores] | None = None
-    is_suspect: bool = False
-    is_broken: bool = False
+    is_suspect: bool = False  # it shared a process that ended, and must not share another
+    is_broken: bool = False  # the pool failed, not this call
 
 
 class RewardPool:
@@ -76,23 +68,19 @@ class RewardPool:
         self._processes: list[RewardProcess] = []
         self._open: set[Call] = set()  # submitted and not finished
         self._order = itertools.count()
-        self._ready: Ready | None = None
+        self._ready: Future[Ready] = Future()
         self._broken: Failure | None = None  # the pool's end, and the reason
-        self._is_loaded = threading.Event()  # or broken
         self._lock = threading.Lock()  # guards `_open`, `_broken` and the end of the loop
         self._loop = asyncio.new_event_loop()
         self._queue: asyncio.PriorityQueue[tuple[int, int, Call]] = asyncio.PriorityQueue()
-        self._main = self._loop.create_task(self._run())
+        keepers = [self._keep_process() for _ in range(config.num_cpus)]
+        self._main = self._loop.create_task(_run_together(*keepers))
         self._thread = threading.Thread(target=self._run_loop, name="reward-pool", daemon=True)
         self._thread.start()
 
     def wait_until_loaded(self) -> Ready:
         """Wait for the first process to import the user's file; raises the reason if it could not."""
-        self._is_loaded.wait()
-        if self._ready is None:
-            assert self._broken is not None, "a pool without a function must know why"
-            raise self._broken.kind(self._broken.message)
-        return self._ready
+        return self._ready.result()
 
     def submit(self, calls: list[Call]) -> None:
         """Queue calls and return at once."""
@@ -103,7 +91,6 @@ class RewardPool:
             self._loop.call_soon_threadsafe(self._enqueue, calls)
 
     def pids(self) -> list[int]:
-        """Ids of the processes that are alive now."""
         return [process.child.pid for process in list(self._processes)]
 
     def close(self) -> None:
@@ -134,10 +121,8 @@ class RewardPool:
                 call.is_broken = True
                 call.failures.append(failure)
                 self._finish(call)
-            self._is_loaded.set()
-
-    async def _run(self) -> None:
-        await _run_together(*(self._keep_process() for _ in range(self.config.num_cpus)))
+            if not self._ready.done():
+                self._ready.set_exception(failure.kind(failure.message))
 
     async def _keep_process(self) -> None:
         """Start a process, hand it calls until it ends, and start the next one."""
@@ -174,8 +159,8 @@ class RewardPool:
             raise PoolBrokenError(message)
         process.is_loaded = True
         process.grace_s = LATE_GRACE_S if message.is_async else 0.0
-        self._ready = message
-        self._is_loaded.set()
+        if not self._ready.done():
+            self._ready.set_result(message)
         return message
 
     async def _score_queued(self, process: "RewardProcess") -> None:
@@ -256,24 +241,17 @@ class RewardPool:
 
 
 class RewardProcess:
-    """A reward process, from its start to its end.
-
-    Attributes:
-        loaded: Resolves to its first message, Ready or Failure.
-        calls: Calls that it has not answered.
-        suspects: Calls to repeat one at a time, before any other.
-        grace_s: Seconds that a call may take beyond its time limit.
-    """
+    """A reward process, from its start to its end."""
 
     def __init__(self, serve: Callable[[Connection], object], suspects: deque[Call]) -> None:
         self._loop = asyncio.get_running_loop()
         self.child = ChildProcess.start(serve)
-        self.loaded: asyncio.Future[Ready | Failure] = self._loop.create_future()
-        self.calls: dict[int, Call] = {}
-        self.suspects = suspects
+        self.loaded: asyncio.Future[Ready | Failure] = self._loop.create_future()  # its first message
+        self.calls: dict[int, Call] = {}  # not answered yet
+        self.suspects = suspects  # calls to repeat one at a time, before any other
         self.num_answers = 0
         self.is_loaded = False
-        self.grace_s = 0.0
+        self.grace_s = 0.0  # that a call may take beyond its time limit
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._is_silent, self._has_exited = asyncio.Event(), asyncio.Event()

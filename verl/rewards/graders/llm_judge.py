@@ -42,9 +42,8 @@ logger = get_logger(__name__)
 class Judge:
     """Asks a model questions: a bounded number at a time, with retries, each different question once.
 
-    Connection errors, timeouts and the statuses 408, 409, 429 and 5xx are retried after 0.5, 1, 2, 4, 8, 8...
-    seconds less up to a quarter, or after the server's `Retry-After`. With a cache, equal questions that are
-    asked at the same time are sent once. One object serves a process, in any number of event loops.
+    Connection errors, timeouts and the statuses 408, 409, 429 and 5xx are retried with growing pauses, or
+    after the server's `Retry-After`. One object serves a process, in any number of event loops.
 
     Example::
 
@@ -55,22 +54,15 @@ class Judge:
         base_url: The endpoint up to `/chat/completions`; usually ends in `/v1`.
         model: Name of the model on the server.
         api_key_env: Environment variable that holds the key; None sends none.
-        max_concurrency: Maximum number of concurrent requests, retries included. A reward process makes at
-            most `worker.reward.max_concurrency` calls at a time.
+        max_concurrency: Maximum number of concurrent requests, retries included.
         max_retries: Number of attempts after the first.
-        timeout_s: Seconds to wait for the server, for each attempt. `worker.reward.timeout_s` bounds all
-            attempts together.
+        timeout_s: Seconds to wait for the server, for each attempt.
         cache_dir: Directory of answers, shared by all processes that use it; None keeps none. Equal questions
             have the same answer forever, at any temperature.
         max_cache_bytes: Bound of that directory; the answers that have not been read for longest are removed.
         temperature: Sampling temperature; None is the server's default.
         max_tokens: Maximum length of an answer; None is the server's default.
-        options: More fields of the request, with the server's names: `{"seed": 1}`,
-            `{"chat_template_kwargs": {"enable_thinking": False}}`.
-
-    Raises:
-        ValueError: An argument is out of its range, or the environment variable is not set.
-        OSError: The cache directory cannot be created.
+        options: More fields of the request, with the server's names: `{"seed": 1}`.
     """
 
     def __init__(
@@ -114,14 +106,10 @@ class Judge:
         return f"judge {self.model!r} at {self.base_url}"
 
     async def ask(self, messages: Sequence[ChatCompletionMessageParam]) -> str:
-        """Return the model's answer to a conversation.
-
-        Args:
-            messages: `[{"role": "user", "content": "..."}]`; content may also be a list of texts and images.
+        """Return the model's answer to a conversation. With a cache, equal questions are sent once.
 
         Raises:
-            ValueError: The server refuses the request for good: wrong url, model or key, or a conversation
-                that does not fit.
+            ValueError: The server refuses the request for good.
             TimeoutError: No attempt was answered in time.
             ConnectionError: The server cannot be reached.
             RuntimeError: It failed on every attempt, or answered without text.
@@ -138,7 +126,7 @@ class Judge:
         return answer
 
     def key(self, messages: Sequence[ChatCompletionMessageParam]) -> str:
-        """Name of a conversation's answer in the cache: a digest of everything that decides it."""
+        """Digest of everything that decides an answer."""
         question = [self.base_url, self.model, self.parameters, list(messages)]
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
