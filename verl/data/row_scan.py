@@ -17,7 +17,7 @@ PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 def scan_rows(
     inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
 ) -> list[Any]:
-    """Call `inspect` on consecutive ranges of rows and join its results in order.
+    """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
 
     Args:
         inspect: Returns one result for each row number in a range.
@@ -26,8 +26,7 @@ def scan_rows(
         rows_for_one: With fewer rows, everything runs in this process.
 
     Raises:
-        RuntimeError: A process was killed or crashed. Media are opened in processes of their own, so that
-            theirs is not the fault.
+        RuntimeError: A process was killed or crashed.
         Exception: Whatever `inspect` raises.
     """
     workers = min(workers, os.cpu_count() or 1)

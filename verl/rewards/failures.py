@@ -27,18 +27,12 @@ logger = get_logger(__name__)
 
 
 class FailedCalls:
-    """The failures of one batch.
-
-    Attributes:
-        calls: Calls that failed for good.
-        rows: Their responses, which have no score.
-        retries: Number of repetitions, for each response whose call was repeated.
-    """
+    """Failures of one batch."""
 
     def __init__(self, config: RewardConfig, log: Path | None) -> None:
         self.calls: list[Call] = []
-        self.rows: set[int] = set()
-        self.retries: dict[int, int] = {}
+        self.rows: set[int] = set()  # responses of these calls, which have no score
+        self.retries: dict[int, int] = {}  # for each response whose call was repeated
         self._config = config
         self._log = log
         self._num_reported = 0
@@ -70,7 +64,6 @@ class FailedCalls:
         )
 
     def report(self) -> None:
-        """Log new failures and append each response to the failure log."""
         new = self.calls[self._num_reported :]
         if not new:
             return
@@ -93,7 +86,6 @@ class FailedCalls:
 
 
 def reason(call: Call) -> str:
-    """Last failure of a call, with the number of attempts."""
     attempts = f"\n{len(call.failures)} attempts" if len(call.failures) > 1 else ""
     return f"{call.failures[-1].message}{attempts}"
 

@@ -104,7 +104,6 @@ class RewardFunction:
         return await asyncio.gather(*(self.call([row]) for row in inputs))
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
-        """Call the user's function by its convention."""
         if self.reward_type == "sequential":
             (only,) = inputs
             return self.function(only, **self.kwargs)
@@ -113,16 +112,10 @@ class RewardFunction:
         return self.function(list(inputs), **self.kwargs)
 
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Turn the result of the function into plain floats, one dict for each response.
-
-        Args:
-            returned: The result of `call`; for `sequential` a list of results.
-            rows: Position of each response in its batch, for errors.
-            inputs: Inputs of the function, for errors.
+        """Turn the result of `call`, for `sequential` a list of results, into plain floats.
 
         Raises:
-            ValueError: There is no `overall`, a value that is not a finite number, not one result for each
-                response, or an object that raises when it is read.
+            ValueError: The results are not scores. `rows` and `inputs` are named in the message.
         """
         try:
             return self._check(returned, rows, inputs)
@@ -204,7 +197,7 @@ def load_reward_function(
     Args:
         spec: `path.py:function`; the default function is `main`.
         kwargs: Further arguments of the function.
-        default_type: Convention of a file without `REWARD_TYPE`.
+        default_type: `REWARD_TYPE` of a file that sets none.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -293,7 +286,6 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: s
 
 
 def _size(values: Any) -> int | str:
-    """Length of a list or tuple, type of anything else."""
     return len(values) if isinstance(values, list | tuple) else type(values).__name__
 
 
@@ -310,7 +302,6 @@ def _nearest_float(value: Real) -> float:
 
 
 def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
-    """Describe responses in an error, with an excerpt of the first one."""
     if not rows:
         return "no response"
     which = f"row {rows[0]}"
@@ -323,7 +314,6 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
 
 
 def shorten(text: str) -> str:
-    """Keep the beginning and the end of a long text."""
     if len(text) <= EXCERPT_HEAD + EXCERPT_TAIL:
         return text
     return f"{text[:EXCERPT_HEAD]} ... ({len(text)} characters) ... {text[-EXCERPT_TAIL:]}"

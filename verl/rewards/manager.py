@@ -90,7 +90,6 @@ class RewardJob:
 
     @property
     def num_scored(self) -> int:
-        """Number of responses with scores so far."""
         self._collect()
         return len(self._scores)
 
@@ -103,10 +102,9 @@ class RewardJob:
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
         """Hand over finished responses and return at once.
 
-        A `sequential` function is called once for each of them. A `batch` function is called with all of
-        them, or, if they form several groups (`uid`), with whole groups spread over the processes; with
-        `worker.reward.batch_size` it is called whenever that many have arrived. A `dataproto` function is
-        called once, by `result`.
+        A `sequential` function is called for each response, a `dataproto` function once, by `result`. A
+        `batch` function is called with all of them, or, if they form several groups (`uid`), with whole
+        groups spread over the processes; with `worker.reward.batch_size`, whenever that many have arrived.
 
         Args:
             index: Position of each response in the batch.
@@ -138,10 +136,10 @@ class RewardJob:
         """Wait for all scores, or for a failure that ends the run.
 
         Returns:
-            For each key of the scores its values, ordered by index; `overall` is always there. A key that the
-            function returned for some responses only is nan for the others. If calls were repeated or failed,
-            `retries` and `failures` give their number for each response; `overall` of a response whose call
-            failed is nan if it is to be masked, otherwise `worker.reward.failure_score`.
+            For each key of the scores its values, ordered by index; `overall` is always there. A value that
+            the function did not return is nan. If calls were repeated or failed, `retries` and `failures`
+            give their number for each response; `overall` of a response whose call failed is nan if it is to
+            be masked, otherwise `worker.reward.failure_score`.
 
         Raises:
             ValueError: With `on_failure=error`, the function raised or returned something wrong.
@@ -168,7 +166,6 @@ class RewardJob:
         self._pool.submit(calls)
 
     def _collect(self) -> None:
-        """Take the calls that have finished so far."""
         try:
             while True:
                 self._take(self._finished.get_nowait())

@@ -83,7 +83,6 @@ class RewardPool:
         return self._ready.result()
 
     def submit(self, calls: list[Call]) -> None:
-        """Queue calls and return at once."""
         with self._lock:
             if self._broken is not None:
                 raise self._broken.kind(self._broken.message)
@@ -210,12 +209,10 @@ class RewardPool:
             self._fail(process, calls[0], Failure(end.kind, message + end.report))
 
     def _fail(self, process: "RewardProcess", call: Call, failure: Failure) -> None:
-        """Repeat a call that failed, or give it up.
-
-        A call that hung is repeated before all others: if the function always hangs, the run ends after two
-        time limits. All other calls are repeated after those that wait, when the cause may have passed.
-        """
+        """Repeat a call that failed, or give it up."""
         call.failures.append(failure)
+        # A call that hung is repeated before all others: if the function always hangs, the run ends after two
+        # time limits. Other calls are repeated after those that wait, when the cause may have passed.
         is_late = failure.kind is TimeoutError
         if len(call.failures) > self.config.max_retries:
             if self.config.on_failure == "error":
@@ -262,7 +259,6 @@ class RewardProcess:
         self._loop.add_reader(self._pidfd, self._note_exit)
 
     async def ask(self, call: Call) -> Answer:
-        """Send a call and wait for its answer."""
         number = next(self._numbers)
         answer = self._answers[number] = self._loop.create_future()
         self.calls[number] = call

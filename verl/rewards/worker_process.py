@@ -94,7 +94,6 @@ class RewardWorker:
         self.connection, self.reward, self.memory, self.timeout_s = connection, reward, memory, timeout_s
 
     def serve(self) -> None:
-        """Answer one call after the other."""
         while True:
             try:
                 call_number, payload = self.connection.recv()
@@ -173,24 +172,20 @@ def timeout_message(function: str, timeout_s: float, where: str) -> str:
 
 
 class MemoryLimit:
-    """Limit of the memory that this process may allocate, not counting mapped files and shared memory.
+    """Limit of the memory that this process allocates, not counting mapped files and shared memory."""
 
-    The kernel enforces it (`RLIMIT_DATA`), so it also holds inside one endless statement. Processes that the
-    function starts inherit it.
-    """
+    # The kernel's limit, `RLIMIT_DATA`, holds inside one endless statement too, and children inherit it.
 
     def __init__(self, limit_gb: float | None) -> None:
         self.limit_gb = limit_gb
         self._soft, self._hard = resource.getrlimit(resource.RLIMIT_DATA)
 
     def set(self) -> None:
-        """Enforce the limit."""
         if self.limit_gb is not None:
             limit = int(self.limit_gb * GIB)
             self._set_soft(limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard))
 
     def lift(self) -> None:
-        """Restore the limit that this process started with."""
         if self.limit_gb is not None:
             self._set_soft(self._soft)
 

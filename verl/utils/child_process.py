@@ -38,12 +38,7 @@ BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent dies. Other systems have no such service.
-
-    Args:
-        parent_pid: The parent's id as the parent knows it: if it has died already, exit now.
-        number: Signal to send.
-    """
+    """Have Linux send this process a signal when its parent dies, or exit now if it has died already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it died before the line above
@@ -94,10 +89,7 @@ class ChildProcess:
 
     @classmethod
     def start(cls, serve: Serve) -> "ChildProcess":
-        """Start a fresh interpreter, which imports only what pickle needs to load `serve`.
-
-        It leads a session of its own: Ctrl-C does not reach it, and what it starts is killed with it.
-        """
+        """Start a fresh interpreter, which imports only what pickle needs to load `serve`."""
         task = pickle.dumps(serve)
         ours, theirs = multiprocessing.Pipe()
         report = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
@@ -108,7 +100,7 @@ class ChildProcess:
             [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
             stdin=subprocess.DEVNULL,
             pass_fds=handles,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C does not reach it, and what it starts is killed with it
             env=os.environ | {"PYTHONPATH": path},
         )
         theirs.close()
@@ -134,10 +126,7 @@ class ChildProcess:
         return self._read_report(0)
 
     def kill(self) -> int:
-        """Kill the process, with its session if it has one, and return its exit code. Safe to call twice.
-
-        A process that has ended already keeps its own exit code.
-        """
+        """Kill the process unless it has ended, and return its exit code. Safe to call twice."""
         if self.exit_code is not None:
             return self.exit_code
         is_ours = self.parent_pid == os.getpid()  # not the child of the process that this one was forked from
@@ -159,9 +148,8 @@ class ChildProcess:
 class IsolatedCalls(Generic[A, R]):
     """Calls a function in a child process, one call at a time.
 
-    The first call starts the process, which stays for the following calls and dies with this object or with
-    this process. After a call that ends it or takes too long, the next call starts another. A process that is
-    forked from this one gets a child of its own.
+    The process stays for the following calls and dies with this object or with this process. After a call
+    that ends it or takes too long, the next call starts another. A fork of this process gets its own child.
 
     Example::
 
@@ -195,7 +183,7 @@ class IsolatedCalls(Generic[A, R]):
         Raises:
             ValueError: The function raised it, or memory ran out.
             RuntimeError: The function raised something else; the message is its traceback.
-            ChildEndedError: The process ended during the call; the message says how.
+            ChildEndedError: The process ended during the call.
             TimeoutError: There was no result within `timeout_s`.
         """
         result, raised = pickle.loads(self._ask(pickle.dumps(argument)))
@@ -241,7 +229,6 @@ class IsolatedCalls(Generic[A, R]):
         return self._child
 
     def _end_child(self) -> int:
-        """End the process if there is one and return its exit code."""
         if self._child is None:
             return 0
         self._child = None

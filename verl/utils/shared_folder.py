@@ -49,13 +49,7 @@ def files_of(directory: Path, name: re.Pattern[str]) -> Iterator[SharedFile]:
 def write_whole(path: Path, content: bytes, make_room: Callable[[int], None]) -> bool:
     """Write a file that appears complete. Return False, leaving nothing behind, if the disk is full.
 
-    Args:
-        path: The parent folder is created if missing.
-        content: Bytes to write.
-        make_room: Called with the number of bytes to come, once the folder exists.
-
-    Raises:
-        OSError: The file cannot be written for another reason.
+    Creates the parent folder, then calls `make_room` with the number of bytes to come.
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
     try:

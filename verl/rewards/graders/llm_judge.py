@@ -126,12 +126,10 @@ class Judge:
         return answer
 
     def key(self, messages: Sequence[ChatCompletionMessageParam]) -> str:
-        """Digest of everything that decides an answer."""
         question = [self.base_url, self.model, self.parameters, list(messages)]
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
     def _session(self) -> "_Session":
-        """Return the running loop's client, and drop the clients of closed loops."""
         loop = asyncio.get_running_loop()
         for closed in [one for one in list(self._sessions) if one.is_closed()]:
             self._sessions.pop(closed, None)
@@ -211,15 +209,7 @@ class _Session(NamedTuple):
 
 
 class AnswerCache:
-    """A bounded directory of texts by digest, for any number of threads and processes.
-
-    Example::
-
-        cache = AnswerCache("/scratch/judge", max_bytes=1 << 30)
-        cache.get("3fa9...")  # None: a digest of at least 128 bits names the text
-        cache.put("3fa9...", "Score: 7")
-        cache.get("3fa9...")  # "Score: 7"
-    """
+    """A bounded directory of texts by hexadecimal digest, for any number of threads and processes."""
 
     def __init__(self, directory: str | Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.directory = Path(directory)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare mathematical answers in bounded time, for the shipped reward functions.
 
-math-verify does the mathematics. This module finds the answer, compares words as text (math-verify reads
-`no` as the product n * o, which equals `on`), and enforces limits. The mathematics runs in a child process
-with three limits: an alarm that Python hears, the kernel's limit of CPU time, which ends the process even
-inside one endless multiplication, and the kernel's limit of memory.
+math-verify does the mathematics, in a child process with three limits: an alarm that Python hears, the
+kernel's limit of CPU time, which holds even inside one endless multiplication, and its limit of memory.
 """
 
 import logging
@@ -47,21 +45,14 @@ def last_boxed(text: str) -> str | None:
 def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT_S) -> bool:
     r"""Return whether an answer equals the ground truth as text or as mathematics.
 
-    Words (two or more letters and nothing else) are compared as text, ignoring case. An answer that is too
-    long, or that takes too much time or memory to decide, is wrong. Thread-safe.
-
-    Args:
-        answer: Plain text or LaTeX, without `$` or `\boxed`.
-        ground_truth: The same.
-        time_limit_s: Limit of CPU time for parsing and comparing, in seconds.
-
-    Raises:
-        RuntimeError: The child process does not start.
-        TimeoutError: It makes no progress.
+    Both are plain text or LaTeX. Words (two or more letters and nothing else) are compared as text, ignoring
+    case. An answer that is too long, or that takes too much memory or more than `time_limit_s` seconds of CPU
+    time to decide, is wrong. Thread-safe.
     """
     answer, ground_truth = _plain(answer), _plain(ground_truth)
     if answer.casefold() == ground_truth.casefold():
         return answer == ground_truth or _is_word(answer)
+    # Words: math-verify reads `no` as the product n * o, which equals `on`.
     if not answer or _is_word(ground_truth) or _is_word(answer) or len(answer) > MAX_ANSWER_LENGTH:
         return False
     comparer = _comparer(os.getpid())
@@ -77,7 +68,6 @@ def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT
 
 
 def _plain(answer: str) -> str:
-    """Drop spaces, `$` and a final period."""
     return re.sub(r"\s+", " ", answer).strip().strip("$").strip().removesuffix(".")
 
 
@@ -131,10 +121,7 @@ class TimeLimitReached(BaseException):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitReached` in a block that computes for longer; in the main thread only.
-
-    CPU time counts, so that a busy machine changes no score; a block that sleeps is not stopped.
-    """
+    """Raise `TimeLimitReached` in a block that uses more CPU time; in the main thread only."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise TimeLimitReached
@@ -154,6 +141,5 @@ def _cpu_seconds() -> float:
 
 
 def _lower(which: int, value: int) -> None:
-    """Set a soft limit, which can be raised again."""
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

@@ -127,14 +127,11 @@ def _unpacked(tests: Any) -> list[dict[str, Any]]:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Unpickles text only."""
-
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"packed test cases may hold text only, not {module}.{name}")
 
 
 def _text(value: Any) -> str:
-    """Join lines to the input or output of a script."""
     return "\n".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -170,7 +167,6 @@ def _assertions_of(body: list[ast.stmt], code: str, before: str, prefix: str) ->
 
 
 def _checks(code: str, entry_point: str, prefix: str) -> Iterator[AssertCase]:
-    """Read the assertions of `def check(candidate)`."""
     tree = ast.parse(code)
     check = next(
         (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None

@@ -42,9 +42,6 @@ def confine(limits: dict, user: int, *, readable: list[str] | None, num_threads:
         user: User to switch to, if this process may choose.
         readable: Paths that Landlock leaves readable; None if a separate root folder does that.
         num_threads: Maximum number of threads of the user, in all processes.
-
-    Raises:
-        OSError: A privilege could not be dropped.
     """
     _become(user, keep=READ_ANY_FILE if readable is not None else 0)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -56,11 +53,9 @@ def confine(limits: dict, user: int, *, readable: list[str] | None, num_threads:
 
 
 def _become(user: int, keep: int) -> None:
-    """Switch to another user if this is root, and drop every capability that is not in `keep`.
-
-    Root's interpreter may be in a home folder that only root can enter. Landlock decides what can be read
-    whoever the user is, so the right to pass such folders adds nothing else.
-    """
+    """Switch to another user if this is root, and drop every capability that is not in `keep`."""
+    # Root's interpreter may be in a home folder that only root can enter. Landlock decides what can be read
+    # whoever the user is, so the right to pass such folders adds nothing else.
     keep = keep if os.geteuid() == 0 else 0
     for capability in range(kernel.NUM_CAPABILITIES):
         with contextlib.suppress(OSError):  # unknown, or not ours to drop: `no_new_privs` covers it
@@ -119,9 +114,6 @@ def allow_reading_only(paths: list[str], devices: list[str]) -> None:
     """Restrict this process for good to reading files at or below `paths` and using devices.
 
     It can still see that a file exists, its size and its times.
-
-    Raises:
-        OSError: Landlock is missing or older than Linux 6.2.
     """
     version = kernel.syscall("landlock_create_ruleset", None, 0, CREATE_RULESET_VERSION)
     if version < OLDEST_VERSION:

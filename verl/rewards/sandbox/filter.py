@@ -33,14 +33,7 @@ class Program(ctypes.Structure):
 
 
 def install(*, alone: bool) -> None:
-    """Filter every later system call of this process and its children.
-
-    Args:
-        alone: It may start threads only, and signal only itself.
-
-    Raises:
-        OSError: The kernel has no seccomp, or `no_new_privs` is not set.
-    """
+    """Filter every later system call of this process and its children; `alone` forbids children."""
     code = build(alone=alone, pid=os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     program = Program(len(code) // INSTRUCTION.size, ctypes.addressof(buffer))
@@ -48,7 +41,6 @@ def install(*, alone: bool) -> None:
 
 
 def build(*, alone: bool, pid: int) -> bytes:
-    """Build the filter as BPF instructions."""
     lines = [
         _line(LOAD, AT_ARCH),
         _line(JUMP_EQUAL, kernel.AUDIT_ARCHES[os.uname().machine], 1, 0),
@@ -96,14 +88,12 @@ def _rule(name: str, body: list[bytes]) -> list[bytes]:
 
 
 def _one_of(argument: int, values: tuple[int, ...]) -> list[bytes]:
-    """Allow the call when the low half of an argument is one of these values."""
     lines = [_line(LOAD, AT_ARGUMENTS + 8 * argument)]
     lines += [_line(JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [*lines, _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
 
 
 def _null(argument: int) -> list[bytes]:
-    """Allow the call when an argument is a null pointer, in both halves."""
     low, high = AT_ARGUMENTS + 8 * argument, AT_ARGUMENTS + 8 * argument + 4
     return [
         _line(LOAD, low),
@@ -116,12 +106,10 @@ def _null(argument: int) -> list[bytes]:
 
 
 def _with_bits(bits: int) -> list[bytes]:
-    """Allow the call when its first argument has any of these bits."""
     load = _line(LOAD, AT_ARGUMENTS)
     return [load, _line(JUMP_ANY_BIT, bits, 1, 0), _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
 
 
 def _without_bits(bits: int) -> list[bytes]:
-    """Allow the call when its first argument has none of these bits."""
     load = _line(LOAD, AT_ARGUMENTS)
     return [load, _line(JUMP_ANY_BIT, bits, 0, 1), _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]

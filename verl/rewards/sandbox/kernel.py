@@ -90,11 +90,7 @@ def _check(result: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
-    """Make a system call; integers are passed as 64 bits, structures by reference.
-
-    Raises:
-        OSError: It failed; the message names the call.
-    """
+    """Make a system call; integers are passed as 64 bits, structures by reference."""
     passed = [
         ctypes.c_long(value) if isinstance(value, int) else ctypes.byref(value)
         if isinstance(value, ctypes.Structure) else value

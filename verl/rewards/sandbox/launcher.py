@@ -53,7 +53,6 @@ def _fail(status: int, error: Exception) -> None:
 
 
 def _prepare(files: Files) -> dict:
-    """Read the job. With namespaces, enter them and build the root folder."""
     try:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -19,19 +19,16 @@ def import_path() -> list[str]:
 
 @cache
 def readable_paths() -> list[str]:
-    """Paths that a program may read, none inside another.
-
-    Includes the real path of each, so that symbolic links need not be followed.
-    """
+    """Paths that a program may read, none inside another."""
     standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     libraries = [f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"]
     wanted = [path for path in (*SYSTEM, *standard, *libraries, *import_path()) if os.path.exists(path)]
+    # Real paths too, so that symbolic links need not be followed.
     paths = sorted({os.path.abspath(path) for path in wanted} | {os.path.realpath(path) for path in wanted})
     return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 
 def unused_user() -> int:
-    """An unused UID for root to switch to, different for each process."""
     return LAST_DYNAMIC_USER - os.getpid() % NUM_DYNAMIC_USERS
 
 

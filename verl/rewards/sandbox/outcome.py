@@ -98,5 +98,4 @@ class SandboxRefusedError(SandboxError):
 
 
 def is_unsafe_allowed() -> bool:
-    """Return whether the user allows programs to run without isolation."""
     return os.environ.get(UNSAFE_VARIABLE) == "1"

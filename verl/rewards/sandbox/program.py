@@ -11,13 +11,9 @@ FILE_NAME = "solution.py"
 
 
 def execute(source: str, call: dict[str, str] | None, import_path: list[str], value_file: int) -> None:
-    """Run a program as a script, or as a module and then make a call.
+    """Run a program as a script, or as a module and then make a call (fields of a `Call`).
 
-    Args:
-        source: The program.
-        call: Fields of a `Call`; None runs the program as a script.
-        import_path: Folders to search for modules, in addition to the standard library's.
-        value_file: File descriptor that receives the value of the call.
+    Its value is written to the file descriptor `value_file`.
     """
     values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before access to its folder was dropped
     _forget_launcher(import_path)

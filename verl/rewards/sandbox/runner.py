@@ -66,10 +66,10 @@ def run(
     """Run a program and return its outcome.
 
     Args:
-        source: Python source for this interpreter's version; installed packages can be imported.
+        source: Python source; installed packages can be imported.
         stdin: Text for the program to read.
         limits: None is the default `Limits`.
-        call: Evaluated after the program has run as a module; None runs the program as a script.
+        call: Evaluated after the program has run as a module; None runs it as a script.
         isolation: None selects the strongest isolation that works on this machine.
         allow_unsafe: Run without isolation if there is none, as does VERL_SANDBOX_UNSAFE=1.
 
@@ -136,15 +136,12 @@ def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -
 
 @dataclass
 class _Stream:
-    """Bytes read from one pipe."""
-
     file: int
     limit: int
     parts: list[bytes] = field(default_factory=list)
     size: int = 0
 
     def read(self) -> bool:
-        """Read what is available; False at the end."""
         part = os.read(self.file, 1 << 16)
         self.parts.append(part)
         self.size += len(part)
@@ -157,8 +154,6 @@ class _Stream:
 
 @dataclass
 class _Run:
-    """A running launcher."""
-
     popen: subprocess.Popen
     lifeline: int
     confined: bool
@@ -231,7 +226,6 @@ def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[int, int]:
 
 
 def _watch(run: _Run, limits: Limits, job: dict) -> None:
-    """Read all streams until they close or a limit is reached."""
     begin = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for stream in run.streams.values():
@@ -251,7 +245,6 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
 
 
 def _follow(run: _Run, job: dict) -> None:
-    """React to a line of the launcher."""
     if run.started_at is None and run.reported("started") is not None:
         run.started_at = time.monotonic()
     elif job["namespaces"] and run.reported("unshared") is not None and run.started_at is None:
@@ -274,7 +267,6 @@ def _map_users(pid: int, user: int) -> None:
 
 
 def _end(run: _Run, files: ExitStack) -> None:
-    """Kill whatever is left."""
     files.close()  # the lifeline among them
     if not run.confined:
         _kill_group(run)  # the program may have started others

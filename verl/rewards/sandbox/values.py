@@ -9,11 +9,7 @@ OTHER = "other"
 
 
 def to_text(value: Any) -> str:
-    """Encode numbers, text, arrays and containers of them; anything else by the name of its type.
-
-    Raises:
-        ValueError: The value contains itself or is nested too deeply.
-    """
+    """Encode numbers, text, arrays and containers of them; anything else by the name of its type."""
     try:
         return json.dumps(_tagged(value))
     except RecursionError as error:
@@ -21,11 +17,7 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Decode a text that is supposed to come from `to_text`.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Decode an untrusted text; raises a ValueError unless it is of the form that `to_text` writes."""
     try:
         return _untagged(json.loads(text))
     except (RecursionError, TypeError, KeyError, AttributeError) as error:

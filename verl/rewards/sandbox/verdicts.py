@@ -63,13 +63,9 @@ def judge(
         budget_s: Seconds for all tests; no test starts later.
         allow_unsafe: Run without isolation if there is none.
 
-    Returns:
-        One verdict for each test, in order.
-
     Raises:
         ValueError: The tests cannot be read.
-        SandboxRefusedError: No isolation works on this machine.
-        SandboxError: The sandbox failed, which says nothing about the program.
+        SandboxError: The sandbox failed, or no isolation works on this machine (`SandboxRefusedError`).
     """
     cases = _read(tests)
     verdicts: list[Verdict] = []
@@ -139,7 +135,6 @@ def _is_right(case: Case, outcome: Outcome) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Turn tuples into lists at every depth: JSON has no tuples."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
