@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that fail: what becomes of their responses, of the others, and of the run. Real processes."""
+"""Calls that fail: their responses, other responses, and the run. Uses real processes."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def test_a_call_that_fails_is_repeated_and_then_ends_the_run_by_its_reason(rewar
 def test_a_failure_may_mask_its_response_and_no_other(reward_file, way):
     with make_manager(reward_file(FAILS), on_failure="mask", timeout_s=timeout_of(way)) as manager:
         scores = scored(manager, five_with(way))
-        again = scored(manager, ["aaa"] * 5)  # the pool goes on
+        again = scored(manager, ["aaa"] * 5)  # the pool keeps working
 
     overall, accuracy = scores["overall"], scores["accuracy"]
     assert math.isnan(overall[3]) and math.isnan(accuracy[3])
@@ -173,7 +173,7 @@ def test_calls_that_share_a_process_with_one_that_ends_it_are_scored(reward_file
     assert scores["overall"][:2] + scores["overall"][3:] == [1.0, 2.0, 1.0, 1.0]
 
 
-def test_an_error_names_the_call_that_ended_the_process_among_those_that_shared_it(reward_file):
+def test_an_error_names_the_call_that_ended_a_shared_process(reward_file):
     path = reward_file(
         """
         import asyncio, os

@@ -36,7 +36,7 @@ def test_the_request_holds_model_messages_and_parameters_and_the_answer_is_its_t
         assert server.requests == [{"model": "m", "messages": HELLO, "max_tokens": 9, "seed": 1, "top_k": 5}]
 
 
-def test_a_judge_is_greedy_and_brief_unless_told_otherwise():
+def test_a_judge_is_greedy_and_brief_by_default():
     with ChatServer() as server:
         ask(Judge(server.url, "m"))
 
@@ -213,7 +213,7 @@ def test_an_answer_without_text_is_an_error_and_is_not_kept(tmp_path, text):
         assert ask(judge) == "Yes"
 
 
-def test_no_more_requests_are_under_way_than_allowed():
+def test_no_more_requests_run_concurrently_than_allowed():
     with ChatServer(Reply(delay_s=0.05)) as server:
         judge = Judge(server.url, "m", max_concurrency=3)
 

@@ -79,7 +79,7 @@ def test_an_answer_without_a_score_earns_nothing_and_is_counted():
     assert scores == {"overall": [0.5, 0.0], "accuracy": [0.5, 0.0], "verdict": [1.0, 0.0]}
 
 
-def test_the_pool_has_as_many_calls_under_way_as_the_option_says():
+def test_the_pool_makes_as_many_concurrent_calls_as_the_option_says():
     with ChatServer(Reply("Score: 5", delay_s=0.1)) as server:
         kwargs = {"base_url": server.url, "model": "m"}
         responses = [str(number) for number in range(12)]

@@ -42,7 +42,7 @@ HARMLESS = (  # to the machine that runs the tests
     "memory by mapping",
     "calls of 32 bits",
 )
-SYSTEM_PYTHON = "/usr/bin/python3"  # an interpreter that nobody may use, unlike one in a home folder
+SYSTEM_PYTHON = "/usr/bin/python3"  # the user `nobody` may run it, unlike an interpreter in a home folder
 
 
 @pytest.fixture(scope="module")

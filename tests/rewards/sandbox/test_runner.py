@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program can do in the sandbox, and what is told of it."""
+"""The sandbox runs programs and reports how they end."""
 
 import os
 import subprocess

@@ -112,7 +112,7 @@ def test_packed_tests_create_nothing_but_text():
 
 
 @needs_isolation
-def test_verdicts_tell_wrong_crashed_timed_out_and_not_run_apart():
+def test_verdicts_distinguish_wrong_crashed_timed_out_and_not_run():
     source = """
 n = int(input())
 if n == 1: print(1)
