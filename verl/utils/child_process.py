@@ -224,8 +224,9 @@ class IsolatedCalls(Generic[A, R]):
         if child is not None and (child.parent_pid != os.getpid() or child.connection.poll()):
             self._end_child()
         if self._child is None:
-            self._child = child = self._start_child(partial(_serve_calls, self.function, self.enter))
-            self._finalizer = weakref.finalize(self, child.kill)
+            child = self._start_child(partial(_serve_calls, self.function, self.enter))
+            self._finalizer = weakref.finalize(self, child.kill)  # before an interrupt
+            self._child = child
         return self._child
 
     def _end_child(self) -> int:
