@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, judged by tests in a sandbox: the last ```python block of the text after the thoughts.
+"""Programs, judged by tests in a sandbox: the last ```python block after `</think>`.
 
 overall = accuracy                  all tests passed, else 0; or passed ** power with `partial: true`
 
 passed                              share of the tests that passed
-wrong, crashed, timed_out, not_run  shares of the others; without a program all of them are `not_run`
+wrong, crashed, timed_out, not_run  shares of the other tests; without a program all tests are `not_run`
 format                              1 if there is a ```python block, else 0
 
-The ground truth holds the tests, as Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP write them: stdin and
+The ground truth holds the tests, in the format of Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP: stdin and
 stdout, calls of a function, or assertions (`verl/rewards/sandbox/cases.py`). Skywork-OR1's graded reward is
-`partial: true, power: 4`. A test may take `cpu_s` seconds, all of a row `budget_s`; set
-`worker.reward.timeout_s` above that. Without isolation on the machine nothing is run and the call fails.
+`partial: true, power: 4`. A test may take `cpu_s` seconds, all tests of a row `budget_s`; set
+`worker.reward.timeout_s` above that. If the machine cannot isolate programs, none runs and the call fails.
 """
 
 import re

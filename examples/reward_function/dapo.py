@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DAPO: the answer in a last line `Answer: ...`, and a penalty for long responses.
 
-Goes with `examples/format_prompt/dapo.jinja`.
+Use it with `examples/format_prompt/dapo.jinja`.
 
     overall = accuracy + overlong_penalty_factor * overlong
 

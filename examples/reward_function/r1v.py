@@ -4,8 +4,8 @@
 overall = (1 - format_weight) * accuracy + format_weight * format        one half each by default
 
 accuracy   1 if the content of the last `<answer>` equals the ground truth, as text or mathematically, else 0;
-           a ground truth may stand in `<answer>` too, as in the rows of R1-V and LongVideo-Reason
-format     1 if the response is `<think>...</think>` and then `<answer>...</answer>` and nothing else, else 0
+           a ground truth may be inside `<answer>` too, as in R1-V and LongVideo-Reason
+format     1 if the response is `<think>...</think><answer>...</answer>`, else 0
 """
 
 import re

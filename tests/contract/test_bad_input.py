@@ -261,7 +261,10 @@ BAD_REWARDS = {
     "hangs": ("while True: pass", ["did not return within `worker.reward.timeout_s` (1 s)", "reward.py:2"]),
     "no overall": ("return [{'accuracy': 1.0} for _ in inputs]", ["with `overall`", "['accuracy']"]),
     "nan": ("return [{'overall': float('nan')} for _ in inputs]", ["must be a finite number, got nan"]),
-    "wrong length": ("return [{'overall': 1.0}]", ["must return a list of", "dicts, one a response, got 1"]),
+    "wrong length": (
+        "return [{'overall': 1.0}]",
+        ["must return a list of", "dicts, one per response, got 1"],
+    ),
 }
 
 

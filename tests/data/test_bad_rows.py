@@ -41,8 +41,8 @@ def test_a_picture_that_ends_or_holds_up_its_decoder_is_a_bad_row_and_the_next_i
     bad = {item.index: item for item in items if isinstance(item, BadRow)}
     assert set(bad) == {1, 2, 4, 5}
     for index, ending in (
-        (1, "was ended by SIGABRT"), (2, "was ended by SIGSEGV"),
-        (4, "was ended by SIGKILL, as the kernel does when memory runs out"), (5, "did not end within 1 s"),
+        (1, "was killed by SIGABRT"), (2, "was killed by SIGSEGV"),
+        (4, "was killed by SIGKILL, as the kernel does when memory runs out"), (5, "did not end within 1 s"),
     ):  # fmt: skip
         told = f"rows.jsonl, row {index}: the process that read the image {tmp_path}/{index}.png {ending}"
         assert str(bad[index]).endswith(told)

@@ -236,7 +236,7 @@ def test_pictures_that_crash_their_decoder_take_nothing_down_and_are_reported_on
     entries = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
     assert sorted(entry["row"] for entry in entries) == sorted(bad)
     assert all(
-        entry["file"] == options["train_files"] and "was ended by" in entry["reason"] for entry in entries
+        entry["file"] == options["train_files"] and "was killed by" in entry["reason"] for entry in entries
     )
     cache.close()
 
@@ -266,7 +266,7 @@ def test_a_picture_that_crashes_its_decoder_stops_the_run_by_name_and_is_reporte
     options = dict(train_files=files, image_dir=str(tmp_path), num_workers=2)
 
     with pytest.raises(
-        ValueError, match=r"rows.jsonl, row 3: the process that read the image .*3.png was ended"
+        ValueError, match=r"rows.jsonl, row 3: the process that read the image .*3.png was killed"
     ):
         list(make_train(media_model, tmp_path, **options))
 

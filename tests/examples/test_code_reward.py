@@ -9,7 +9,7 @@ import pytest
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
-from verl.rewards.sandbox.isolation import Isolation
+from verl.rewards.sandbox.outcome import Isolation
 from verl.rewards.sandbox.runner import detect
 
 FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "code.py"

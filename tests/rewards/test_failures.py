@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that fail: what becomes of their responses, of the others, and of the run. Real processes."""
+"""Calls that fail: their responses, other responses, and the run. Uses real processes."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def test_a_call_that_fails_is_repeated_and_then_ends_the_run_by_its_reason(rewar
 def test_a_failure_may_mask_its_response_and_no_other(reward_file, way):
     with make_manager(reward_file(FAILS), on_failure="mask", timeout_s=timeout_of(way)) as manager:
         scores = scored(manager, five_with(way))
-        again = scored(manager, ["aaa"] * 5)  # the pool goes on
+        again = scored(manager, ["aaa"] * 5)  # the pool keeps working
 
     overall, accuracy = scores["overall"], scores["accuracy"]
     assert math.isnan(overall[3]) and math.isnan(accuracy[3])
@@ -173,7 +173,7 @@ def test_calls_that_share_a_process_with_one_that_ends_it_are_scored(reward_file
     assert scores["overall"][:2] + scores["overall"][3:] == [1.0, 2.0, 1.0, 1.0]
 
 
-def test_an_error_names_the_call_that_ended_the_process_among_those_that_shared_it(reward_file):
+def test_an_error_names_the_call_that_ended_a_shared_process(reward_file):
     path = reward_file(
         """
         import asyncio, os
@@ -248,6 +248,15 @@ def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file)
             scored(manager, ["hangs"] * 40)
 
     assert time.monotonic() - start < 8.0  # all of them, two at a time: 10 s and the new processes
+
+
+def test_a_function_that_always_hangs_ends_the_run_after_two_time_limits(reward_file):
+    with make_manager(reward_file(FAILS), timeout_s=0.5, num_cpus=1) as manager:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match="2 attempts"):
+            scored(manager, ["hangs"] * 40)
+
+    assert time.monotonic() - start < 8.0  # 1 s and a new process; each of them once: 20 s
 
 
 def test_each_response_whose_call_failed_is_logged_with_every_reason(reward_file, tmp_path):

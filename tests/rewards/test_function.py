@@ -153,7 +153,7 @@ def test_a_dataproto_function_sees_columns_and_may_return_tensors(reward_file):
         ("{'reward': [1.0]}", "`reward` must hold 2 values|`overall` must hold 2 values"),
         ("{'score': [1.0, 1.0]}", r"must return a dict with `reward` for all responses, got \['score'\]"),
         ("[1.0, 1.0]", "must return a dict with `reward` for all responses, got list"),
-        ("{'reward': 1.0}", "must hold 2 values, one a response, got float"),
+        ("{'reward': 1.0}", "must hold 2 values, one per response, got float"),
     ],
 )
 def test_a_dataproto_function_must_return_a_value_for_each_response(reward_file, returned, message):
@@ -199,7 +199,7 @@ def test_a_wrong_score_is_an_error_that_names_the_row_and_shows_the_response(rew
 
 @pytest.mark.parametrize("returned", ["[{'overall': 1.0}]", "{'overall': 1.0}", "None"])
 def test_a_batch_function_must_return_one_result_for_each_response(reward_file, returned):
-    with pytest.raises(ValueError, match="must return a list of 2 dicts, one a response"):
+    with pytest.raises(ValueError, match="must return a list of 2 dicts, one per response"):
         load_reward_function(reward_file(f"def main(inputs): return {returned}")).score(ROWS)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward file can import does not depend on how the command was started."""
+"""A reward file can import the same modules however the command was started."""
 
 import subprocess
 import sys
@@ -21,25 +21,25 @@ if __name__ == "__main__":
         print("pool", job.result())
 """
 REWARD = """
-import colorsys  # the standard library's, though a file of that name lies beside this one
+import colorsys  # the standard library's, though a file of that name is next to this one
 
 import in_working_directory
 
 def main(inputs):
-    import beside  # only now, in the process that scores
+    import neighbor  # only now, in the process that scores
 
-    value = in_working_directory.VALUE + beside.VALUE
+    value = in_working_directory.VALUE + neighbor.VALUE
     return [{"overall": value, "black": colorsys.rgb_to_hsv(0, 0, 0)[2]} for _ in inputs]
 """
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """A reward file with a helper beside it, another in the working directory, and two ways to start."""
+    """A reward file with a helper next to it, another in the working directory, and two ways to start."""
     for name in ("work", "rewards", "bin"):
         (tmp_path / name).mkdir()
     (tmp_path / "rewards" / "reward.py").write_text(REWARD)
-    (tmp_path / "rewards" / "beside.py").write_text("VALUE = 1.0\n")
+    (tmp_path / "rewards" / "neighbor.py").write_text("VALUE = 1.0\n")
     (tmp_path / "rewards" / "colorsys.py").write_text("raise RuntimeError\n")
     (tmp_path / "work" / "in_working_directory.py").write_text("VALUE = 0.5\n")
     (tmp_path / "bin" / "command.py").write_text(COMMAND)
@@ -53,20 +53,20 @@ def folders(tmp_path):
 def test_a_file_imports_from_its_folder_and_the_working_directory(folders, start):
     command = [sys.executable, *(part.format(folder=folders) for part in start)]
 
-    told = subprocess.run(
+    done = subprocess.run(
         [*command, f"{folders}/rewards/reward.py"], cwd=folders / "work", capture_output=True, text=True
     )
 
-    assert "here [{'overall': 1.5, 'black': 0.0}]" in told.stdout, told.stderr
-    assert "pool {'overall': [1.5], 'black': [0.0]}" in told.stdout, told.stderr
+    assert "here [{'overall': 1.5, 'black': 0.0}]" in done.stdout, done.stderr
+    assert "pool {'overall': [1.5], 'black': [0.0]}" in done.stdout, done.stderr
 
 
 def test_a_file_behind_a_link_imports_from_the_folder_that_it_lies_in(folders):
     (folders / "work" / "linked.py").symlink_to(folders / "rewards" / "reward.py")
 
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, f"{folders}/bin/command.py", "linked.py"],
         cwd=folders / "work", capture_output=True, text=True,
     )  # fmt: skip
 
-    assert "pool {'overall': [1.5], 'black': [0.0]}" in told.stdout, told.stderr
+    assert "pool {'overall': [1.5], 'black': [0.0]}" in done.stdout, done.stderr

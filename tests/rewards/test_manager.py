@@ -60,7 +60,7 @@ def test_an_empty_job_has_no_scores(reward_file):
         assert manager.start().result() == {"overall": []}
 
 
-def test_scoring_goes_on_while_the_caller_does_something_else(reward_file):
+def test_scoring_continues_while_the_caller_does_something_else(reward_file):
     path = reward_file(
         """
         import time
@@ -77,7 +77,7 @@ def test_scoring_goes_on_while_the_caller_does_something_else(reward_file):
             job.submit([index], rows(["a"]))
         seconds_to_submit = time.monotonic() - start
 
-        wait_until(lambda: job.num_scored == 6)  # nobody has called result yet
+        wait_until(lambda: job.num_scored == 6)  # `result` has not been called yet
         start = time.monotonic()
         scores = job.result()
         seconds_for_result = time.monotonic() - start
@@ -371,7 +371,7 @@ def test_a_hanging_call_is_killed_and_its_line_and_row_are_named(reward_file, st
         assert seconds < 5.0
         assert not is_alive(hanging)
 
-        job = manager.start()  # the pool goes on with another process
+        job = manager.start()  # the pool continues with another process
         job.submit([0], rows(["fine"]))
         assert job.result() == {"overall": [1.0]}
 
@@ -491,7 +491,7 @@ def test_closing_leaves_no_process_not_even_those_of_the_function(reward_file, t
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=2.0)
     with pytest.raises(RuntimeError, match="the reward pool was closed"):
         job.result()
-    with pytest.raises(RuntimeError, match="the reward pool is closed"):
+    with pytest.raises(RuntimeError, match="the reward pool was closed"):
         manager.start().submit([1], rows(["a"]))
     manager.close()
 

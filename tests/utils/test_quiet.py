@@ -7,7 +7,7 @@ from tests.helpers.optimizers import needs_torchao
 from verl.utils.quiet import quiet_torchao
 
 
-def test_torch_goes_on_to_warn_of_everything_else(caplog):
+def test_torch_still_warns_of_everything_else(caplog):
     quiet_torchao()
     logger = logging.getLogger("torch.utils._pytree")
 

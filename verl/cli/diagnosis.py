@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from verl.rewards.sandbox.isolation import REMEDY, Isolation, is_unsafe_allowed
+from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
 from verl.rewards.sandbox.runner import detect
 from verl.utils.host_memory import container_limit
 from verl.utils.version_check import VLLM_PACKAGES, find_version

@@ -11,7 +11,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl.data.bad_rows import BadRowError
-from verl.data.media.isolated_calls import IsolatedCalls
+from verl.utils.child_process import IsolatedCalls
 
 MAX_RENDERED = 10_000_000  # characters of a prompt; tokenizing them takes seconds
 RENDER_TIMEOUT_S = 10.0

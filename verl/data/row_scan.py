@@ -1,70 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at every row of a data set, on several processes where that pays."""
+"""Inspect every row of a data set, in several processes where that pays."""
 
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
-PARTS_FOR_EACH_PROCESS = 8  # rows with large videos are not spread evenly
+from verl.utils.child_process import IsolatedCalls
 
-_inspect: Callable[[range], list[Any]] | None = None  # what a worker of the pool calls; set when it is forked
+PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
 
 def scan_rows(
     inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
 ) -> list[Any]:
-    """Call `inspect` on consecutive parts of the rows.
+    """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
 
     Args:
-        inspect: Takes a range of row numbers and returns one result for each row.
-        num_rows: Rows in all.
-        workers: Processes at most; no more than there are cores.
-        rows_for_one: With fewer rows everything happens in this process.
-
-    Returns:
-        The results in the order of the rows.
+        inspect: Returns one result for each row number in a range.
+        num_rows: Total number of rows.
+        workers: Maximum number of processes, bounded by the number of cores.
+        rows_for_one: With fewer rows, everything runs in this process.
 
     Raises:
-        RuntimeError: A process was killed, or crashed. Media are opened beside it, so that theirs is not the
-            fault.
+        RuntimeError: A process was killed or crashed.
         Exception: Whatever `inspect` raises.
     """
     workers = min(workers, os.cpu_count() or 1)
     if workers < 2 or num_rows < rows_for_one:
         return inspect(range(num_rows))
-    size = -(-num_rows // (workers * PARTS_FOR_EACH_PROCESS))
+    size = -(-num_rows // (workers * PARTS_PER_PROCESS))
     parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    # fork: the children have the opened files and the tokenizer of this process and need not load them again
-    context = multiprocessing.get_context("fork")
-    # An executor ends its processes by a message. A `multiprocessing.Pool` that is left by an exception sends
-    # SIGTERM, which under Ray a child that has not come to `_enter` yet ignores, and waits for it forever.
-    results: list[Any] = []
-    with ProcessPoolExecutor(workers, context, initializer=_enter, initargs=(inspect,)) as pool:
+    idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
+
+    def inspect_elsewhere(part: range) -> list[Any]:
+        process = idle.get()
         try:
-            for part in pool.map(_inspect_part, parts):
+            results, error = process(part)
+        finally:
+            idle.put(process)
+        if error is not None:
+            raise error
+        return results
+
+    results: list[Any] = []
+    with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
+        for _ in range(workers):
+            # Forked, they share the opened files and the tokenizer. They start here, before any thread does.
+            process = processes.enter_context(closing(IsolatedCalls(partial(_catch, inspect), None, _enter)))
+            process.start()
+            idle.put(process)
+        try:
+            for part in threads.map(inspect_elsewhere, parts):
                 results += part
-        except TimeoutError as error:  # raised anew, as an error of this process
-            raise TimeoutError(str(error)) from error
-        except BrokenProcessPool as error:
+        except ChildProcessError as error:
             raise RuntimeError(
-                f"a process that checks the rows has died, as one does when memory runs out; the first row"
-                f" that was not checked is {len(results)} of all files: fewer"
+                f"a process that checks the rows died, as one does when memory runs out; the first row that"
+                f" was not checked is {len(results)} of all files: fewer"
                 " `data.filter_overlong_prompts_workers` need less memory"
             ) from error
     return results
 
 
-def _enter(inspect: Callable[[range], list[Any]]) -> None:
-    global _inspect
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler, inherited by a fork, does not end it
+def _enter() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _inspect = inspect
 
 
-def _inspect_part(part: range) -> list[Any]:
-    assert _inspect is not None, "the worker was entered"
-    return _inspect(part)
+def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:
+    """Return what a function returns and what it raises, so that the error keeps its type."""
+    try:
+        return function(part), None
+    except Exception as error:  # noqa: BLE001 (raised again by the caller)
+        return [], error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a batch that failed for good: what their responses count as, and when there are too many.
+"""Calls of a batch that failed for good: how their responses count, and when there are too many.
 
-A failure is no score: the function raised, returned something wrong, was late, or its process died or ran out
-of memory. What becomes of the response is `worker.reward.on_failure`.
+A failure is not a score: the function raised, returned something wrong or was late, or its process died or
+ran out of memory. `worker.reward.on_failure` says what to do with the response.
 """
 
 import json
@@ -12,61 +12,50 @@ from typing import Any
 
 from verl.config.worker import RewardConfig
 from verl.rewards.function import SHOWN_COLUMNS, Scores
-from verl.rewards.pool_process import Call
+from verl.rewards.pool import Call
 from verl.rewards.worker_process import Failure
 from verl.utils.rank_logger import get_logger
 
 # Columns of a job's result, one number for each response.
-FAILURES = "failures"  # 1 where its call failed for good
+FAILURES = "failures"  # 1 if its call failed for good
 RETRIES = "retries"  # how often its call was repeated
 
-NUM_REASONS = 3  # that an error shows
+NUM_REASONS = 3  # shown in an error
 REPORTED_COLUMNS = ("uid", *SHOWN_COLUMNS, "response_length")
 
 logger = get_logger(__name__)
 
 
 class FailedCalls:
-    """The failures of one batch.
-
-    Attributes:
-        calls: Those that failed for good.
-        rows: Their responses, which have no score.
-        retries: How often the call of a response was repeated, where it was.
-    """
+    """Failures of one batch."""
 
     def __init__(self, config: RewardConfig, log: Path | None) -> None:
         self.calls: list[Call] = []
-        self.rows: set[int] = set()
-        self.retries: dict[int, int] = {}
+        self.rows: set[int] = set()  # responses of these calls, which have no score
+        self.retries: dict[int, int] = {}  # for each response whose call was repeated
         self._config = config
         self._log = log
         self._num_reported = 0
 
     def add(self, call: Call) -> None:
-        """Note a call that failed for good."""
-        self.add_retries(call)
         self.calls.append(call)
         self.rows.update(call.rows)
 
-    def add_retries(self, call: Call) -> None:
-        """Count how often a call was repeated."""
+    def count_retries(self, call: Call) -> None:
         repeated = min(len(call.failures), self._config.max_retries)
         if repeated:
             self.retries |= dict.fromkeys(call.rows, repeated)
 
     def scores(self) -> Scores:
-        """What a response counts as: a score, or nan for one that is masked."""
+        """Scores of a response whose call failed; nan masks it."""
         is_masked = self._config.on_failure == "mask"
         return {"overall": math.nan if is_masked else self._config.failure_score}
 
-    def are_too_many(self, num_responses: int) -> bool:
-        """Whether the run should end, for so many responses in the batch."""
-        return len(self.rows) > self._config.max_failure_ratio * num_responses
-
-    def reason_to_stop(self, num_responses: int) -> Failure:
-        """The error of a batch with too many of them."""
+    def reason_to_stop(self, num_responses: int) -> Failure | None:
+        """Return the error of a batch of `num_responses` if calls failed for too many of them."""
         failed, limit = len(self.rows), self._config.max_failure_ratio
+        if failed <= limit * num_responses:
+            return None
         reasons = "\n\n".join(reason(call) for call in self.calls[:NUM_REASONS])
         return Failure(
             RuntimeError,
@@ -75,7 +64,6 @@ class FailedCalls:
         )
 
     def report(self) -> None:
-        """Log what was not reported before, and write each response of it to the file of failures."""
         new = self.calls[self._num_reported :]
         if not new:
             return
@@ -98,7 +86,6 @@ class FailedCalls:
 
 
 def reason(call: Call) -> str:
-    """Why a call failed in the end, and after how many attempts."""
     attempts = f"\n{len(call.failures)} attempts" if len(call.failures) > 1 else ""
     return f"{call.failures[-1].message}{attempts}"
 

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's reward function: loaded from a file, checked, called by its convention, its scores checked.
+"""The user's reward function: load it from a file, call it by its convention, check its scores.
 
-A reward file is plain Python; `REWARD_TYPE` in it says how its function is called:
+A reward file is plain Python; its `REWARD_TYPE` says how its function is called:
 
     batch (default)  f(list[dict], **kwargs) -> list[dict[str, float]]
     sequential       f(dict, **kwargs) -> dict[str, float]                  also `async def`
     dataproto        f(data, **kwargs) -> {"reward": (B,) tensor or list, other names: the same}
 
-The file can import what is installed, what lies in the working directory, and what lies beside it.
-
 Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
-`data` has them as lists: `data.responses`, `data.prompts`, `data.ground_truth`, ... The result needs
-`overall`, for dataproto `reward`.
-
-Nothing here imports torch: a reward process starts in a tenth of a second.
+`data` has them as lists: `data.responses`, `data.prompts`, ... The result needs `overall`, for dataproto
+`reward`. Nothing here imports torch: a reward process starts in a tenth of a second.
 """
 
 import asyncio
@@ -43,15 +39,15 @@ Scores = dict[str, float]
 
 
 class BadScoresError(ValueError):
-    """What a reward function returned are no scores; the message is for the user."""
+    """A reward function returned something other than scores; the message is for the user."""
 
 
 class RewardData(SimpleNamespace):
-    """Every response of a step as columns, for a `dataproto` function.
+    """All responses of a step as columns, for a `dataproto` function.
 
     Example::
 
-        data.responses       # ["<think>...", ...], as many as there are responses
+        data.responses       # ["<think>...", ...]
         data.ground_truth    # ["5", ...]
         len(data)            # 512
     """
@@ -61,7 +57,7 @@ class RewardData(SimpleNamespace):
 
     @classmethod
     def from_inputs(cls, inputs: Sequence[dict[str, Any]]) -> "RewardData":
-        """Turn rows into columns: `prompt` becomes `prompts`, `response` `responses`; others keep theirs."""
+        """Turn rows into columns. `prompt` is renamed to `prompts`, `response` to `responses`."""
         names = {"prompt": "prompts", "response": "responses"}
         columns = {key: None for row in inputs for key in row}  # in the order of their first appearance
         values = {names.get(key, key): [row.get(key) for row in inputs] for key in columns}
@@ -70,7 +66,7 @@ class RewardData(SimpleNamespace):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function that was found, imported and accepted.
+    """A reward function that was imported and can be called.
 
     Example::
 
@@ -91,30 +87,23 @@ class RewardFunction:
         return f"{self.path}:{self.function_name}"
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Score responses in this process, so that `print` and `breakpoint()` work; no time limit applies.
+        """Score responses in this process, where `print` and `breakpoint()` work, without a time limit.
 
         Raises:
-            ValueError: The function returned something else than one dict of floats with `overall` for each
-                response.
+            ValueError: The function returned something other than scores.
             Exception: Whatever the function itself raises.
         """
         rows = range(len(inputs))
         if self.is_async:
-            return asyncio.run(self._score_concurrently(rows, inputs))
+            return self.check(asyncio.run(self._call_concurrently(inputs)), rows, inputs)
         if self.reward_type == "sequential":
-            return [
-                self.check([self.call([row])], [at], [row])[0] for at, row in zip(rows, inputs, strict=True)
-            ]
+            return [self.check([self.call([inputs[row]])], [row], [inputs[row]])[0] for row in rows]
         return self.check(self.call(inputs), rows, inputs)
 
-    async def _score_concurrently(
-        self, rows: Sequence[int], inputs: Sequence[dict[str, Any]]
-    ) -> list[Scores]:
-        returned = await asyncio.gather(*(self.call([row]) for row in inputs))
-        return self.check(returned, rows, inputs)
+    async def _call_concurrently(self, inputs: Sequence[dict[str, Any]]) -> list[Any]:
+        return await asyncio.gather(*(self.call([row]) for row in inputs))
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
-        """Call the user's function: on the only response (sequential), all (batch) or columns (dataproto)."""
         if self.reward_type == "sequential":
             (only,) = inputs
             return self.function(only, **self.kwargs)
@@ -123,16 +112,10 @@ class RewardFunction:
         return self.function(list(inputs), **self.kwargs)
 
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Return what the function returned as plain floats, one dict for each response.
-
-        Args:
-            returned: What `call` returned; for `sequential` a list of it.
-            rows: Number of each response in its batch, for errors.
-            inputs: What the function saw, for errors.
+        """Turn the result of `call`, for `sequential` a list of results, into plain floats.
 
         Raises:
-            ValueError: No `overall`, a value that is not a finite number, or not one result for each
-                response; or something that fails when it is looked at.
+            ValueError: The results are not scores. `rows` and `inputs` are named in the message.
         """
         try:
             return self._check(returned, rows, inputs)
@@ -147,11 +130,10 @@ class RewardFunction:
     def _check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
         if self.reward_type == "dataproto":
             returned = self._rows_of_columns(returned, len(rows))
-        if not isinstance(returned, list | tuple) or len(returned) != len(rows):
-            got = f"{len(returned)}" if isinstance(returned, list | tuple) else f"{type(returned).__name__}"
+        if _size(returned) != len(rows):
             raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a list of {len(rows)} dicts, one a response, got {got}"
-                f" for {describe(rows, inputs)}"
+                f"`{OPTION}` ({self}) must return a list of {len(rows)} dicts, one per response,"
+                f" got {_size(returned)} for {describe(rows, inputs)}"
             )
         return [
             self._check_row(scores, describe([row], [row_input]))
@@ -171,10 +153,10 @@ class RewardFunction:
             for key, column in returned.items()
         }
         for key, column in columns.items():
-            if not isinstance(column, list | tuple) or len(column) != num_rows:
-                got = len(column) if isinstance(column, list | tuple) else type(column).__name__
+            if _size(column) != num_rows:
                 raise BadScoresError(
-                    f"`{OPTION}` ({self}): `{key}` must hold {num_rows} values, one a response, got {got}"
+                    f"`{OPTION}` ({self}): `{key}` must hold {num_rows} values, one per response,"
+                    f" got {_size(column)}"
                 )
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
@@ -192,7 +174,7 @@ class RewardFunction:
         ]
         if len(set(names)) < len(names):
             raise BadScoresError(
-                f"`{OPTION}` ({self}) must give each score a name of its own, got {sorted(names)} for {where}"
+                f"`{OPTION}` ({self}) must give each score its own name, got {sorted(names)} for {where}"
             )
         return dict(zip(names, values, strict=True))
 
@@ -213,13 +195,14 @@ def load_reward_function(
     """Import a reward file and check that its function can be called.
 
     Args:
-        spec: `path.py:function`; without `:function` it is `main`.
-        kwargs: What the function is called with besides the responses.
-        default_type: `worker.reward.reward_type`: the convention of a file without `REWARD_TYPE`.
+        spec: `path.py:function`; the default function is `main`.
+        kwargs: Further arguments of the function.
+        default_type: `REWARD_TYPE` of a file that sets none.
 
     Raises:
-        FileNotFoundError: There is no such file. ValueError: The file cannot be imported, has no such
-            function or an unknown `REWARD_TYPE`, or `kwargs` do not fit the function.
+        FileNotFoundError: There is no such file.
+        ValueError: The file cannot be imported, has no such function or an unknown `REWARD_TYPE`, or `kwargs`
+            do not fit the function.
     """
     kwargs = dict(kwargs or {})
     path, function_name = split_spec(spec)
@@ -242,7 +225,7 @@ def load_reward_function(
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
-    """Split `path.py[:function]` into an existing file and the name of the function."""
+    """Split `path.py[:function]` into an existing file and a function name."""
     path, separator, function_name = spec.rpartition(":")
     if not separator:
         path, function_name = spec, DEFAULT_FUNCTION
@@ -270,16 +253,12 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _extend_import_path(path: Path) -> None:
-    """Let a file import from the working directory and from its own folder, whatever started this process.
-
-    `python3 -m` and `python3 -c` look in the working directory first; console commands do not look there at
-    all. The file's folder comes last: a reward file may well be called math.py, and hide nobody's `math`.
-    """
-    here, beside = os.getcwd(), str(path.resolve().parent)
-    if not {"", here} & set(sys.path):
-        sys.path.insert(0, here)
-    if beside not in sys.path:
-        sys.path.append(beside)
+    """Let a file import from the working directory and from its own folder."""
+    working_directory, folder = os.getcwd(), str(path.resolve().parent)
+    if not {"", working_directory} & set(sys.path):  # as `python3 -m` does, but a console command does not
+        sys.path.insert(0, working_directory)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a reward file called math.py must not hide `math`
 
 
 def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
@@ -306,8 +285,12 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: s
         ) from error
 
 
+def _size(values: Any) -> int | str:
+    return len(values) if isinstance(values, list | tuple) else type(values).__name__
+
+
 def _exact_text(key: Any) -> str:
-    """A key as text; one of a class of the user's own could not be read by another process."""
+    """Return a key as a plain string: another process could not unpickle a user's class."""
     return str.__str__(str(key))
 
 
@@ -319,7 +302,6 @@ def _nearest_float(value: Real) -> float:
 
 
 def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
-    """Name responses for an error, with an excerpt of the first one."""
     if not rows:
         return "no response"
     which = f"row {rows[0]}"
@@ -332,14 +314,13 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
 
 
 def shorten(text: str) -> str:
-    """The beginning and the end of a long text."""
     if len(text) <= EXCERPT_HEAD + EXCERPT_TAIL:
         return text
     return f"{text[:EXCERPT_HEAD]} ... ({len(text)} characters) ... {text[-EXCERPT_TAIL:]}"
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """The error, the line of the user's file it came from, and the traceback from there on."""
+    """Describe an error with its line in the user's file and the traceback from there on."""
     if isinstance(error, SyntaxError):
         return (
             f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {(error.text or '').strip()}"
@@ -348,7 +329,7 @@ def describe_error(error: BaseException, path: Path) -> str:
 
 
 def describe_place(error: BaseException, path: Path) -> str:
-    """The line of the user's file an error came from, and the traceback from the user's first line on."""
+    """Give the line of the user's file that raised an error, and the traceback from its first line on."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [idx for idx, frame in enumerate(frames) if frame.filename == str(path)]
     if not frames:

@@ -1,301 +1,359 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of reward processes that can be killed.
+"""A pool of reward processes, each of which can be killed and replaced.
 
-One thread owns the processes: it starts them, hands out calls, collects answers, kills what is late and
-replaces what died. Everything else only appends to its queue. The thread lives as long as the pool, on
-purpose: Linux kills a child when the *thread* that started it ends, and that leaves no orphan behind a
-controller that was killed.
+One thread runs an event loop, in which each process has a coroutine (`_keep_process`) that starts it, hands
+it calls, and starts the next one when it ends. The thread lives as long as the pool, because Linux kills a
+child when the *thread* that started it ends: no process outlives a controller that was killed.
 """
 
+import asyncio
 import itertools
 import os
-import pickle
 import re
-import selectors
 import socket
+import struct
 import threading
-import time
 from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
 
 from verl.config.worker import RewardConfig
-from verl.rewards.function import OPTION, TRACEBACK_HEADING, describe, split_spec
-from verl.rewards.pool_process import NEVER, Call, ChildProcess
-from verl.rewards.worker_process import Answer, Failure, Ready, Setup, timeout_message
+from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec
+from verl.rewards.worker_process import Answer, Failure, Ready, Setup, serve, timeout_message
+from verl.utils.child_process import ChildProcess, describe_exit
 from verl.utils.rank_logger import get_logger
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine
+LATE_GRACE_S = 2.0  # an `async def` call times out inside its process first, where the reason is known
+SEND_TIMEOUT_S = 5  # a process that reads nothing for so long is dead
+EXIT_WAIT_S = 1.0  # between the end of its connection and that of a process
 
 logger = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the reward function on its way through the pool."""
+
+    rows: list[int]
+    inputs: list[dict[str, Any]]
+    payload: bytes  # pickled (rows, inputs)
+    finished: "SimpleQueue[Call]"  # receives this call when it has scores or has failed for good
+    is_cancelled: threading.Event  # set when the batch needs no more scores
+    failures: list[Failure] = field(default_factory=list)  # one for each failed attempt
+    scores: list[Scores] | None = None
+    is_suspect: bool = False  # it shared a process that ended, and must not share another
+    is_broken: bool = False  # the pool failed, not this call
 
 
 class RewardPool:
     """Processes that call one reward function.
 
-    Consumes calls from any thread, waits for processes, tells scores and failures on the pool's own thread. A
-    call that fails is repeated `max_retries` times before that is told. Of several calls in a process that
-    ended, each is repeated alone first, so that one that ends its process fails and the others do not.
+    A call that fails is repeated `max_retries` times. Calls that shared a process that ended are repeated one
+    at a time, so that only the one that ends its process fails.
     """
 
     def __init__(self, spec: str, config: RewardConfig) -> None:
-        """Start the processes; returns at once. `max_concurrency` calls of an `async def` share a process."""
         path, function_name = split_spec(spec)
-        self.function = f"{path}:{function_name}"
-        self.path = str(path)
-        self.timeout_s = config.timeout_s
-        self.num_processes = config.num_cpus
-        self.max_concurrency = config.max_concurrency
-        self.max_retries = config.max_retries
+        self.function, self.path = f"{path}:{function_name}", str(path)
+        self.config = config
         kwargs = dict(config.reward_function_kwargs)
         setup = Setup(self.function, kwargs, config.reward_type, config.timeout_s, config.memory_limit_gb)
-        self._setup = pickle.dumps(setup)
-        self._numbers = itertools.count()
-        self._queue: deque[Call] = deque()
-        self._processes: list[ChildProcess] = []
-        self._selector = selectors.DefaultSelector()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wake_ups)
-        self._loaded = threading.Event()
-        self._ready: Ready | None = None
-        self._broken: Failure | None = None
-        self._closing = False
-        self._lock = threading.Lock()  # guards `_queue`, `_broken` and `_closing` against late submissions
-        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._serve = partial(serve, setup)
+        self._processes: list[RewardProcess] = []
+        self._open: set[Call] = set()  # submitted and not finished
+        self._order = itertools.count()
+        self._ready: Future[Ready] = Future()
+        self._broken: Failure | None = None  # the pool's end, and the reason
+        self._lock = threading.Lock()  # guards `_open`, `_broken` and the end of the loop
+        self._loop = asyncio.new_event_loop()
+        self._queue: asyncio.PriorityQueue[tuple[int, int, Call]] = asyncio.PriorityQueue()
+        keepers = [self._keep_process() for _ in range(config.num_cpus)]
+        self._main = self._loop.create_task(_run_together(*keepers))
+        self._thread = threading.Thread(target=self._run_loop, name="reward-pool", daemon=True)
         self._thread.start()
 
     def wait_until_loaded(self) -> Ready:
-        """Wait for the first process to have imported the user's file; raises why it could not."""
-        self._loaded.wait()
-        if self._ready is None:
-            assert self._broken is not None, "a pool without a function must know why"
-            raise self._broken.kind(self._broken.message)
-        return self._ready
+        """Wait for the first process to import the user's file; raises the reason if it could not."""
+        return self._ready.result()
 
     def submit(self, calls: list[Call]) -> None:
-        """Queue calls; returns at once."""
         with self._lock:
-            if self._closing:
-                raise RuntimeError("the reward pool is closed")
-            broken = self._broken
-            if broken is None:
-                self._queue.extend(calls)
-        if broken is not None:
-            raise broken.kind(broken.message)
-        self._wake_up()
+            if self._broken is not None:
+                raise self._broken.kind(self._broken.message)
+            self._open.update(calls)
+            self._loop.call_soon_threadsafe(self._enqueue, calls)
 
     def pids(self) -> list[int]:
-        """Process ids of the processes that are alive now."""
-        return [process.popen.pid for process in list(self._processes)]
+        return [process.child.pid for process in list(self._processes)]
 
     def close(self) -> None:
-        """Kill every process and wait for their end; calls under way fail. Safe to call twice."""
+        """Kill every process and fail the open calls. Safe to call twice."""
         with self._lock:
-            self._closing = True
-        self._wake_up()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _wake_up(self) -> None:
-        try:
-            self._wake_sender.send(b"\0")
-        except BlockingIOError:
-            return  # so many are unread that the thread wakes anyway
-        except OSError:
-            if not self._closing:
-                raise
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join()
 
     # Everything below runs on the pool's own thread.
 
-    def _run(self) -> None:
-        reason = Failure(RuntimeError, "the reward pool was closed")
+    def _run_loop(self) -> None:
+        failure = Failure(RuntimeError, "the reward pool was closed")
         try:
-            for _ in range(self.num_processes):
-                self._start_process()
-            while not self._closing:
-                self._hand_out()
-                for key, _ in self._selector.select(self._seconds_to_deadline()):
-                    key.data()
-                self._kill_late()
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        except PoolBrokenError as error:
+            failure = error.failure
         except BaseException as error:
-            reason = Failure(RuntimeError, f"the reward pool stopped: {error!r}")
+            failure = Failure(RuntimeError, f"the reward pool stopped: {error!r}")
             raise
         finally:
-            self._break(reason)
-            for process in list(self._processes):
-                self._remove(process)
-            self._selector.close()
-            self._wake_receiver.close()
-            self._wake_sender.close()
-
-    def _drain_wake_ups(self) -> None:
-        self._wake_receiver.recv(4096)
-
-    def _start_process(self) -> None:
-        deadline = time.monotonic() + max(LOAD_TIMEOUT_S, self.timeout_s)
-        process = ChildProcess(self._setup, deadline)
-        self._processes.append(process)
-        self._selector.register(process.connection, selectors.EVENT_READ, lambda: self._receive(process))
-        self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._bury(process))
-
-    def _remove(self, process: ChildProcess) -> None:
-        self._processes.remove(process)
-        self._selector.unregister(process.connection)
-        self._selector.unregister(process.pidfd)
-        process.stop()
-
-    def _hand_out(self) -> None:
-        while self._queue:
-            call = self._queue[0]  # only this thread takes calls away
-            free = [process for process in self._processes if process.has_room_for(call)]
-            if call.is_wanted() and not free:
-                return
             with self._lock:
-                self._queue.popleft()
-            if not call.is_wanted():
-                continue
-            process = min(free, key=lambda one: len(one.calls))
-            call.deadline = time.monotonic() + self.timeout_s + process.grace_s
-            try:
-                process.send(next(self._numbers), call)
-            except OSError:  # it died or reads nothing: its exit code tells more than this
-                self._bury(process)
+                self._broken = failure
+                self._loop.close()
+            for call in list(self._open):
+                call.is_broken = True
+                call.failures.append(failure)
+                self._finish(call)
+            if not self._ready.done():
+                self._ready.set_exception(failure.kind(failure.message))
 
-    def _receive(self, process: ChildProcess) -> None:
-        if process not in self._processes:
-            return
+    async def _keep_process(self) -> None:
+        """Start a process, hand it calls until it ends, and start the next one."""
+        suspects: deque[Call] = deque()
+        while True:
+            process = RewardProcess(self._serve, suspects)
+            self._processes.append(process)
+            try:
+                await _run_together(process.watch(), self._work(process))
+            except ProcessEndedError as end:
+                self._settle(process, end)
+            finally:
+                self._processes.remove(process)
+                process.close()
+
+    async def _work(self, process: "RewardProcess") -> None:
+        ready = await self._load(process)
+        while process.suspects:
+            await self._score(process, process.suspects.popleft())
+        num_calls = self.config.max_concurrency if ready.is_async else 1
+        await _run_together(*(self._score_queued(process) for _ in range(num_calls)))
+
+    async def _load(self, process: "RewardProcess") -> Ready:
+        limit_s = max(LOAD_TIMEOUT_S, self.config.timeout_s)
         try:
-            message = process.connection.recv()
-        except (EOFError, OSError):
-            self._bury(process)
-            return
-        if isinstance(message, Ready):
-            process.loaded(message, self.max_concurrency)
-            self._ready = message
-            self._loaded.set()
-        elif isinstance(message, Failure):
-            self._break(message)
-        else:
-            self._deliver(process, message)
-            if message.is_full:
-                self._remove(process)
-                self._repeat_alone(process)
-                self._start_process()
+            async with asyncio.timeout(limit_s):
+                message = await process.loaded
+        except TimeoutError:
+            where = _where_it_hangs(process.child.stacks(), self.path)
+            message = Failure(
+                TimeoutError, f"`{OPTION}`: importing {self.path} took over {limit_s:g} s: {where}"
+            )
+        if isinstance(message, Failure):
+            raise PoolBrokenError(message)
+        process.is_loaded = True
+        process.grace_s = LATE_GRACE_S if message.is_async else 0.0
+        if not self._ready.done():
+            self._ready.set_result(message)
+        return message
 
-    def _deliver(self, process: ChildProcess, answer: Answer) -> None:
-        call = process.calls.pop(answer.call_number, None)
-        if call is None:  # the pool has given up
+    async def _score_queued(self, process: "RewardProcess") -> None:
+        while True:
+            _, _, call = await self._queue.get()
+            await self._score(process, call)
+
+    async def _score(self, process: "RewardProcess", call: Call) -> None:
+        if call.is_cancelled.is_set():
+            self._open.discard(call)
             return
-        process.num_answers += 1
+        timeout_s = self.config.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s + process.grace_s):
+                answer = await process.ask(call)
+        except TimeoutError:
+            where = _where_it_hangs(process.child.stacks(), self.path)
+            raise ProcessEndedError(timeout_message(self.function, timeout_s, where), TimeoutError) from None
+        if answer.is_memory_full and (len(process.calls) > 1 or process.num_answers > 1):
+            raise ProcessEndedError("is short of memory", None)  # other calls may have filled it
+        del process.calls[answer.call_number]
         if answer.failure is None:
-            assert answer.scores is not None, "an answer must hold scores or a failure"
-            call.on_scores(call, answer.scores)
-        elif answer.is_full and (process.calls or process.num_answers > 1):
-            process.calls[answer.call_number] = (
-                call  # others may have filled the memory: it is repeated with them
-            )
+            call.scores = answer.scores
+            self._finish(call)
         else:
-            self._fail(call, answer.failure)
+            self._fail(process, call, answer.failure)
+        if answer.is_memory_full:
+            raise ProcessEndedError("is short of memory", None)
 
-    def _fail(self, call: Call, failure: Failure) -> None:
-        """Repeat a call that failed, behind all others; tell of it when that is of no use."""
-        call.failures.append(failure)
-        if len(call.failures) <= self.max_retries:
-            with self._lock:
-                self._queue.append(call)
-        else:
-            call.on_failure(call, failure)
-
-    def _repeat_alone(self, process: ChildProcess) -> None:
-        """Repeat what a process had under way when it ended."""
-        for call in process.calls.values():
-            call.is_alone = True
-        with self._lock:
-            self._queue.extendleft(process.calls.values())
-
-    def _bury(self, process: ChildProcess) -> None:
-        """Replace a process that died, after taking the answers it still gave."""
-        if process not in self._processes:
-            return
-        while process.has_message():
-            try:
-                message = process.connection.recv()
-            except (EOFError, OSError):
-                break
-            if isinstance(message, Answer):
-                self._deliver(process, message)
-            elif isinstance(message, Failure):
-                self._break(message)
-        how = process.how_it_ended()
-        report = process.report()
-        self._remove(process)
+    def _settle(self, process: "RewardProcess", end: "ProcessEndedError") -> None:
+        """Decide what becomes of the calls of a process that ended."""
         if not process.is_loaded:
-            self._break(
-                Failure(RuntimeError, f"`{OPTION}`: the process that imports {self.path} {how}{report}")
-            )
-            return
-        if not process.calls:
-            logger.warning("an idle reward process %s and is replaced: pid=%d", how, process.popen.pid)
-        elif len(process.calls) > 1:
-            self._repeat_alone(process)
+            message = f"`{OPTION}`: the process that imports {self.path} {end.how}{end.report}"
+            raise PoolBrokenError(Failure(RuntimeError, message))
+        calls = list(process.calls.values())
+        if end.kind is None or len(calls) > 1:
+            for call in calls:
+                call.is_suspect = True
+            process.suspects.extendleft(reversed(calls))
+        elif not calls:
+            logger.warning("an idle reward process %s and is replaced: pid=%d", end.how, process.child.pid)
         else:
-            (call,) = process.calls.values()
-            what = f"while it scored {describe(call.rows, call.inputs)}{report}"
-            message = f"the process of reward function {self.function} {how} {what}"
-            self._fail(call, Failure(RuntimeError, message))
-        self._start_process()
+            what = describe(calls[0].rows, calls[0].inputs)
+            message = f"the process of reward function {self.function} {end.how} while it scored {what}"
+            if end.kind is TimeoutError:
+                message = f"{end.how} {what}"
+            self._fail(process, calls[0], Failure(end.kind, message + end.report))
 
-    def _seconds_to_deadline(self) -> float | None:
-        deadlines = [process.next_deadline() for process in self._processes]
-        first = min(deadlines, default=NEVER)
-        return None if first == NEVER else max(0.0, first - time.monotonic())
+    def _fail(self, process: "RewardProcess", call: Call, failure: Failure) -> None:
+        """Repeat a call that failed, or give it up."""
+        call.failures.append(failure)
+        # A call that hung is repeated before all others: if the function always hangs, the run ends after two
+        # time limits. Other calls are repeated after those that wait, when the cause may have passed.
+        is_late = failure.kind is TimeoutError
+        if len(call.failures) > self.config.max_retries:
+            if self.config.on_failure == "error":
+                call.is_cancelled.set()
+            self._finish(call)
+        elif not call.is_suspect:
+            self._put(call, priority=0 if is_late else 1)
+        elif is_late:
+            process.suspects.appendleft(call)
+        else:
+            process.suspects.append(call)
 
-    def _kill_late(self) -> None:
-        now = time.monotonic()
-        for process in list(self._processes):
-            if process.next_deadline() > now:
-                continue
-            what = _where_it_hangs(process.stacks(), self.path)
-            self._remove(process)
-            if not process.is_loaded:
-                limit = max(LOAD_TIMEOUT_S, self.timeout_s)
-                self._break(
-                    Failure(TimeoutError, f"`{OPTION}`: importing {self.path} took over {limit:g} s: {what}")
-                )
-                continue
-            if len(process.calls) > 1:
-                self._repeat_alone(process)
-            else:
-                (call,) = process.calls.values()
-                message = timeout_message(self.function, self.timeout_s, what, call.rows, call.inputs)
-                self._fail(call, Failure(TimeoutError, message))
-            self._start_process()
+    def _finish(self, call: Call) -> None:
+        self._open.discard(call)
+        call.finished.put(call)
 
-    def _break(self, failure: Failure) -> None:
-        """Give up for good: fail what waits and whatever comes later."""
-        with self._lock:
-            self._broken = self._broken or failure
-            waiting = list(self._queue)
-            self._queue.clear()
-        for process in self._processes:
-            waiting.extend(process.calls.values())
-            process.calls.clear()
-        for call in waiting:
-            call.on_failure(call, failure._replace(is_final=True))
-        self._loaded.set()
+    def _enqueue(self, calls: list[Call]) -> None:
+        for call in calls:
+            self._put(call, priority=1)
+
+    def _put(self, call: Call, priority: int) -> None:
+        self._queue.put_nowait((priority, next(self._order), call))
+
+
+class RewardProcess:
+    """A reward process, from its start to its end."""
+
+    def __init__(self, serve: Callable[[Connection], object], suspects: deque[Call]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.child = ChildProcess.start(serve)
+        self.loaded: asyncio.Future[Ready | Failure] = self._loop.create_future()  # its first message
+        self.calls: dict[int, Call] = {}  # not answered yet
+        self.suspects = suspects  # calls to repeat one at a time, before any other
+        self.num_answers = 0
+        self.is_loaded = False
+        self.grace_s = 0.0  # that a call may take beyond its time limit
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = itertools.count()
+        self._is_silent, self._has_exited = asyncio.Event(), asyncio.Event()
+        _limit_send_time(self.child.connection)
+        self._connection = self.child.connection.fileno()
+        self._pidfd = os.pidfd_open(self.child.pid)
+        self._loop.add_reader(self._connection, self._receive)
+        self._loop.add_reader(self._pidfd, self._note_exit)
+
+    async def ask(self, call: Call) -> Answer:
+        number = next(self._numbers)
+        answer = self._answers[number] = self._loop.create_future()
+        self.calls[number] = call
+        try:
+            self.child.connection.send((number, call.payload))
+        except OSError:  # it has died or reads nothing; `watch` raises the reason
+            self._is_silent.set()
+        return await answer
+
+    async def watch(self) -> None:
+        """Raise when the process ends."""
+        await self._is_silent.wait()
+        try:
+            async with asyncio.timeout(EXIT_WAIT_S):
+                await self._has_exited.wait()
+        except TimeoutError:
+            raise ProcessEndedError("stopped answering") from None
+        report = self.child.crash_report()
+        exit_code = self.close()
+        hint = " (did the function call `exit`?)" if exit_code >= 0 else ""
+        raise ProcessEndedError(describe_exit(exit_code) + hint, report=f"\n{report}" if report else "")
+
+    def close(self) -> int:
+        """Kill the process and return its exit code. Safe to call twice."""
+        if self.child.exit_code is None:
+            self._loop.remove_reader(self._connection)
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        return self.child.kill()
+
+    def _receive(self) -> None:
+        try:
+            message = self.child.connection.recv()
+        except (EOFError, OSError):
+            self._loop.remove_reader(self._connection)
+            self._is_silent.set()
+            return
+        if isinstance(message, Answer):
+            self.num_answers += 1
+            answer = self._answers.pop(message.call_number)
+            if not answer.done():  # else it came too late
+                answer.set_result(message)
+        else:
+            self.loaded.set_result(message)
+
+    def _note_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        # It may have answered before. Processes that it started may hold the connection open.
+        while not self._is_silent.is_set() and self.child.connection.poll():
+            self._receive()
+        self._is_silent.set()
+        self._has_exited.set()
+
+
+class ProcessEndedError(Exception):
+    """A reward process ended or must end; `kind` is the error of its call, None if no call is to blame."""
+
+    def __init__(self, how: str, kind: type[Exception] | None = RuntimeError, report: str = "") -> None:
+        super().__init__(how)
+        self.how, self.kind, self.report = how, kind, report
+
+
+class PoolBrokenError(Exception):
+    """No process can load the function."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+async def _run_together(*works: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines until one raises, then cancel the others and raise its error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _limit_send_time(connection: Connection) -> None:
+    """Let sends to a process that reads nothing fail, because they would stop the pool's thread."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
 
 
 def _where_it_hangs(stacks: str, path: str) -> str:
     """Find the user's line in the stacks that faulthandler wrote, innermost frame first."""
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks)
-    users = [idx for idx, (file, _, _) in enumerate(frames) if file == path]
-    if not users:
-        return (
-            f"its process is outside of {path}\n{stacks}"
-            if frames
-            else "its process does not say where it is"
-        )
-    innermost = users[0]
+    if not frames:
+        return "its process does not say where it is"
+    innermost = next((idx for idx, (file, _, _) in enumerate(frames) if file == path), None)
+    if innermost is None:
+        return f"its process is outside of {path}\n{stacks}"
     own = os.path.dirname(__file__)
     outermost = next(
         (idx for idx in range(innermost, len(frames)) if frames[idx][0].startswith(own)), len(frames)

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a reward process: load the function once, then answer calls until the other end closes.
+"""The inside of a reward process: load the function once, then answer calls.
 
-The process is a plain `python -c`, neither forked nor spawned by multiprocessing: it imports nothing of the
-controller (no torch, no Ray) and starts as fast as Python does. Messages on the connection:
+It imports neither torch nor Ray, so it starts as fast as Python does. Messages on the connection:
 
-    in    `Setup`, once; for each call its number and pickled (rows, inputs)
-    out   Ready or Failure, once; for each call an Answer, in any order if the function is `async def`
+    in    (call number, pickled (rows, inputs)) for each call
+    out   Ready or Failure, once; then an Answer for each call, in any order if the function is `async def`
 """
 
 import asyncio
-import faulthandler
+import os
 import pickle
-import signal
-import struct
+import resource
 import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -25,19 +23,16 @@ from verl.rewards.function import (
     describe_place,
     load_reward_function,
 )
-from verl.rewards.memory import Memory
-from verl.utils.parent_process import end_with_parent
 
 Inputs = list[dict[str, Any]]
 
-CALL_NUMBER = struct.Struct("<q")
-STACK_SIGNAL = (
-    signal.SIGUSR1
-)  # makes the process write where it is; answered in C, even amid an endless regex
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # the pool is the parallelism
+GIB = 1 << 30
+SCARCE = 0.5  # share of its memory limit above which a process that failed is replaced: it may leak
 
 
 class Setup(NamedTuple):
-    """What a process is started with."""
+    """Startup parameters of a reward process."""
 
     function: str  # path.py:function
     kwargs: dict[str, Any]
@@ -55,157 +50,158 @@ class Ready(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why something went wrong, as the exception that the controller raises."""
+    """An error, as the exception that the controller raises."""
 
     kind: type[Exception]
     message: str
-    is_final: bool = False  # it is the pool's, not that of one call, and repeating a call is of no use
 
 
 class Answer(NamedTuple):
-    """The scores of one call, or why there are none."""
+    """The result of a call: scores or a failure."""
 
     call_number: int
     scores: list[Scores] | None
     failure: Failure | None
-    is_full: bool = False  # the process has little memory left: it should be replaced
+    is_memory_full: bool = False  # the process should be replaced
 
 
-def main(connection_fd: int, report_fd: int, controller_pid: int) -> None:
-    """Serve calls on an inherited socket.
-
-    Args:
-        connection_fd: Socket to the controller.
-        report_fd: File that receives the Python stacks on a crash and on `STACK_SIGNAL`.
-        controller_pid: The process dies with this one.
-    """
-    end_with_parent(controller_pid)
-    faulthandler.enable(report_fd, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
-    connection = Connection(connection_fd)
-    setup: Setup = connection.recv()
-    memory = Memory(setup.memory_limit_gb)
-    memory.limit()
+def serve(setup: Setup, connection: Connection) -> None:
+    """Load the function and answer calls until the connection closes."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    memory = MemoryLimit(setup.memory_limit_gb)
+    memory.set()
     try:
         reward = load_reward_function(setup.function, setup.kwargs, setup.default_type)
     except (ValueError, OSError) as error:
-        memory.lift_limit()
+        memory.lift()
         connection.send(Failure(type(error), f"{error}{memory.hint(error.__cause__)}"))
         return
     connection.send(Ready(reward.name, reward.reward_type, reward.is_async))
+    worker = RewardWorker(connection, reward, memory, setup.timeout_s)
     if reward.is_async:
-        asyncio.run(_serve_concurrently(connection, reward, memory, setup.timeout_s))
+        asyncio.run(worker.serve_concurrently())
     else:
-        _serve(connection, reward, memory)
+        worker.serve()
 
 
-def _serve(connection: Connection, reward: RewardFunction, memory: Memory) -> None:
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
-        (call_number,) = CALL_NUMBER.unpack_from(message)
-        inputs: Inputs = []
-        rows: list[int] = []
-        try:
-            rows, inputs = pickle.loads(message[CALL_NUMBER.size :])
-            returned = reward.call(inputs)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
-            connection.send(_raised(reward, memory, call_number, error, rows, inputs))
-        else:
-            connection.send(_checked(reward, call_number, returned, rows, inputs))
+class RewardWorker:
+    """Answers calls of a loaded reward function."""
 
+    def __init__(
+        self, connection: Connection, reward: RewardFunction, memory: "MemoryLimit", timeout_s: float
+    ) -> None:
+        self.connection, self.reward, self.memory, self.timeout_s = connection, reward, memory, timeout_s
 
-async def _serve_concurrently(
-    connection: Connection, reward: RewardFunction, memory: Memory, timeout_s: float
-) -> None:
-    """Run every call that has arrived at the same time; the controller bounds their number."""
-    loop = asyncio.get_running_loop()
-    closed: asyncio.Future[None] = loop.create_future()
-    running: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
-
-    def begin(message: bytes) -> None:
-        task = loop.create_task(_answer(connection, reward, memory, message, timeout_s))
-        running.add(task)
-        task.add_done_callback(end)
-
-    def end(task: asyncio.Task[None]) -> None:
-        running.discard(task)
-        if not task.cancelled() and not closed.done() and (error := task.exception()):
-            closed.set_exception(error)  # ends the process, which the controller sees at once
-
-    def close() -> None:
-        if not closed.done():
-            closed.set_result(None)
-
-    def read() -> None:  # a thread, so that the controller can send while the user's code holds the loop
+    def serve(self) -> None:
         while True:
             try:
-                message = connection.recv_bytes()
+                call_number, payload = self.connection.recv()
             except EOFError:
-                loop.call_soon_threadsafe(close)
                 return
-            loop.call_soon_threadsafe(begin, message)
+            rows, inputs = [], []
+            try:
+                rows, inputs = pickle.loads(payload)
+                returned = self.reward.call(inputs)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
+                answer = self._raised(call_number, error, rows, inputs)
+            else:
+                is_sequential = self.reward.reward_type == "sequential"
+                answer = self._checked(call_number, [returned] if is_sequential else returned, rows, inputs)
+            self.connection.send(answer)
 
-    threading.Thread(target=read, daemon=True).start()
-    await closed
+    async def serve_concurrently(self) -> None:
+        """Run every call that has arrived at the same time; the pool bounds their number."""
+        loop = asyncio.get_running_loop()
+        messages: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
 
+        def read() -> None:  # in a thread, so that the pool can send while the user's code blocks the loop
+            while True:
+                try:
+                    message = self.connection.recv()
+                except EOFError:
+                    os._exit(0)
+                loop.call_soon_threadsafe(messages.put_nowait, message)
 
-async def _answer(
-    connection: Connection, reward: RewardFunction, memory: Memory, message: bytes, timeout_s: float
-) -> None:
-    (call_number,) = CALL_NUMBER.unpack_from(message)
-    inputs: Inputs = []
-    rows: list[int] = []
-    limit = asyncio.timeout(timeout_s)
-    try:
-        rows, inputs = pickle.loads(message[CALL_NUMBER.size :])
-        async with limit:
-            returned = await reward.call(inputs)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
-        if limit.expired() and isinstance(error, TimeoutError):
-            where = f"it is{describe_place(error.__cause__ or error, reward.path)}"
-            why = timeout_message(str(reward), timeout_s, where, rows, inputs)
-            connection.send(Answer(call_number, None, Failure(TimeoutError, why)))
+        threading.Thread(target=read, daemon=True).start()
+        async with asyncio.TaskGroup() as calls:
+            while True:
+                calls.create_task(self._answer_async(*await messages.get()))
+
+    async def _answer_async(self, call_number: int, payload: bytes) -> None:
+        rows, inputs = [], []
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            rows, inputs = pickle.loads(payload)
+            async with limit:
+                returned = await self.reward.call(inputs)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
+            if limit.expired() and isinstance(error, TimeoutError):
+                place = describe_place(error.__cause__ or error, self.reward.path)
+                message = timeout_message(str(self.reward), self.timeout_s, f"it is{place}")
+                failure = Failure(TimeoutError, f"{message} {describe(rows, inputs)}")
+                answer = Answer(call_number, None, failure)
+            else:
+                answer = self._raised(call_number, error, rows, inputs)
         else:
-            connection.send(_raised(reward, memory, call_number, error, rows, inputs))
-    else:
-        connection.send(_checked(reward, call_number, [returned], rows, inputs))
+            answer = self._checked(call_number, [returned], rows, inputs)
+        self.connection.send(answer)
+
+    def _checked(self, call_number: int, returned: Any, rows: list[int], inputs: Inputs) -> Answer:
+        try:
+            return Answer(call_number, self.reward.check(returned, rows, inputs), None)
+        except ValueError as error:
+            return Answer(call_number, None, Failure(ValueError, str(error)))
+
+    def _raised(self, call_number: int, error: BaseException, rows: list[int], inputs: Inputs) -> Answer:
+        is_full = self.memory.is_scarce(error)
+        self.memory.lift()  # describing the error takes memory
+        what = describe_error(error, self.reward.path) + self.memory.hint(error)
+        self.memory.set()
+        if rows:
+            message = f"reward function {self.reward} raised {what}for {describe(rows, inputs)}"
+        else:
+            message = f"a reward process cannot read the inputs of {self.reward}: {what}"
+        return Answer(call_number, None, Failure(ValueError, message), is_full)
 
 
-def _checked(
-    reward: RewardFunction, call_number: int, returned: Any, rows: list[int], inputs: Inputs
-) -> Answer:
-    if reward.reward_type == "sequential" and not reward.is_async:
-        returned = [returned]
-    try:
-        return Answer(call_number, reward.check(returned, rows, inputs), None)
-    except ValueError as error:
-        return Answer(call_number, None, Failure(ValueError, str(error)))
-
-
-def _raised(
-    reward: RewardFunction,
-    memory: Memory,
-    call_number: int,
-    error: BaseException,
-    rows: list[int],
-    inputs: Inputs,
-) -> Answer:
-    is_full = memory.is_scarce(error)
-    memory.lift_limit()  # to describe it takes memory
-    what = describe_error(error, reward.path) + memory.hint(error)
-    memory.limit()
-    why = (
-        f"reward function {reward} raised {what}for {describe(rows, inputs)}"
-        if rows
-        else f"a reward process cannot read the inputs of {reward}: {what}"
-    )
-    return Answer(call_number, None, Failure(ValueError, why), is_full)
-
-
-def timeout_message(function: str, timeout_s: float, where: str, rows: list[int], inputs: Inputs) -> str:
-    """The error for a call that did not return in time, wherever it was noticed."""
+def timeout_message(function: str, timeout_s: float, where: str) -> str:
+    """Begin the error of a call that did not return in time; a description of its responses follows."""
     limit = f"`worker.reward.timeout_s` ({timeout_s:g} s)"
-    return f"reward function {function} did not return within {limit}: {where}\nfor {describe(rows, inputs)}"
+    return f"reward function {function} did not return within {limit}: {where}\nfor"
+
+
+class MemoryLimit:
+    """Limit of the memory that this process allocates, not counting mapped files and shared memory."""
+
+    # The kernel's limit, `RLIMIT_DATA`, holds inside one endless statement too, and children inherit it.
+
+    def __init__(self, limit_gb: float | None) -> None:
+        self.limit_gb = limit_gb
+        self._soft, self._hard = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def set(self) -> None:
+        if self.limit_gb is not None:
+            limit = int(self.limit_gb * GIB)
+            self._set_soft(limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard))
+
+    def lift(self) -> None:
+        if self.limit_gb is not None:
+            self._set_soft(self._soft)
+
+    def is_scarce(self, error: BaseException) -> bool:
+        """Return whether the process should take no more calls after this error."""
+        if self.limit_gb is None or isinstance(error, MemoryError):
+            return isinstance(error, MemoryError)
+        with open("/proc/self/statm") as file:
+            data_pages = int(file.read().split()[5])  # counted as `RLIMIT_DATA` does, plus the stack
+        return data_pages * resource.getpagesize() > SCARCE * self.limit_gb * GIB
+
+    def hint(self, error: BaseException | None) -> str:
+        """Name the option behind an error that the limit caused."""
+        if self.limit_gb is None or not isinstance(error, MemoryError):
+            return ""
+        return f"the process may allocate `worker.reward.memory_limit_gb` ({self.limit_gb:g} GiB)\n"
+
+    def _set_soft(self, limit: int) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._hard))

@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that new processes may take: what the machine has left, or its container."""
+"""Host memory that is available to new processes, on the machine or in its container."""
 
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-LIMITS = (  # of a container: its limit, and what it holds now
+LIMITS = (  # of a container: its limit and its current use
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Bytes that can be had without pushing others out.
-
-    Args:
-        meminfo: The kernel's account of the machine.
-        cgroup: That of the container of this process.
-    """
+    """Bytes that can be allocated without swapping."""
     lines = meminfo.read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit = container_limit(cgroup)
-    return free if limit is None else min(free, max(0, limit - _held_by_container(cgroup)))
+    return free if limit is None else min(free, max(0, limit - _used_by_container(cgroup)))
 
 
 def container_limit(cgroup: Path = CGROUP) -> int | None:
-    """Bytes that the container of this process may use; None is without limit, or not known."""
+    """Bytes that the container of this process may use; None is unlimited or unknown."""
     for name, _ in LIMITS:
         text = _read(cgroup / name)
         if text.isdigit():
@@ -32,8 +27,8 @@ def container_limit(cgroup: Path = CGROUP) -> int | None:
     return None
 
 
-def _held_by_container(cgroup: Path) -> int:
-    """Bytes in use, without pages of files that the kernel gives up first."""
+def _used_by_container(cgroup: Path) -> int:
+    """Bytes in use, without cached files that the kernel drops first."""
     for _, name in LIMITS:
         text = _read(cgroup / name)
         if text.isdigit():

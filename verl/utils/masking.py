@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named reductions over masked tensors, and the guard against shapes that would broadcast."""
+"""Reductions over masked tensors, and a guard against unwanted broadcasting."""
 
 from torch import Tensor
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """Raise unless all given tensors share one shape; `None` is skipped.
-
-    Raises:
-        ValueError: Two shapes differ; every name and shape is in the message.
-    """
+    """Raise a ValueError unless all given tensors share one shape; `None` is skipped."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -17,13 +13,7 @@ def check_same_shape(**tensors: Tensor | None) -> None:
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values` where `mask` is one; what lies under a zero does not count, even if it is not finite.
-
-    Args:
-        values: Any shape.
-        mask: Same shape; ones and zeros, or bool.
-        dim: Dimension to reduce; all of them by default.
-    """
+    """Sum of `values` where `mask`, of the same shape, is not zero. Masked values may be infinite or nan."""
     check_same_shape(values=values, mask=mask)
     kept = values.masked_fill(mask == 0, 0)
     return kept.sum() if dim is None else kept.sum(dim)
@@ -32,12 +22,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is one; zero where the mask is empty.
 
-        sum(values * mask) / max(sum(mask), 1)
-
-    Args:
-        values: Any shape.
-        mask: Same shape; ones and zeros, or bool.
-        dim: Dimension to reduce; all of them by default.
+    sum(values * mask) / max(sum(mask), 1)
     """
     total = masked_sum(values, mask, dim)
     count = mask.sum() if dim is None else mask.sum(dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values built of tensors, arrays and plain Python objects: compare them, store them without pickled code."""
+"""Compare values made of tensors, arrays and plain objects, and encode them for storage without pickle."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,16 +12,16 @@ ARRAY_TAG = "__ndarray__"  # the key that marks an encoded NumPy array
 
 
 def objects(values: Iterable[Any]) -> np.ndarray:
-    """Return an object array (B,) of `values`, whatever they are: NumPy would unpack nested lists."""
+    """Return an object array (B,) of `values`."""
     values = list(values)
-    array = np.empty(len(values), dtype=object)
+    array = np.empty(len(values), dtype=object)  # `np.array` would unpack nested lists
     for row, value in enumerate(values):
         array[row] = value
     return array
 
 
 def same(a: Any, b: Any) -> bool:
-    """Say whether two values are equal, whatever tensors and arrays they hold."""
+    """Compare two values, including the tensors and arrays in them."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -36,15 +36,15 @@ def same(a: Any, b: Any) -> bool:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return `value` built only of what `torch.load(weights_only=True)` accepts.
+    """Convert `value` to types that `torch.load(weights_only=True)` accepts.
 
     Args:
         value: None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, or lists, tuples and
             dicts of them.
-        where: What the value is, for the error.
+        where: Name of the value, for errors.
 
     Raises:
-        TypeError: The value holds something else.
+        TypeError: The value holds another type.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging that speaks on rank 0.
+"""Logging on rank 0.
 
     logger = get_logger(__name__)
     logger.info("checkpoint saved: path=%s step=%d seconds=%.1f", path, step, seconds)
 
-`VERL_LOGGING_LEVEL` (default INFO) sets the level of all of them.
+`VERL_LOGGING_LEVEL` (default INFO) sets the level of all loggers.
 """
 
 import logging
@@ -20,7 +20,7 @@ def get_logger(name: str, all_ranks: bool = False) -> logging.Logger:
 
     Args:
         name: `__name__` of the module.
-        all_ranks: Speak on every rank, with `[rank 3]` before the message.
+        all_ranks: Log on every rank, with `[rank 3]` before the message.
     """
     _set_up_root()
     logger = logging.getLogger(name if name.split(".")[0] == ROOT else f"{ROOT}.{name}")
@@ -30,7 +30,7 @@ def get_logger(name: str, all_ranks: bool = False) -> logging.Logger:
 
 
 def rank() -> int:
-    """The rank of this process; 0 outside of a worker group."""
+    """Rank of this process; 0 outside a worker group."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -40,7 +40,7 @@ class _RankZeroOnly(logging.Filter):
 
 
 class _CurrentStderr(logging.Handler):
-    """Writes to whatever `sys.stderr` is now, so that a progress bar that replaced it stays whole."""
+    """Writes to the current `sys.stderr`, so that a progress bar that replaced it is not broken up."""
 
     def emit(self, record: logging.LogRecord) -> None:
         in_group = "RANK" in os.environ

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dictionary of functions with good errors: what one config option selects among, by name."""
+"""A registry of functions by name, with errors that name the config option that selects one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -8,9 +8,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """The functions or classes that one config option selects among, by name.
-
-    All entries of a registry share one signature, so that calling never branches on the name.
+    """Functions or classes by name. All entries share one signature, so that calling never branches.
 
     Example::
 
@@ -23,8 +21,7 @@ class Registry(Generic[F]):
     """
 
     def __init__(self, option: str) -> None:
-        """Create an empty registry for `option`, the dotted config path that every error names."""
-        self.option = option
+        self.option = option  # dotted config path
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
@@ -39,19 +36,15 @@ class Registry(Generic[F]):
         return decorator
 
     def __getitem__(self, name: str) -> F:
-        """Return what is registered under `name`; a ValueError lists the known names."""
         if name not in self._functions:
             raise ValueError(f"`{self.option}` must be one of {self.names()}, got {name!r}")
         return self._functions[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether `name` is registered."""
         return name in self._functions
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, sorted."""
         return iter(self.names())
 
     def names(self) -> list[str]:
-        """Every registered name, sorted."""
         return sorted(self._functions)

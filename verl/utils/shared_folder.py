@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files in a folder that several processes and nodes read and write without locks.
 
-- A file appears by rename: complete or not at all, so that the folder may lie on a network file system and a
-  process may be killed at any moment.
-- Files stand in subfolders of two hexadecimal digits, under the rest of a digest. Their reader renews their
-  time, so that those that nobody has read for longest can go first.
-- Whatever else the folder holds is left alone.
+- A file appears by rename, complete or not at all: the folder may be on a network file system, and a process
+  may be killed at any moment.
+- A file is named by a digest: two hexadecimal digits are its subfolder. A reader renews its time, so that the
+  files that have not been read for longest can be removed first.
+- Other files in the folder are left alone.
 """
 
 import errno
@@ -34,7 +34,7 @@ class SharedFile(NamedTuple):
 
 
 def files_of(directory: Path, name: re.Pattern[str]) -> Iterator[SharedFile]:
-    """Every file whose name matches, and what killed processes were writing."""
+    """Iterate over files whose name matches, and old temporary files of killed processes."""
     for folder in directory.iterdir():
         if not FOLDER.fullmatch(folder.name):
             continue
@@ -49,16 +49,10 @@ def files_of(directory: Path, name: re.Pattern[str]) -> Iterator[SharedFile]:
 def write_whole(
     path: Path, content: bytes, make_room: Callable[[int], None], *, is_durable: bool = True
 ) -> bool:
-    """Write a file that appears complete; False, and nothing is left, if the disk has no room.
+    """Write a file that appears complete. Return False, leaving nothing behind, if the disk is full.
 
-    Args:
-        path: Its folder is made if missing.
-        content: Of the file.
-        make_room: Called with the bytes that come, once the folder is there.
-        is_durable: Whether the file must survive a crash of the machine.
-
-    Raises:
-        OSError: It cannot be written for another reason; nothing is left.
+    Creates the parent folder, then calls `make_room` with the number of bytes to come. With `is_durable` the file
+    survives a crash of the machine.
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
@@ -80,30 +74,35 @@ def write_whole(
 
 
 class Room:
-    """Keeps a folder within a bound: the files that nobody has read for longest go first.
+    """Keeps a folder within a bound by removing the files that have not been read for longest.
 
     Args:
-        directory: Of the files.
-        name: Which files may go.
+        directory: Folder to keep.
+        name: Pattern of the files that may be removed.
         max_bytes: Bound of the folder; each process may exceed it by 1/16 before it notices. None is half of
             the space that the disk has for it, counted when the folder is measured.
+        block: Bytes; a file counts as a multiple of it.
     """
 
-    def __init__(self, directory: Path, name: re.Pattern[str], max_bytes: int | None) -> None:
-        self.directory, self.name, self.max_bytes = directory, name, max_bytes
+    def __init__(self, directory: Path, name: re.Pattern[str], max_bytes: int | None, block: int = 1) -> None:
+        self.directory, self.name, self.max_bytes, self.block = directory, name, max_bytes, block
         self._unmeasured, self._patience = 0, -1  # bytes written since measuring; how many may be
 
     def make(self, coming: int) -> None:
-        """Remove files until there is room for so many bytes; measures the folder from time to time."""
+        """Remove files until there is room for `coming` bytes. Measures the folder from time to time."""
+        coming = self._on_disk(coming)
         self._unmeasured += coming
-        if self._unmeasured <= self._patience:
+        if self._unmeasured < self._patience:
             return
         files = sorted(files_of(self.directory, self.name), key=lambda file: file.read_at)
-        total = sum(file.size for file in files)
+        total = sum(self._on_disk(file.size) for file in files)
         bound = self.max_bytes or (total + shutil.disk_usage(self.directory).free) // 2
         self._unmeasured, self._patience = 0, bound // SCANS_PER_BOUND
         for file in files:
             if total + coming <= bound - self._patience:
                 return
             file.path.unlink(missing_ok=True)
-            total -= file.size
+            total -= self._on_disk(file.size)
+
+    def _on_disk(self, size: int) -> int:
+        return -(-size // self.block) * self.block

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the installed packages go together, read from their metadata: nothing is imported.
+"""Check from their metadata, without imports, that installed packages are compatible.
 
 To support another release, add a row to `PAIRS`.
 """
@@ -31,10 +31,10 @@ PAIRS = (
 
 
 def check_versions(rollout_engine: str = "vllm") -> None:
-    """Check Python, torch and what must match torch; vLLM only where it is the rollout engine.
+    """Check Python, torch and packages that must match torch; vLLM only if it is the rollout engine.
 
     Raises:
-        RuntimeError: Says for each package what was found, what is needed and the command that installs it.
+        RuntimeError: For each package, the version found, the version needed and the command to install it.
     """
     problems = []
     if Version(platform.python_version()) not in PYTHON:
@@ -53,7 +53,7 @@ def check_versions(rollout_engine: str = "vllm") -> None:
 
 
 def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
-    """Return a sentence for each package that does not go with the others; None means not installed."""
+    """Return a sentence for each incompatible package; None means not installed."""
     pair = _closest_pair(found)
     problems = []
     for name, needed in pair._asdict().items():
@@ -67,7 +67,7 @@ def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str
 
 
 def find_version(*names: str) -> str | None:
-    """Return the version of the first of these packages that is installed, or None."""
+    """Return the version of the first installed package, or None."""
     for name in names:
         try:
             return version(name)
@@ -77,7 +77,7 @@ def find_version(*names: str) -> str | None:
 
 
 def _closest_pair(found: dict[str, str | None]) -> Pair:
-    """Return the pair that most of what is installed belongs to; the newest of equals."""
+    """Return the pair that matches most installed packages; the newest of equals."""
     return max(
         PAIRS, key=lambda pair: sum(_matches(found[name], needed) for name, needed in pair._asdict().items())
     )

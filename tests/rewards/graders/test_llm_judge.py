@@ -36,7 +36,7 @@ def test_the_request_holds_model_messages_and_parameters_and_the_answer_is_its_t
         assert server.requests == [{"model": "m", "messages": HELLO, "max_tokens": 9, "seed": 1, "top_k": 5}]
 
 
-def test_a_judge_is_greedy_and_brief_unless_told_otherwise():
+def test_a_judge_is_greedy_and_brief_by_default():
     with ChatServer() as server:
         ask(Judge(server.url, "m"))
 
@@ -102,7 +102,7 @@ def test_the_servers_own_pause_is_kept():
     ("status", "error", "parts"),
     [
         (401, ValueError, ["name the environment variable that holds the key in `api_key_env`"]),
-        (404, ValueError, ["`base_url` usually ends in /v1", "/v1/models lists"]),
+        (404, ValueError, ["`base_url` usually ends in /v1", "must be listed at", "/v1/models"]),
         (400, ValueError, ["change the messages or the parameters"]),
         (429, RuntimeError, ["in up to 1 attempts", "raise `max_retries`"]),
         (502, RuntimeError, ["in up to 1 attempts", "see the server's log"]),
@@ -213,7 +213,7 @@ def test_an_answer_without_text_is_an_error_and_is_not_kept(tmp_path, text):
         assert ask(judge) == "Yes"
 
 
-def test_no_more_requests_are_under_way_than_allowed():
+def test_no_more_requests_run_concurrently_than_allowed():
     with ChatServer(Reply(delay_s=0.05)) as server:
         judge = Judge(server.url, "m", max_concurrency=3)
 

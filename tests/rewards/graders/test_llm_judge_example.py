@@ -79,7 +79,7 @@ def test_an_answer_without_a_score_earns_nothing_and_is_counted():
     assert scores == {"overall": [0.5, 0.0], "accuracy": [0.5, 0.0], "verdict": [1.0, 0.0]}
 
 
-def test_the_pool_has_as_many_calls_under_way_as_the_option_says():
+def test_the_pool_makes_as_many_concurrent_calls_as_the_option_says():
     with ChatServer(Reply("Score: 5", delay_s=0.1)) as server:
         kwargs = {"base_url": server.url, "model": "m"}
         responses = [str(number) for number in range(12)]
@@ -152,7 +152,11 @@ def test_vllms_refusals_say_what_to_change(address):
     question = [{"role": "user", "content": "Which?"}]
     long = [{"role": "user", "content": "word " * 4000}]
     expected = {
-        "The model `nope` does not exist.*must be one that .*/v1/models lists": (address, "nope", question),
+        "The model `nope` does not exist.*`model` must be listed at .*/v1/models": (
+            address,
+            "nope",
+            question,
+        ),
         "status 404: .*`base_url` usually ends in /v1": (address.removesuffix("/v1"), "tiny", question),
         "status 400: .*maximum context length": (address, "tiny", long),
     }

@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.rewards.sandbox import attempts
-from verl.rewards.sandbox.isolation import Isolation
-from verl.rewards.sandbox.outcome import Limits, SandboxError
+from verl.rewards.sandbox.outcome import Isolation, Limits, SandboxError
 from verl.rewards.sandbox.runner import run
 
 LIMITS = Limits(

@@ -13,8 +13,7 @@ import pytest
 from tests.rewards.sandbox import attempts
 from tests.rewards.sandbox.attempts import ATTEMPTS, SEVERAL_PROCESSES, TIME
 from tests.rewards.sandbox.outside import failure_of, outside, works
-from verl.rewards.sandbox.isolation import Isolation
-from verl.rewards.sandbox.outcome import Limits
+from verl.rewards.sandbox.outcome import Isolation, Limits
 from verl.rewards.sandbox.runner import run
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +42,7 @@ HARMLESS = (  # to the machine that runs the tests
     "memory by mapping",
     "calls of 32 bits",
 )
-SYSTEM_PYTHON = "/usr/bin/python3"  # an interpreter that nobody may use, unlike one in a home folder
+SYSTEM_PYTHON = "/usr/bin/python3"  # the user `nobody` may run it, unlike an interpreter in a home folder
 
 
 @pytest.fixture(scope="module")

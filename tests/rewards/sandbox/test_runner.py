@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program can do in the sandbox, and what is told of it."""
+"""The sandbox runs programs and reports how they end."""
 
 import os
 import subprocess
@@ -15,8 +15,7 @@ import pytest
 from tests.rewards.sandbox.outside import launchers, wait_for_launchers
 from tests.rewards.sandbox.outside import works as is_there
 from verl.rewards.sandbox import runner
-from verl.rewards.sandbox.isolation import Isolation
-from verl.rewards.sandbox.outcome import Call, Limits, Status
+from verl.rewards.sandbox.outcome import Call, Isolation, Limits, Status
 from verl.rewards.sandbox.runner import run
 from verl.rewards.sandbox.values import from_text
 
@@ -169,7 +168,7 @@ def test_nothing_is_left_open_or_running(isolation):
 
 def test_the_program_dies_with_the_process_that_runs_it(isolation):
     code = (
-        "from verl.rewards.sandbox.runner import run; from verl.rewards.sandbox.isolation import Isolation;"
+        "from verl.rewards.sandbox.runner import run; from verl.rewards.sandbox.outcome import Isolation;"
         f"run('import time; time.sleep(10)', isolation=Isolation({str(isolation)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:

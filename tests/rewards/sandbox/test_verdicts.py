@@ -10,8 +10,7 @@ import zlib
 import pytest
 
 from verl.rewards.sandbox.cases import AssertCase, CallCase, StdinCase, read_cases
-from verl.rewards.sandbox.isolation import Isolation
-from verl.rewards.sandbox.outcome import Limits
+from verl.rewards.sandbox.outcome import Isolation, Limits
 from verl.rewards.sandbox.runner import detect
 from verl.rewards.sandbox.verdicts import VerdictKind, judge, same_output
 
@@ -113,7 +112,7 @@ def test_packed_tests_create_nothing_but_text():
 
 
 @needs_isolation
-def test_verdicts_tell_wrong_crashed_timed_out_and_not_run_apart():
+def test_verdicts_distinguish_wrong_crashed_timed_out_and_not_run():
     source = """
 n = int(input())
 if n == 1: print(1)

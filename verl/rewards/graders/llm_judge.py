@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model that judges responses, behind any OpenAI-compatible endpoint.
 
-For reward functions that are `async def`: `examples/reward_function/llm_judge.py` is one. Imports no torch,
-so that a reward process starts fast. Needs the package `openai`, which vLLM brings along.
+For reward functions that are `async def`, such as `examples/reward_function/llm_judge.py`. Imports no torch,
+so a reward process starts fast. Needs the package `openai`, a dependency of vLLM.
 """
 
 import asyncio
 import hashlib
 import json
 import os
+import re
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from verl.rewards.graders.answer_cache import MAX_BYTES, AnswerCache
+from verl.utils.rank_logger import get_logger
+from verl.utils.shared_folder import Room, write_whole
 
 try:
     import openai
@@ -28,16 +32,18 @@ except ModuleNotFoundError as error:
 NO_KEY = "none"  # the client insists on a key; servers that want none ignore it
 FEWER = "`max_concurrency` or `worker.reward.max_concurrency`"  # what eases a busy server
 SHOWN = 500  # characters of a server's message that an error shows
+MAX_CACHE_BYTES = 1 << 30
+BLOCK = 4096  # bytes that a short file takes on most file systems
+ANSWER_FILE = re.compile(r"[0-9a-f]{30,126}")
+
+logger = get_logger(__name__)
 
 
 class Judge:
     """Asks a model questions: a bounded number at a time, with retries, each different question once.
 
-    Connection errors, timeouts and the statuses 408, 409, 429 and 5xx are retried after 0.5, 1, 2, 4, 8, 8...
-    seconds less up to a quarter, or after what the server's `Retry-After` says. With a cache, equal questions
-    that are under way at the same time, as equal responses make them, are sent once.
-
-    One object serves a process, in any number of event loops, also one after the other.
+    Connection errors, timeouts and the statuses 408, 409, 429 and 5xx are retried with growing pauses, or
+    after the server's `Retry-After`. One object serves a process, in any number of event loops.
 
     Example::
 
@@ -46,24 +52,17 @@ class Judge:
 
     Args:
         base_url: The endpoint up to `/chat/completions`; usually ends in `/v1`.
-        model: Name of the model as the server calls it.
+        model: Name of the model on the server.
         api_key_env: Environment variable that holds the key; None sends none.
-        max_concurrency: Requests under way at a time, retries included. A reward process has at most
-            `worker.reward.max_concurrency` calls open, so that a larger number changes nothing there.
-        max_retries: Further attempts after the first.
-        timeout_s: Seconds that an attempt waits for the server. All attempts together are bounded by
-            `worker.reward.timeout_s` where a reward function asks.
-        cache_dir: Directory of answers, shared by all processes that name it; None keeps none. The same
-            question then has the same answer for ever, at any temperature.
-        max_cache_bytes: Bound of that directory; the answers that nobody read for longest go first.
-        temperature: Of the judge's sampling; None leaves it to the server.
-        max_tokens: The longest answer; None leaves it to the server.
-        options: More fields of the request, as the server names them: `{"seed": 1}`,
-            `{"chat_template_kwargs": {"enable_thinking": False}}`.
-
-    Raises:
-        ValueError: An argument is out of its range, or the environment variable is not set.
-        OSError: The cache's directory cannot be made.
+        max_concurrency: Maximum number of concurrent requests, retries included.
+        max_retries: Number of attempts after the first.
+        timeout_s: Seconds to wait for the server, for each attempt.
+        cache_dir: Directory of answers, shared by all processes that use it; None keeps none. Equal questions
+            have the same answer forever, at any temperature.
+        max_cache_bytes: Bound of that directory; the answers that have not been read for longest are removed.
+        temperature: Sampling temperature; None is the server's default.
+        max_tokens: Maximum length of an answer; None is the server's default.
+        options: More fields of the request, with the server's names: `{"seed": 1}`.
     """
 
     def __init__(
@@ -76,12 +75,14 @@ class Judge:
         max_retries: int = 6,
         timeout_s: float = 120.0,
         cache_dir: str | Path | None = None,
-        max_cache_bytes: int = MAX_BYTES,
+        max_cache_bytes: int = MAX_CACHE_BYTES,
         temperature: float | None = 0.0,
         max_tokens: int | None = 512,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_url(base_url)
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"`base_url` must be like http://host:8000/v1, got {base_url!r}")
         _check_minimum("max_concurrency", max_concurrency, 1)
         _check_minimum("max_retries", max_retries, 0)
         _check_minimum("max_cache_bytes", max_cache_bytes, 1)
@@ -105,17 +106,10 @@ class Judge:
         return f"judge {self.model!r} at {self.base_url}"
 
     async def ask(self, messages: Sequence[ChatCompletionMessageParam]) -> str:
-        """Return the model's answer to a conversation.
-
-        Waits for the server or for one of `max_concurrency` places; released by the answer, the last failed
-        attempt, or cancellation.
-
-        Args:
-            messages: `[{"role": "user", "content": "..."}]`; content may also be a list of texts and images.
+        """Return the model's answer to a conversation. With a cache, equal questions are sent once.
 
         Raises:
-            ValueError: The server refuses the request for good: wrong url, model, key, or a conversation that
-                does not fit.
+            ValueError: The server refuses the request for good.
             TimeoutError: No attempt was answered in time.
             ConnectionError: The server cannot be reached.
             RuntimeError: It failed on every attempt, or answered without text.
@@ -132,15 +126,13 @@ class Judge:
         return answer
 
     def key(self, messages: Sequence[ChatCompletionMessageParam]) -> str:
-        """The name of a conversation's answer in the cache: a digest of all that decides it."""
         question = [self.base_url, self.model, self.parameters, list(messages)]
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
     def _session(self) -> "_Session":
-        """The running loop's client; those of loops that have ended are dropped with their connections."""
         loop = asyncio.get_running_loop()
-        for ended in [one for one in list(self._sessions) if one.is_closed()]:
-            self._sessions.pop(ended, None)
+        for closed in [one for one in list(self._sessions) if one.is_closed()]:
+            self._sessions.pop(closed, None)
         if loop not in self._sessions:
             client = openai.AsyncOpenAI(
                 base_url=self.base_url,
@@ -150,21 +142,21 @@ class Judge:
                 # The client's own one tries to close itself in whatever loop runs when it is collected.
                 http_client=openai.DefaultAsyncHttpxClient(),
             )
-            places = asyncio.Semaphore(self.max_concurrency)
-            self._sessions[loop] = _Session(client, places, WeakValueDictionary())
+            slots = asyncio.Semaphore(self.max_concurrency)
+            self._sessions[loop] = _Session(client, slots, WeakValueDictionary())
         return self._sessions[loop]
 
     async def _request(self, session: "_Session", messages: Sequence[ChatCompletionMessageParam]) -> str:
-        async with session.places:
+        async with session.slots:
             try:
                 completion = await session.client.chat.completions.create(
                     model=self.model, messages=list(messages), extra_body=self.parameters
                 )
             except (openai.APIError, json.JSONDecodeError) as error:
-                raise self._explained(error) from error
+                raise self._explain(error) from error
         if not isinstance(completion, ChatCompletion) or not completion.choices:
             raise RuntimeError(
-                f"{self} answered something else than a chat completion: {_shown(str(completion))}:"
+                f"{self} answered something other than a chat completion: {_excerpt(str(completion))}:"
                 " check `base_url`, which usually ends in /v1"
             )
         choice = completion.choices[0]
@@ -175,7 +167,7 @@ class Judge:
             )
         return choice.message.content
 
-    def _explained(self, error: openai.APIError | json.JSONDecodeError) -> Exception:
+    def _explain(self, error: openai.APIError | json.JSONDecodeError) -> Exception:
         attempts = f"in up to {self.max_retries + 1} attempts"
         if isinstance(error, openai.APITimeoutError):
             return TimeoutError(
@@ -188,40 +180,68 @@ class Judge:
                 " correct `base_url`"
             )
         if not isinstance(error, openai.APIStatusError):
-            return RuntimeError(f"{self} answered what no OpenAI-compatible server does: {error}")
-        what, why = f"{self} answered status {error.status_code}", _said(error)
+            return RuntimeError(f"{self} answered unlike an OpenAI-compatible server: {error}")
+        body = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
+        reason = _excerpt(str(body or error.response.reason_phrase))
+        status = f"{self} answered status {error.status_code}"
         if error.status_code in (408, 409, 429) or error.status_code >= 500:
             return RuntimeError(
-                f"{what} {attempts}: {why}: see the server's log, raise `max_retries`, or lower {FEWER}"
+                f"{status} {attempts}: {reason}: see the server's log, raise `max_retries`, or lower {FEWER}"
             )
-        return ValueError(f"{what}: {why}: {self._remedy(error.status_code)}")
+        return ValueError(f"{status}: {reason}: {self._remedy(error.status_code)}")
 
     def _remedy(self, status: int) -> str:
+        if status in (401, 403) and self.api_key_env:
+            return f"put a valid key into the environment variable {self.api_key_env}"
         if status in (401, 403):
-            return (
-                f"put a valid key into the environment variable {self.api_key_env}"
-                if self.api_key_env
-                else "name the environment variable that holds the key in `api_key_env`"
-            )
+            return "name the environment variable that holds the key in `api_key_env`"
         if status == 404:
-            return (
-                f"`base_url` usually ends in /v1, and `model` must be one that {self.base_url}/models lists"
-            )
-        return "change the messages or the parameters so that the model takes them"
+            return f"`base_url` usually ends in /v1, and `model` must be listed at {self.base_url}/models"
+        return "change the messages or the parameters so that the model accepts them"
 
 
 class _Session(NamedTuple):
-    """What one event loop needs: none of it works in another loop."""
+    """State of one event loop; none of it works in another loop."""
 
     client: openai.AsyncOpenAI
-    places: asyncio.Semaphore
-    questions: "WeakValueDictionary[str, asyncio.Lock]"  # under way
+    slots: asyncio.Semaphore
+    questions: "WeakValueDictionary[str, asyncio.Lock]"  # being asked
 
 
-def _check_url(base_url: str) -> None:
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"`base_url` must be like http://host:8000/v1, got {base_url!r}")
+class AnswerCache:
+    """A bounded directory of texts by hexadecimal digest, for any number of threads and processes."""
+
+    def __init__(self, directory: str | Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._room = Room(self.directory, ANSWER_FILE, max_bytes, BLOCK)
+        self._lock = threading.Lock()  # guards `_room`
+        self._has_warned = False
+
+    def get(self, name: str) -> str | None:
+        try:
+            with self._path(name).open("rb") as file:
+                content = file.read()
+                with suppress(PermissionError):  # another user's entry can be read, not renewed
+                    os.utime(file.fileno())
+        except FileNotFoundError:
+            return None
+        # A crash of the machine can leave an empty file.
+        return content.decode("utf-8", "surrogatepass") if content else None
+
+    def put(self, name: str, text: str) -> None:
+        """Store a text that is not empty. A full disk is a warning: the judge will be asked again."""
+        content = text.encode("utf-8", "surrogatepass")
+        if not write_whole(self._path(name), content, self._make_room) and not self._has_warned:
+            self._has_warned = True
+            logger.warning("no room to store answers, which are asked for again: path=%s", self.directory)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / name[:2] / name[2:]
+
+    def _make_room(self, coming: int) -> None:
+        with self._lock:
+            self._room.make(coming)
 
 
 def _check_minimum(name: str, value: int, minimum: int) -> None:
@@ -241,12 +261,5 @@ def _read_key(api_key_env: str | None) -> str:
     return key
 
 
-def _said(error: openai.APIStatusError) -> str:
-    """What the server gives as its reason."""
-    body = error.body
-    reason = body.get("message", body) if isinstance(body, dict) else body
-    return _shown(str(reason or error.response.reason_phrase))
-
-
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."

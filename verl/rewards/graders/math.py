@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two mathematical answers are the same, in bounded time: what the shipped reward functions share.
+"""Compare mathematical answers in bounded time, for the shipped reward functions.
 
-math-verify does the mathematics. Here is what it leaves to the caller: finding the answer, not asking it
-about words (it reads `no` as the product n * o, which equals `on`), and limits that hold. The mathematics
-runs in a process of its own (`math_process.py`), which the kernel ends when it computes for too long.
+math-verify does the mathematics, in a child process with three limits: an alarm that Python hears, the
+kernel's limit of CPU time, which holds even inside one endless multiplication, and its limit of memory.
 """
 
-import json
+import logging
+import math
 import os
 import re
-import select
-import subprocess
-import sys
-import threading
-from contextlib import suppress
+import resource
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from types import FrameType
+from typing import NamedTuple
+
+from verl.utils.child_process import ChildEndedError, ChildProcess, IsolatedCalls
 
 TIME_LIMIT_S = 2.0  # of CPU time for one comparison; common ones take milliseconds
 WALL_LIMIT_S = 120.0  # for one comparison on the busiest machine; then something is wrong with the machine
-MAX_ANSWER_LENGTH = (
-    300  # characters; the longest answer of MATH-500 has 159, and parsing costs grow with the square
-)
+ALARM_PERIOD_S = 1.0  # the alarm rings again, in case some `except:` on the way swallowed it
+KERNEL_GRACE_S = 2  # CPU time between the alarm and the kernel's limit
+MEMORY_LIMIT = 4 << 30  # bytes of address space; symbolic mathematics itself takes a tenth
+MAX_ANSWER_LENGTH = 300  # characters; MATH-500 has at most 159, and parsing costs grow with the square
 BOXED = r"\boxed{"
-
-BOOT = "from verl.rewards.graders.math_process import main; main()"
 
 
 def last_boxed(text: str) -> str | None:
@@ -40,88 +43,103 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT_S) -> bool:
-    r"""Whether an answer equals the ground truth as text or as mathematics.
+    r"""Return whether an answer equals the ground truth as text or as mathematics.
 
-    Words (two letters or more and nothing else) are equal as text only, whatever their case. An answer that
-    is too long, or that mathematics does not decide within its time and memory, is wrong. Any thread may ask.
-
-    Args:
-        answer: What the response says, plain or LaTeX, without `$` or `\boxed`.
-        ground_truth: What it should say, written in the same way.
-        time_limit_s: Seconds of CPU time that parsing and comparing may take together.
-
-    Raises:
-        RuntimeError: The process that compares does not start. TimeoutError: It does nothing.
+    Both are plain text or LaTeX. Words (two or more letters and nothing else) are compared as text, ignoring
+    case. An answer that is too long, or that takes too much memory or more than `time_limit_s` seconds of CPU
+    time to decide, is wrong. Thread-safe.
     """
     answer, ground_truth = _plain(answer), _plain(ground_truth)
     if answer.casefold() == ground_truth.casefold():
         return answer == ground_truth or _is_word(answer)
+    # Words: math-verify reads `no` as the product n * o, which equals `on`.
     if not answer or _is_word(ground_truth) or _is_word(answer) or len(answer) > MAX_ANSWER_LENGTH:
         return False
-    return _comparer(os.getpid()).ask(answer, ground_truth, time_limit_s)
-
-
-@cache
-def _comparer(pid: int) -> "_Comparer":
-    """The comparing process of this process; a fork does not share its parent's."""
-    return _Comparer()
-
-
-class _Comparer:
-    """A process that compares answers, one after another; started when needed, and again when it is gone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, answer: str, ground_truth: str, time_limit_s: float) -> bool:
-        with self._lock:
-            process = self._running()
-            question = json.dumps([answer, ground_truth, time_limit_s])
-            with suppress(BrokenPipeError):  # it is gone, and the next line says so
-                self._write_line(process, question)
-            line = self._read_line(process)
-            if not line and process.returncode > 0:
-                raise RuntimeError("the process that compares answers failed; it wrote why to stderr")
-            return line == "true\n"  # none when a signal ended the process: too much time or memory
-
-    def _running(self) -> "subprocess.Popen[str]":
-        if self._process is None or self._process.poll() is not None:
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-            if self._read_line(self._process) != "ready\n":
-                raise RuntimeError("the process that compares answers did not start; it wrote why to stderr")
-        return self._process
-
-    def _write_line(self, process: "subprocess.Popen[str]", line: str) -> None:
-        assert process.stdin is not None  # a pipe
-        process.stdin.write(f"{line}\n")
-        process.stdin.flush()
-
-    def _read_line(self, process: "subprocess.Popen[str]") -> str:
-        assert process.stdout is not None  # a pipe
-        if not select.select([process.stdout], [], [], WALL_LIMIT_S)[0]:
-            process.kill()
-            process.wait()
-            raise TimeoutError(
-                f"comparing answers did nothing for {WALL_LIMIT_S:g} s: is this machine too busy?"
-            )
-        line = process.stdout.readline()
-        if not line:
-            process.wait()
-        return line
+    comparer = _comparer(os.getpid())
+    question = _Question(answer, ground_truth, time_limit_s)
+    try:
+        return comparer.thread.submit(comparer.equal, question).result()
+    except ChildEndedError as error:
+        if error.exit_code < 0:  # killed by the kernel: too much time or memory
+            return False
+        raise RuntimeError("the process that compares answers failed; it wrote why to stderr") from error
+    except TimeoutError as error:
+        raise TimeoutError(f"comparing answers {error}: is this machine too busy?") from error
 
 
 def _plain(answer: str) -> str:
-    """Drop what surrounds an answer and means nothing: spaces, `$`, a final period."""
     return re.sub(r"\s+", " ", answer).strip().strip("$").strip().removesuffix(".")
 
 
 def _is_word(answer: str) -> bool:
     return len(answer) > 1 and all(part.isalpha() for part in answer.split())
+
+
+class _Question(NamedTuple):
+    answer: str
+    ground_truth: str
+    time_limit_s: float
+
+
+class _Comparer(NamedTuple):
+    equal: IsolatedCalls[_Question, bool]
+    thread: ThreadPoolExecutor  # one, which lives as long as this process: the child dies with its thread
+
+
+@cache
+def _comparer(pid: int) -> _Comparer:
+    """Return the comparer of this process; a fork does not share its parent's."""
+    # A fresh interpreter, because only the child pays for importing SymPy.
+    calls = IsolatedCalls(_equal, WALL_LIMIT_S, _enter, start=ChildProcess.start)
+    return _Comparer(calls, ThreadPoolExecutor(1, "math-answers"))
+
+
+# Everything below runs in the child.
+
+
+def _enter() -> None:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    _lower(resource.RLIMIT_AS, MEMORY_LIMIT)
+
+
+def _equal(question: _Question) -> bool:
+    from math_verify import parse, verify  # noqa: PLC0415 (takes a second, which only the child should pay)
+
+    _lower(resource.RLIMIT_CPU, math.ceil(_cpu_seconds() + question.time_limit_s) + KERNEL_GRACE_S)
+    try:
+        with _time_limit(question.time_limit_s):
+            gold = parse(f"\\boxed{{{question.ground_truth}}}", parsing_timeout=0)
+            given = parse(f"\\boxed{{{question.answer}}}", parsing_timeout=0)
+            return verify(gold, given, timeout_seconds=0)
+    except (TimeLimitReached, RecursionError, MemoryError):
+        return False
+
+
+class TimeLimitReached(BaseException):
+    """The time is over. Not an `Exception`, because SymPy catches those and continues."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeLimitReached` in a block that uses more CPU time; in the main thread only."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitReached
+
+    previous = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds, ALARM_PERIOD_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _lower(which: int, value: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of a program, and the row formats they come in.
+"""Test cases of a program, and the row formats that hold them.
 
     {"inputs": [...], "outputs": [...], "fn_name": ...}            APPS, TACO, LiveCodeBench, Skywork-OR1
     [{"input": ..., "output": ..., "testtype": ...}, ...]          LiveCodeBench's test cases
@@ -7,7 +7,7 @@
     {"assert_case": [...]}                                         Skywork-OR1, MBPP
     {"import_prefix", "test_code", "entry_point"}                  Skywork-OR1, LeetCode, HumanEval
 
-Each may be JSON text. Without `fn_name` a test gives stdin and expects stdout.
+Each may be JSON text. Without `fn_name`, a test provides stdin and expects stdout.
 """
 
 import ast
@@ -43,16 +43,16 @@ class CallCase:
 
 @dataclass(frozen=True)
 class AssertCase:
-    """After `before` the expression must have the value `expected`, which the program never sees.
+    """After `before`, the expression must have the value `expected`, which the program never sees.
 
-    An assertion that compares with a literal becomes this. Of any other one, `expression` is its condition
-    and `expected` is True: a program made to cheat could write that value itself.
+    For an assertion that compares with a literal. For any other assertion, `expression` is its condition and
+    `expected` is True, a value that a cheating program could write itself.
     """
 
     before: str
     expression: str
     expected: Any
-    prefix: str = ""  # executed ahead of the program
+    prefix: str = ""  # executed before the program
 
 
 Case = StdinCase | CallCase | AssertCase
@@ -62,7 +62,7 @@ def read_cases(tests: Any) -> list[Case]:
     """Read the tests of a row in any of the formats above.
 
     Raises:
-        ValueError: It is none of them, or it holds no test.
+        ValueError: The format is unknown, or there is no test.
     """
     try:
         cases = list(_cases(json.loads(tests) if isinstance(tests, str) else tests))
@@ -112,7 +112,7 @@ def _livecodebench(row: dict[str, Any]) -> Iterator[Case]:
 
 
 def _unpacked(tests: Any) -> list[dict[str, Any]]:
-    """A list, as such, as JSON, or as LiveCodeBench ships it: JSON pickled, compressed and in base 64."""
+    """Decode a list, JSON, or LiveCodeBench's form: JSON pickled, compressed and in base 64."""
     if not isinstance(tests, str):
         return tests
     if tests.lstrip().startswith("["):
@@ -127,19 +127,16 @@ def _unpacked(tests: Any) -> list[dict[str, Any]]:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads a text and creates nothing else."""
-
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"packed test cases may hold text only, not {module}.{name}")
 
 
 def _text(value: Any) -> str:
-    """Input or output of a script: text, or lines of it."""
     return "\n".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _call(name: str, given: Any, wanted: Any) -> CallCase:
-    """Arguments as a list, or one JSON value on each line; the result as such, in a list, or as JSON."""
+    """Read arguments (a list, or JSON lines) and their result (a value, in a list, or JSON)."""
     if isinstance(given, str):
         arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
     else:
@@ -152,7 +149,7 @@ def _call(name: str, given: Any, wanted: Any) -> CallCase:
 
 
 def _assertions(code: str, before: str = "", prefix: str = "") -> Iterator[AssertCase]:
-    """Each assertion of a piece of code with the statements ahead of it, assertions left out."""
+    """Split code into assertions, each with the statements before it except assertions."""
     yield from _assertions_of(ast.parse(code).body, code, before, prefix)
 
 
@@ -170,7 +167,6 @@ def _assertions_of(body: list[ast.stmt], code: str, before: str, prefix: str) ->
 
 
 def _checks(code: str, entry_point: str, prefix: str) -> Iterator[AssertCase]:
-    """The assertions of `def check(candidate)`."""
     tree = ast.parse(code)
     check = next(
         (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None
@@ -189,7 +185,7 @@ def _holds_assertion(node: ast.AST) -> bool:
 
 
 def _expected(test: ast.expr) -> tuple[str, Any]:
-    """An expression and the literal that it is compared with; else the condition and True."""
+    """Return an expression and the literal that it is compared with, or the condition and True."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for side, other in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process gives up before it runs a program: privileges, resources, system calls."""
+"""Confine a process before it runs a program: drop privileges, limit resources, files and system calls."""
 
 import contextlib
 import ctypes
@@ -7,12 +7,19 @@ import os
 import resource
 import signal
 
-from verl.rewards.sandbox import filter, kernel, landlock
+from verl.rewards.sandbox import filter, kernel
 
 MIB = 1 << 20
 READ_ANY_FILE = 1 << 2  # CAP_DAC_READ_SEARCH
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 STACK_MB = 64  # of the main thread, where the limits of this process allow it
+
+# Landlock: restricts the file system for a process that may not create namespaces.
+CREATE_RULESET_VERSION = 1
+RULE_PATH_BENEATH = 1
+OLDEST_VERSION = 3  # older ones let files be truncated that cannot be written (Linux 6.2)
+WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
+ALL_OF_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights over files
 
 
 class CapabilityHeader(ctypes.Structure):
@@ -28,35 +35,30 @@ class CapabilityData(ctypes.Structure):
 
 
 def confine(limits: dict, user: int, *, readable: list[str] | None, num_threads: int) -> None:
-    """Give up everything; nothing of it can be had back.
+    """Drop all privileges, irrevocably.
 
     Args:
-        limits: The fields of `Limits`.
-        user: Whom to become, where this process may choose.
-        readable: What Landlock leaves to be read; None where a root folder of its own does that.
-        num_threads: Threads that the user may have, of all processes.
-
-    Raises:
-        OSError: Something could not be given up.
+        limits: Fields of `Limits`.
+        user: User to switch to, if this process may choose.
+        readable: Paths that Landlock leaves readable; None if a separate root folder does that.
+        num_threads: Maximum number of threads of the user, in all processes.
     """
     _become(user, keep=READ_ANY_FILE if readable is not None else 0)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     limit_resources(limits, num_threads)
     if readable is not None:
-        landlock.allow_reading_only(readable, DEVICES)
+        allow_reading_only(readable, DEVICES)
     filter.install(alone=limits["processes"] == 1)
 
 
 def _become(user: int, keep: int) -> None:
-    """Become another user where this is the superuser, and drop every capability but those in `keep`.
-
-    A superuser's interpreter may stand in a home folder that only the superuser can enter. Landlock allows
-    to read what it allows whoever one is, so the right to pass such folders gives nothing else.
-    """
+    """Switch to another user if this is root, and drop every capability that is not in `keep`."""
+    # Root's interpreter may be in a home folder that only root can enter. Landlock decides what can be read
+    # whoever the user is, so the right to pass such folders adds nothing else.
     keep = keep if os.geteuid() == 0 else 0
     for capability in range(kernel.NUM_CAPABILITIES):
-        with contextlib.suppress(OSError):  # no such one; or not ours to drop: then `no_new_privs` does it
+        with contextlib.suppress(OSError):  # unknown, or not ours to drop: `no_new_privs` covers it
             kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
     if os.geteuid() == 0 and user != 0:
         kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
@@ -69,7 +71,7 @@ def _become(user: int, keep: int) -> None:
 
 
 def limit_resources(limits: dict, num_threads: int | None) -> None:
-    """Set the limits of this process and of what it starts; lower ones that it has already stay."""
+    """Limit this process and its children. Lower existing limits stay."""
     memory = limits["memory_mb"] * MIB
     wanted = {
         resource.RLIMIT_AS: memory,
@@ -93,3 +95,40 @@ def _lower(which: int, soft: int, hard: int) -> None:
     if highest != resource.RLIM_INFINITY:
         soft, hard = min(soft, highest), min(hard, highest)
     resource.setrlimit(which, (soft, hard))
+
+
+class Ruleset(ctypes.Structure):
+    """First version of `struct landlock_ruleset_attr`: rights over files."""
+
+    _fields_ = [("files", ctypes.c_uint64)]
+
+
+class PathRule(ctypes.Structure):
+    """`struct landlock_path_beneath_attr`."""
+
+    _pack_ = 1
+    _fields_ = [("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+def allow_reading_only(paths: list[str], devices: list[str]) -> None:
+    """Restrict this process for good to reading files at or below `paths` and using devices.
+
+    It can still see that a file exists, its size and its times.
+    """
+    version = kernel.syscall("landlock_create_ruleset", None, 0, CREATE_RULESET_VERSION)
+    if version < OLDEST_VERSION:
+        raise OSError(f"Landlock has version {version}, the sandbox needs {OLDEST_VERSION} (Linux 6.2)")
+    attributes = Ruleset(ALL_OF_VERSION[min(version, max(ALL_OF_VERSION))])
+    ruleset = kernel.syscall("landlock_create_ruleset", attributes, ctypes.sizeof(attributes), 0)
+    for path in paths:
+        _allow(ruleset, path, READ_FILE | (READ_DIR if os.path.isdir(path) else 0))
+    for device in devices:
+        _allow(ruleset, device, READ_FILE | WRITE_FILE)
+    kernel.syscall("landlock_restrict_self", ruleset, 0)
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    kernel.syscall("landlock_add_rule", ruleset, RULE_PATH_BENEATH, PathRule(rights, opened), 0)
+    os.close(opened)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system calls that a program may make: a filter for seccomp, which holds for good and is inherited.
+"""A seccomp filter of the system calls that a program may make. It is permanent and inherited.
 
-It is a list of what is allowed: files (which the file system or Landlock restricts), memory, signals, time,
-threads. No program can be executed, no socket opened but pairs within the process, no process traced or
-looked into, nothing mounted.
+It allows files (which the file system or Landlock restricts), memory, signals, time and threads. A program
+cannot execute another one, open sockets except pairs within the process, trace or inspect processes, or mount
+file systems.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ AT_NUMBER, AT_ARCH, AT_ARGUMENTS = 0, 4, 16  # offsets in `struct seccomp_data`
 X32_BIT = 0x40000000
 FIRST_NEW_CALL = 424  # numbers from here on are the same everywhere; libraries do without such calls
 INSTRUCTION = struct.Struct("<HBBI")
-IOCTLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, how much can be
-# read, non-blocking, close-on-exec
-FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # duplicate, flags, locks; not who is sent a signal when data comes
+# Terminal settings and size, bytes available, non-blocking, close-on-exec.
+IOCTLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # duplicate, flags, locks; not the owner of data signals
 AF_UNIX = 1
 SECCOMP_SET_MODE_FILTER = 1
 
@@ -33,14 +33,7 @@ class Program(ctypes.Structure):
 
 
 def install(*, alone: bool) -> None:
-    """Filter every later system call of this process and of what it starts.
-
-    Args:
-        alone: Whether it may start threads only, and send signals to nobody but itself.
-
-    Raises:
-        OSError: The kernel has no seccomp, or `no_new_privs` is not set.
-    """
+    """Filter every later system call of this process and its children; `alone` forbids children."""
     code = build(alone=alone, pid=os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     program = Program(len(code) // INSTRUCTION.size, ctypes.addressof(buffer))
@@ -48,7 +41,6 @@ def install(*, alone: bool) -> None:
 
 
 def build(*, alone: bool, pid: int) -> bytes:
-    """The filter as instructions of the kernel's packet filter."""
     lines = [
         _line(LOAD, AT_ARCH),
         _line(JUMP_EQUAL, kernel.AUDIT_ARCHES[os.uname().machine], 1, 0),
@@ -90,20 +82,18 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _rule(name: str, body: list[bytes]) -> list[bytes]:
-    """What to do with one system call; `body` ends with a return on every way."""
+    """Instructions for one system call; `body` returns on every path."""
     number = kernel.number(name)
     return [] if number is None else [_line(JUMP_EQUAL, number, 0, len(body)), *body]
 
 
 def _one_of(argument: int, values: tuple[int, ...]) -> list[bytes]:
-    """Allow the call when the low half of an argument is one of these values."""
     lines = [_line(LOAD, AT_ARGUMENTS + 8 * argument)]
     lines += [_line(JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [*lines, _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
 
 
 def _null(argument: int) -> list[bytes]:
-    """Allow the call when an argument is a null pointer, in both halves."""
     low, high = AT_ARGUMENTS + 8 * argument, AT_ARGUMENTS + 8 * argument + 4
     return [
         _line(LOAD, low),
@@ -116,12 +106,10 @@ def _null(argument: int) -> list[bytes]:
 
 
 def _with_bits(bits: int) -> list[bytes]:
-    """Allow the call when its first argument has any of these bits."""
     load = _line(LOAD, AT_ARGUMENTS)
     return [load, _line(JUMP_ANY_BIT, bits, 1, 0), _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
 
 
 def _without_bits(bits: int) -> list[bytes]:
-    """Allow the call when its first argument has none of these bits."""
     load = _line(LOAD, AT_ARGUMENTS)
     return [load, _line(JUMP_ANY_BIT, bits, 0, 1), _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""System calls that Python has no function for, and the numbers of those that a program may make."""
+"""System calls that Python has no function for, and the numbers of the calls that a program may make."""
 
 import ctypes
 import os
@@ -73,12 +73,12 @@ NUM_CAPABILITIES = 64
 
 
 def number(name: str) -> int | None:
-    """The number of a system call on this machine; None where there is no such call."""
+    """Number of a system call on this machine; None if it has no such call."""
     return NUMBERS[name][COLUMNS[os.uname().machine]]
 
 
 def is_known_machine() -> bool:
-    """Whether the numbers above hold on this machine."""
+    """Return whether the numbers above are valid on this machine."""
     return sys.platform == "linux" and os.uname().machine in COLUMNS
 
 
@@ -90,11 +90,7 @@ def _check(result: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
-    """Make a system call; integers are passed as 64 bits, structures by reference.
-
-    Raises:
-        OSError: It failed; the message names the call.
-    """
+    """Make a system call; integers are passed as 64 bits, structures by reference."""
     passed = [
         ctypes.c_long(value) if isinstance(value, int) else ctypes.byref(value)
         if isinstance(value, ctypes.Structure) else value
@@ -104,25 +100,22 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array | ctypes.Structure
 
 
 def prctl(option: int, *values: int) -> None:
-    """`prctl(2)`: change something about this process."""
     padded = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     _check(LIBC.prctl(option, *padded), f"prctl {option}")
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces that `flags` names for new ones."""
     _check(LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """`mount(2)`."""
     texts = [text.encode() if text else None for text in (source, target, kind)]
     data = options.encode() if options else None
     _check(LIBC.mount(*texts, ctypes.c_ulong(flags), data), f"mount {source or kind} on {target}")
 
 
 def unmount(target: str) -> None:
-    """Take a mount away, with everything below it, whoever uses it."""
+    """Detach a mount and everything below it, even if it is in use."""
     _check(LIBC.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
@@ -133,7 +126,7 @@ class MountAttributes(ctypes.Structure):
 
 
 def protect_mount(target: str, *, recursive: bool, devices: bool = False) -> None:
-    """Make a mount read-only and without set-user-id programs, and without devices unless they are wanted."""
+    """Make a mount read-only, without set-user-id programs and, unless `devices`, without devices."""
     attributes = MountAttributes(
         MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | (0 if devices else MOUNT_ATTR_NODEV), 0, 0, 0
     )

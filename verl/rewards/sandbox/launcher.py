@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process around a program: makes the sandbox, starts the program in it, tells how it ended.
+"""The process around a program: sets up the sandbox, starts the program in it, reports how it ended.
 
     launcher     same user as the caller; leaves its namespaces, builds the root folder
-      init       process 1 of the new process namespace: when it ends, the kernel ends everything in there
-        program  gives up the rest and executes the source
+      init       process 1 of the new process namespace: when it ends, the kernel kills all processes there
+        program  drops the remaining privileges and executes the source
 
 Without namespaces there is no init. Lines on the status pipe: `unshared`, `failed WHY`, `started`,
 `ended WAIT_STATUS CPU_SECONDS PEAK_KB`. When the other end of the lifeline closes, the program is killed.
@@ -21,20 +21,15 @@ from collections import namedtuple
 
 from verl.rewards.sandbox import confinement, kernel, namespaces, program
 
-FIRST_FREE = 10  # file numbers from here on are used for moving files
-VALUE, STATUS = 3, 4  # numbers of the program's files besides the standard three
+FIRST_FREE = 10  # file descriptors from here on are free for moving files
+VALUE, STATUS = 3, 4  # file descriptors of the program, after the standard three
 
-
-FILES = ("job", "stdin", "stdout", "stderr", "value", "status", "lifeline")  # that it inherits, by number
+FILES = ("job", "stdin", "stdout", "stderr", "value", "status", "lifeline")  # inherited file descriptors
 Files = namedtuple("Files", FILES)
 
 
 def main() -> None:
-    """Run the job whose files the command line names; returns in the program's process only.
-
-    Raises:
-        SystemExit: The program's own.
-    """
+    """Run the job whose file descriptors are on the command line. Returns in the program's process only."""
     files = Files(*map(int, sys.argv[3:]))
     job = _prepare(files)
     child = os.fork()
@@ -48,17 +43,16 @@ def main() -> None:
     program.execute(job["source"], job["call"], job["import_path"], VALUE)
 
 
-def _tell(status: int, line: str) -> None:
+def _report(status: int, line: str) -> None:
     os.write(status, (line.replace("\n", " ")[:2000] + "\n").encode())
 
 
 def _fail(status: int, error: Exception) -> None:
-    _tell(status, f"failed {error}")
+    _report(status, f"failed {error}")
     os._exit(1)
 
 
 def _prepare(files: Files) -> dict:
-    """Read the job; with namespaces, enter them and build the root folder."""
     try:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,13 +60,12 @@ def _prepare(files: Files) -> dict:
         with os.fdopen(files.job, "rb") as file:
             job = marshal.load(file)
         if job["call"] is not None:
-            importlib.import_module(
-                "verl.rewards.sandbox.values"
-            )  # not to be found later; slow, so not always
+            # It cannot be found later. The import is slow, so only where it is needed.
+            importlib.import_module("verl.rewards.sandbox.values")
         if job["namespaces"]:
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # so that the caller may write the user mapping
             kernel.unshare(namespaces.ALL)
-            _tell(files.status, "unshared")
+            _report(files.status, "unshared")
             if os.read(files.lifeline, 1) != b"!":
                 os._exit(1)
             namespaces.build_root(
@@ -84,7 +77,7 @@ def _prepare(files: Files) -> dict:
 
 
 def _supervise(child: int, files: Files, *, report: bool) -> None:
-    """Wait for a child, killing it when the caller is gone or says so."""
+    """Wait for a child. Kill it when the caller closes the lifeline."""
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     for file in (files.stdin, files.stdout, files.stderr, files.value):
         os.close(file)
@@ -98,12 +91,12 @@ def _supervise(child: int, files: Files, *, report: bool) -> None:
     _, status, usage = os.wait4(child, 0)
     if report:
         cpu = usage.ru_utime + usage.ru_stime
-        _tell(files.status, f"ended {status} {cpu:.6f} {usage.ru_maxrss}")
+        _report(files.status, f"ended {status} {cpu:.6f} {usage.ru_maxrss}")
     os._exit(0)
 
 
 def _be_the_program(job: dict, files: Files) -> None:
-    """Keep the program's files only, give up every privilege, and say that the program starts."""
+    """Keep the program's files only, drop every privilege, and report the start."""
     try:
         readable = None if job["namespaces"] else job["readable"]
         if job["namespaces"]:
@@ -119,5 +112,5 @@ def _be_the_program(job: dict, files: Files) -> None:
             confinement.limit_resources(job["limits"], job["max_threads"])
     except (OSError, ValueError) as error:
         _fail(STATUS if "moved" in locals() else files.status, error)
-    _tell(STATUS, "started")
+    _report(STATUS, "started")
     os.close(STATUS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sandbox shows of this machine: the running interpreter's library and the system's."""
+"""The view that a program has of this machine: libraries of the interpreter and the system, and a user."""
 
 import os
 import sys
@@ -7,36 +7,33 @@ import sysconfig
 from functools import cache
 
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
-LAST_DYNAMIC_USER = 65519  # users that nobody has, set aside for services by systemd's convention
+LAST_DYNAMIC_USER = 65519  # end of a range of unused UIDs, which systemd reserves for services
 NUM_DYNAMIC_USERS = 4096
 
 
 @cache
 def import_path() -> list[str]:
-    """Folders of the installed packages; the standard library's are known to the child."""
+    """Folders of the installed packages. The child knows those of the standard library."""
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
 @cache
 def readable_paths() -> list[str]:
-    """Every path that a program may read, by its name and by its real one, none of them inside another.
-
-    The name and the real path of a folder are shown both, so that symbolic links need not be followed.
-    """
+    """Paths that a program may read, none inside another."""
     standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     libraries = [f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"]
     wanted = [path for path in (*SYSTEM, *standard, *libraries, *import_path()) if os.path.exists(path)]
+    # Real paths too, so that symbolic links need not be followed.
     paths = sorted({os.path.abspath(path) for path in wanted} | {os.path.realpath(path) for path in wanted})
     return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 
 def unused_user() -> int:
-    """A user that nobody is, for a superuser to become; another one for each process."""
     return LAST_DYNAMIC_USER - os.getpid() % NUM_DYNAMIC_USERS
 
 
 def threads_of_user(user: int) -> int:
-    """How many threads a user has on this machine, as far as this process can see."""
+    """Number of threads of a user on this machine, as far as this process can see."""
     total = 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

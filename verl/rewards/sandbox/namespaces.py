@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A root folder of its own, where a program finds the interpreter's library and an empty folder only.
+"""Namespaces with a root folder that holds only the interpreter's library and an empty folder.
 
-User, mount, process, network, IPC, host name and cgroup namespaces; all of them an ordinary user may have.
+An ordinary user may create all of them: user, mount, process, network, IPC, host name and cgroup namespaces.
 """
 
 import os
@@ -22,17 +22,17 @@ ALL = (
 NOBODY = 65534
 FOLDER = "/box"  # the program's working folder
 MAX_FILES = 4096  # in the working folder
-ROOT_MB = 1  # for the tree of empty folders that things are mounted on
+ROOT_MB = 1  # for the tree of empty mount points
 
 
 def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, owner: int) -> None:
-    """Make a new root folder and leave the old one behind.
+    """Replace the root folder.
 
     Args:
-        scratch: A folder that exists, to mount the new root on.
-        readable: Real paths that the program may read, mounted where they are.
-        stdin: File whose content the program finds at /dev/stdin.
-        folder_mb: MiB that the working folder holds.
+        scratch: Existing folder to mount the new root on.
+        readable: Real paths that the program may read, mounted at the same paths.
+        stdin: File descriptor whose content becomes /dev/stdin.
+        folder_mb: Size of the working folder in MiB.
         owner: User of the working folder.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)

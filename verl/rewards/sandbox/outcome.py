@@ -1,10 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program in the sandbox may use, and what became of it."""
+"""Isolation and limits of a program in the sandbox, and its outcome."""
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 
 MIB = 1 << 20
+UNSAFE_VARIABLE = "VERL_SANDBOX_UNSAFE"
+REMEDY = (
+    "give the machine one of them (user namespaces: `sysctl user.max_user_namespaces`,"
+    " `kernel.apparmor_restrict_unprivileged_userns=0`, or in a container a seccomp profile that allows"
+    " `unshare`; Landlock: Linux 6.2 with `landlock` among its `lsm=`), or, for programs that you trust, set"
+    f" {UNSAFE_VARIABLE}=1"
+)
+
+
+class Isolation(StrEnum):
+    """Ways to isolate a program, strongest first."""
+
+    NAMESPACES = "namespaces"  # a root folder, processes and network of its own; and seccomp
+    LANDLOCK = "landlock"  # Landlock and seccomp: no namespaces, no writable folder, one process
+    NONE = "none"  # resource limits only: no protection against malice
 
 
 class Status(StrEnum):
@@ -12,25 +28,25 @@ class Status(StrEnum):
 
     OK = "ok"  # it ended by itself with exit code 0
     WRONG_EXIT = "wrong_exit"  # it ended by itself with another exit code
-    CRASHED = "crashed"  # an exception that nobody caught, or a signal
+    CRASHED = "crashed"  # an uncaught exception or a signal
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     OUTPUT_LIMIT = "output_limit"  # it wrote more than it may
     REJECTED = "rejected"  # an assertion of its test did not hold
-    REFUSED = "refused"  # it was not run, because nothing would have contained it
+    REFUSED = "refused"  # it did not run, because no isolation works here
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use.
+    """Resource limits of one run.
 
-    CPU time decides, so that a busy machine fails nobody; the wall clock ends what sleeps.
+    CPU time decides, so that a busy machine fails no program; the wall clock ends programs that sleep.
     """
 
     cpu_s: int = 6  # of all threads of one process together
     wall_s: float = 15.0
     memory_mb: int = 1024  # address space of each process: code, data, stacks, mapped files
-    processes: int = 1  # the program itself; more are possible with namespaces only
+    processes: int = 1  # including the program itself; more than one needs namespaces
     threads: int = 64  # of all its processes together
     output_bytes: int = 16 * MIB  # of stdout, of stderr and of the value, each
     folder_mb: int = 64  # of everything in the working folder; also the largest file
@@ -44,10 +60,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """What to do after the program has been executed as a module, in its namespace.
+    """An expression to evaluate after the program has run as a module, in the module's namespace.
 
     `epilogue` is executed; then the value of `target`, called with `arguments` if there are any, is
-    written to `Outcome.value`. The name of a method of the program's class `Solution` means that method.
+    written to `Outcome.value`. If the program's class `Solution` has a method named `target`, it is called.
     """
 
     target: str = ""
@@ -57,13 +73,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did."""
+    """Result of a run."""
 
     status: Status
     stdout: str = ""
     stderr: str = ""
-    value: str | None = None  # of a `Call`, as tagged JSON (see `values.py`): written by the program, so
-    # to be read as material; None when it did not get so far
+    # Value of a `Call` as tagged JSON (see `values.py`), written by the program and not to be trusted;
+    # None if it ended before.
+    value: str | None = None
     exit_code: int | None = None  # when it ended by itself
     signal: int | None = None  # when a signal ended it
     wall_s: float = 0.0
@@ -73,8 +90,12 @@ class Outcome:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: says nothing about the program, which did not run."""
+    """The sandbox itself failed, and the program did not run."""
 
 
 class SandboxRefusedError(SandboxError):
-    """Nothing on this machine would contain the program, so it was not run."""
+    """No isolation works on this machine, so the program did not run."""
+
+
+def is_unsafe_allowed() -> bool:
+    return os.environ.get(UNSAFE_VARIABLE) == "1"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute a program that nobody trusts, in a process that has nothing left to lose."""
+"""Execute an untrusted program, in a process that has already dropped its privileges."""
 
 import os
 import sys
@@ -11,18 +11,11 @@ FILE_NAME = "solution.py"
 
 
 def execute(source: str, call: dict[str, str] | None, import_path: list[str], value_file: int) -> None:
-    """Run a program as a script, or as a module of which something is then called.
+    """Run a program as a script, or as a module and then make a call (fields of a `Call`).
 
-    Args:
-        source: The program.
-        call: The fields of a `Call`; None runs the program as a script.
-        import_path: Folders that are searched for modules besides the standard library's.
-        value_file: Where the value of the call is written.
-
-    Raises:
-        SystemExit: The program ended otherwise than by reaching its last line.
+    Its value is written to the file descriptor `value_file`.
     """
-    values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before the folders were given up
+    values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before access to its folder was dropped
     _forget_launcher(import_path)
     module = ModuleType("__main__" if call is None else "solution")
     sys.modules[module.__name__] = module

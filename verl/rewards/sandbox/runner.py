@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Run a Python program that nobody trusts.
+r"""Run an untrusted Python program.
 
     outcome = run("print(int(input()) + 1)", stdin="41")
     outcome.status, outcome.stdout     # Status.OK, "42\n"
 
-Nothing needs to be installed or running: every run is a process of this interpreter that gives up what it has
-(`launcher.py`). It takes some 50 ms. Safe in any thread; blocks until the program ended.
+Nothing needs to be installed or running: every run is a process of this interpreter that drops its privileges
+(`launcher.py`). A run takes about 50 ms. Thread-safe; blocks until the program ends.
 """
 
 import fcntl
@@ -24,14 +24,16 @@ from functools import cache
 from pathlib import Path
 
 from verl.rewards.sandbox import codes, kernel, library
-from verl.rewards.sandbox.isolation import REMEDY, Isolation, is_unsafe_allowed
 from verl.rewards.sandbox.namespaces import NOBODY
 from verl.rewards.sandbox.outcome import (
+    REMEDY,
     Call,
+    Isolation,
     Limits,
     Outcome,
     SandboxError,
     Status,
+    is_unsafe_allowed,
 )
 
 BOOT = """
@@ -43,8 +45,8 @@ from verl.rewards.sandbox.launcher import main
 main()
 """  # bare packages, since importing verl itself takes longer than everything else together
 PACKAGES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-START_LIMIT_S = 20.0  # until the program starts: a machine that needs longer has a problem of its own
-END_LIMIT_S = 0.5  # for the launcher to kill the program and go; then it is killed as well
+START_LIMIT_S = 20.0  # until the program starts, on the busiest machine
+END_LIMIT_S = 0.5  # for the launcher to kill the program and exit; then it is killed as well
 OVERHEAD_THREADS = 3  # launcher, init and the program's first
 STATUS_LIMIT = 1 << 16
 ENVIRONMENT = {
@@ -61,15 +63,15 @@ def run(
     isolation: Isolation | None = None,
     allow_unsafe: bool = False,
 ) -> Outcome:
-    """Run a program and tell what became of it.
+    """Run a program and return its outcome.
 
     Args:
-        source: Python of this interpreter's version; the packages installed here can be imported.
-        stdin: What it can read.
-        limits: What it may use; see `Limits`.
-        call: What to call of it afterwards; without, it runs as a script.
-        isolation: How to contain it; by default the best that this machine has.
-        allow_unsafe: Run it without isolation where there is none; so does VERL_SANDBOX_UNSAFE=1.
+        source: Python source; installed packages can be imported.
+        stdin: Text for the program to read.
+        limits: None is the default `Limits`.
+        call: Evaluated after the program has run as a module; None runs it as a script.
+        isolation: None selects the strongest isolation that works on this machine.
+        allow_unsafe: Run without isolation if there is none, as does VERL_SANDBOX_UNSAFE=1.
 
     Raises:
         SandboxError: The sandbox failed, and the program did not run.
@@ -78,7 +80,7 @@ def run(
     if isolation is None:
         isolation, cause = detect()
         if isolation is Isolation.NONE and not (allow_unsafe or is_unsafe_allowed()):
-            return Outcome(Status.REFUSED, detail=f"nothing here contains a program: {cause}; {REMEDY}")
+            return Outcome(Status.REFUSED, detail=f"no isolation works on this machine: {cause}; {REMEDY}")
     if limits.processes > 1 and isolation is not Isolation.NAMESPACES:
         why = f"`Limits.processes` ({limits.processes}) must be 1 without namespaces ({isolation} here)"
         return Outcome(Status.REFUSED, detail=why)
@@ -94,7 +96,7 @@ def run(
 
 @cache
 def detect() -> tuple[Isolation, str]:
-    """The best isolation that works here, tried out, and why the better ones do not."""
+    """Try each kind of isolation. Return the strongest that works, and why stronger ones do not."""
     causes = []
     if not kernel.is_known_machine():
         return Isolation.NONE, "needs Linux on x86_64 or aarch64"
@@ -134,15 +136,12 @@ def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -
 
 @dataclass
 class _Stream:
-    """What comes out of one pipe."""
-
     file: int
     limit: int
     parts: list[bytes] = field(default_factory=list)
     size: int = 0
 
     def read(self) -> bool:
-        """Read what there is; False at the end."""
         part = os.read(self.file, 1 << 16)
         self.parts.append(part)
         self.size += len(part)
@@ -155,8 +154,6 @@ class _Stream:
 
 @dataclass
 class _Run:
-    """A launcher at work."""
-
     popen: subprocess.Popen
     lifeline: int
     confined: bool
@@ -169,7 +166,7 @@ class _Run:
         for line in self.streams["status"].text.splitlines():
             yield line.split(" ", 1)
 
-    def told(self, word: str) -> str | None:
+    def reported(self, word: str) -> str | None:
         return next((rest[0] if rest else "" for first, *rest in self.lines() if first == word), None)
 
 
@@ -210,7 +207,7 @@ def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
 
 
 def _memory_file(name: str, data: bytes, stack: ExitStack) -> int:
-    """A file in memory that nobody can change any more, at its beginning."""
+    """Create a sealed file in memory, positioned at its start."""
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, file)
     with open(file, "wb", closefd=False) as writer:
@@ -229,7 +226,6 @@ def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[int, int]:
 
 
 def _watch(run: _Run, limits: Limits, job: dict) -> None:
-    """Read everything until all is closed or a limit is reached."""
     begin = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for stream in run.streams.values():
@@ -249,10 +245,9 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
 
 
 def _follow(run: _Run, job: dict) -> None:
-    """Do what the launcher asks for."""
-    if run.started_at is None and run.told("started") is not None:
+    if run.started_at is None and run.reported("started") is not None:
         run.started_at = time.monotonic()
-    elif job["namespaces"] and run.told("unshared") is not None and run.started_at is None:
+    elif job["namespaces"] and run.reported("unshared") is not None and run.started_at is None:
         try:
             _map_users(run.popen.pid, job["user"])
             os.write(run.lifeline, b"!")
@@ -261,7 +256,7 @@ def _follow(run: _Run, job: dict) -> None:
 
 
 def _map_users(pid: int, user: int) -> None:
-    """Say who is who in the launcher's user namespace: nobody but itself and whom the program becomes."""
+    """Map two users into the launcher's user namespace: its own, and the program's."""
     if os.geteuid() == 0:
         users = groups = f"0 0 1\n{user} {user} 1\n"
     else:
@@ -272,10 +267,9 @@ def _map_users(pid: int, user: int) -> None:
 
 
 def _end(run: _Run, files: ExitStack) -> None:
-    """Make sure that nothing is left of it."""
     files.close()  # the lifeline among them
     if not run.confined:
-        _kill_group(run)  # it may have started others
+        _kill_group(run)  # the program may have started others
     try:
         run.popen.wait(END_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -290,9 +284,11 @@ def _kill_group(run: _Run) -> None:
 
 def _outcome(run: _Run, limits: Limits) -> Outcome:
     if run.started_at is None:
-        why = run.told("failed") or run.streams["stderr"].text.strip()[-2000:] or "it did not start in time"
-        raise SandboxError(f"the sandbox could not be made: {why}")
-    ended = run.told("ended")
+        why = (
+            run.reported("failed") or run.streams["stderr"].text.strip()[-2000:] or "it did not start in time"
+        )
+        raise SandboxError(f"the sandbox could not be set up: {why}")
+    ended = run.reported("ended")
     status, cpu_s, peak_kb = ended.split() if ended else ("9", "0", "0")
     code = os.waitstatus_to_exitcode(int(status))
     return Outcome(
@@ -311,7 +307,7 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
 def _status(code: int, cpu_s: float, limits: Limits) -> Status:
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
         return Status.TIMED_OUT
-    if code == -signal.SIGKILL:  # not by us, so by the kernel, for want of memory
+    if code == -signal.SIGKILL:  # not by us, so by the kernel: out of memory
         return Status.OUT_OF_MEMORY
     own = {0: Status.OK, codes.UNCAUGHT: Status.CRASHED, codes.OUT_OF_MEMORY: Status.OUT_OF_MEMORY}
     own |= {codes.REJECTED: Status.REJECTED}

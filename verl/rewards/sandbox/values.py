@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python values as JSON that keeps their types: how a value leaves the sandbox without trusting its maker."""
+"""Python values as JSON with their types: reading a value from the sandbox executes nothing."""
 
 import json
 from typing import Any
@@ -9,11 +9,7 @@ OTHER = "other"
 
 
 def to_text(value: Any) -> str:
-    """Write a value; of what is no number, text, array or container of such, the type's name.
-
-    Raises:
-        ValueError: It contains itself or is nested too deeply.
-    """
+    """Encode numbers, text, arrays and containers of them; anything else by the name of its type."""
     try:
         return json.dumps(_tagged(value))
     except RecursionError as error:
@@ -21,24 +17,18 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Read what `to_text` wrote, or what somebody made up: nothing is executed.
-
-    Raises:
-        ValueError: It is no such text.
-    """
+    """Decode an untrusted text; raises a ValueError unless it is of the form that `to_text` writes."""
     try:
         return _untagged(json.loads(text))
     except (RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not the text of a value: {error}") from error
+        raise ValueError(f"not an encoded value: {error}") from error
 
 
 def from_json(text: str) -> Any:
-    """Read plain JSON, as tests write their arguments and results."""
     return json.loads(text)
 
 
 def to_json(value: Any) -> str:
-    """Write plain JSON."""
     return json.dumps(value)
 
 

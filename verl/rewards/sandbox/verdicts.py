@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge a program by tests, each in a sandbox of its own.
+"""Judge a program by tests, each in its own sandbox.
 
 verdicts = judge(source, [{"input": "1 2", "output": "3"}])
 verdicts[0].kind     # VerdictKind.PASSED
@@ -17,7 +17,7 @@ from verl.rewards.sandbox.cases import AssertCase, CallCase, Case, StdinCase, re
 from verl.rewards.sandbox.outcome import Call, Limits, Outcome, SandboxRefusedError, Status
 from verl.rewards.sandbox.runner import run
 
-PRELUDE = (  # on one line, so that the program's line numbers stay; what solutions take for granted
+PRELUDE = (  # imports that solutions rely on; on one line, to keep the program's line numbers
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys;"
     "from bisect import *; from collections import *; from functools import *; from heapq import *;"
     "from itertools import *; from math import *; from string import *;"
@@ -27,21 +27,21 @@ PRELUDE = (  # on one line, so that the program's line numbers stay; what soluti
 
 
 class VerdictKind(StrEnum):
-    """What a test says about a program."""
+    """Result of one test."""
 
     PASSED = "passed"
     WRONG = "wrong"  # it ended in time, with another result
     CRASHED = "crashed"  # an exception, an exit code, too much memory or output
     TIMED_OUT = "timed_out"
-    NOT_RUN = "not_run"  # enough tests had failed, or the time for all tests was over
+    NOT_RUN = "not_run"  # enough tests had failed, or the time for all tests was used up
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of one test, and what the program did in it."""
+    """Result of one test, with the outcome of the program."""
 
     kind: VerdictKind
-    outcome: Outcome | None = None  # None when it was not run
+    outcome: Outcome | None = None  # None if it did not run
 
 
 def judge(
@@ -53,22 +53,19 @@ def judge(
     budget_s: float | None = None,
     allow_unsafe: bool = False,
 ) -> list[Verdict]:
-    """Run the tests one after another; each has a new sandbox, so that none can prepare the next.
+    """Run tests one after another, each in a new sandbox, so that none can prepare the next.
 
     Args:
-        source: The program; names that solutions take for granted (`List`, `deque`, `inf`) are there.
-        tests: A row's tests in any format of `cases.py`, or cases read before.
-        limits: Of each test.
-        max_failures: Tests after so many that did not pass are not run; None runs all.
-        budget_s: Seconds for all tests; those that cannot begin in time are not run.
-        allow_unsafe: Run without isolation where there is none.
-
-    Returns:
-        One verdict for each test, in their order.
+        source: The program; names that solutions rely on (`List`, `deque`, `inf`) are defined.
+        tests: A row's tests in any format of `cases.py`, or a list of cases.
+        limits: Limits of each test.
+        max_failures: Number of failed tests after which no more are run; None runs all.
+        budget_s: Seconds for all tests; no test starts later.
+        allow_unsafe: Run without isolation if there is none.
 
     Raises:
-        ValueError: The tests cannot be read. SandboxRefusedError: Nothing here contains the program.
-        SandboxError: The sandbox failed. Neither says anything about the program.
+        ValueError: The tests cannot be read.
+        SandboxError: The sandbox failed, or no isolation works on this machine (`SandboxRefusedError`).
     """
     cases = _read(tests)
     verdicts: list[Verdict] = []
@@ -108,7 +105,7 @@ def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdi
 
 
 def _in_front(source: str, *parts: str) -> str:
-    """The program with something ahead of it; its `from __future__` lines stay first."""
+    """Put code before a program, but after its `from __future__` lines."""
     lines = source.split("\n")
     future = [line for line in lines if line.startswith("from __future__ import")]
     rest = [line for line in lines if not line.startswith("from __future__ import")]
@@ -126,7 +123,7 @@ def _call_of(case: Case) -> Call | None:
 def _is_right(case: Case, outcome: Outcome) -> bool:
     if isinstance(case, StdinCase):
         return same_output(outcome.stdout, case.stdout)
-    if outcome.value is None:  # it ended before the call was over
+    if outcome.value is None:  # it ended before the call returned
         return False
     try:
         value = values.from_text(outcome.value)
@@ -138,16 +135,15 @@ def _is_right(case: Case, outcome: Outcome) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, at every depth: JSON has no tuples."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two outputs are the same line for line: the same words, or words that are equal numbers.
+    """Compare outputs line by line: words must be equal as text or as numbers.
 
-    Spaces between words, spaces around lines and empty lines at the end mean nothing.
+    Spaces between words, spaces around lines and empty lines at the end are ignored.
     """
     lines, wanted = output.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))

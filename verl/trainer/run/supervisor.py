@@ -23,7 +23,7 @@ from verl.config.trainer import RunTree
 from verl.trainer.run.exit_status import FAILED, ExitStatus, how_to_go_on, report_failure
 from verl.trainer.run.run_lock import held_by_child
 from verl.trainer.run.stopping import ENDED_BY, SIGNALS
-from verl.utils.parent_process import end_with_parent
+from verl.utils.child_process import end_with_parent
 from verl.utils.rank_logger import get_logger
 
 GLANCE_S = 0.5  # between looks whether the child lives

@@ -9,17 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.helpers.hostile_images import DEEDS, ENDINGS, do
-from verl.data.media.isolated_calls import IsolatedCalls
+from verl.utils.child_process import ChildEndedError, ChildProcess, IsolatedCalls
 
 PARENT = """
 import os, sys, time
-from verl.data.media.isolated_calls import IsolatedCalls
+from verl.utils.child_process import IsolatedCalls
 calls = IsolatedCalls(lambda seconds: time.sleep(seconds) or os.getpid(), None)
 print(calls(0), flush=True)
 calls(1000)
@@ -27,10 +28,15 @@ calls(1000)
 
 
 def act(deed):
-    """Do a deed, or tell which process this is."""
+    """Do a deed, or return the id of this process."""
     if deed in DEEDS:
         do(deed)
     return os.getpid()
+
+
+def hang(seconds, connection):
+    connection.send("begun")
+    time.sleep(seconds)
 
 
 def is_there(pid):
@@ -59,7 +65,7 @@ def test_a_call_that_ends_its_process_fails_alone_and_says_how(deed):
     calls = IsolatedCalls(act, 10)
     first = calls("nothing")
 
-    with pytest.raises(ChildProcessError, match=f"was ended by {ENDINGS[deed]}"):
+    with pytest.raises(ChildProcessError, match=f"was killed by {ENDINGS[deed]}"):
         calls(deed)
 
     assert calls("nothing") not in (first, os.getpid()) and not is_there(first)
@@ -155,7 +161,7 @@ def test_what_ends_a_run_is_no_fault_of_a_call(number):
     assert IsolatedCalls(hear, 10)("") == "heard"
 
 
-def test_the_process_ends_with_its_parent_also_in_the_midst_of_a_call():
+def test_the_process_ends_with_its_parent_even_during_a_call():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     helper = int(parent.stdout.readline())
     time.sleep(0.1)
@@ -167,7 +173,7 @@ def test_the_process_ends_with_its_parent_also_in_the_midst_of_a_call():
     wait_until_gone(helper)
 
 
-def test_the_process_ends_when_it_is_closed_or_nobody_holds_it():
+def test_the_process_ends_when_it_is_closed_or_garbage_collected():
     calls = IsolatedCalls(act, 10)
     first = calls("nothing")
     calls.close()
@@ -241,3 +247,24 @@ def test_a_call_is_cheap():
         seconds.append(time.perf_counter() - start)
 
     assert min(seconds) < 1e-3
+
+
+def test_a_fresh_interpreter_answers_and_is_replaced_after_a_call_that_ends_it():
+    calls = IsolatedCalls(act, 60, start=ChildProcess.start)
+    first = calls("nothing")
+
+    with pytest.raises(ChildEndedError, match="was killed by SIGABRT") as caught:
+        calls("abort")
+
+    assert caught.value.exit_code == -signal.SIGABRT
+    assert calls("nothing") not in (first, os.getpid()) and not is_there(first)
+
+
+def test_a_fresh_interpreter_says_where_it_hangs():
+    child = ChildProcess.start(partial(hang, 1000))
+    try:
+        child.connection.recv()  # it has begun
+
+        assert "in hang" in child.stacks()
+    finally:
+        assert child.kill() == child.kill() == -signal.SIGKILL

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start, limit and end child processes.
+
+`ChildProcess` is a process with a two-way connection to it: a copy of this process (`fork`) or a fresh
+interpreter (`start`). `IsolatedCalls` calls a function in one, so that a crash or a hang costs one call.
+`end_with_parent` is for processes that are started by other means.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Generic, NoReturn, TypeVar
+
+A = TypeVar("A")
+R = TypeVar("R")
+Serve = Callable[[Connection], object]
+
+PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGUSR1  # answered in C, even inside an endless regular expression
+STACK_WAIT_S = 1.0
+FIRST_TO_KILL = "1000"  # the kernel's out-of-memory score of a process to kill before all others
+BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys.argv[1:4]))"
+
+
+def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have Linux send this process a signal when its parent dies, or exit now if it has died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def describe_exit(exit_code: int) -> str:
+    """Explain an exit code; a negative one is a signal's."""
+    if exit_code >= 0:
+        return f"exited with status {exit_code}"
+    hint = ", as the kernel does when memory runs out" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-exit_code).name}{hint}"
+
+
+class ChildEndedError(ChildProcessError):
+    """A child process ended during a call; `exit_code` is negative for a signal."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(describe_exit(exit_code))
+        self.exit_code = exit_code
+
+
+class ChildProcess:
+    """A process that runs `serve(connection)`, as its parent sees it.
+
+    On Linux it dies with the *thread* that started it, which must live as long as the process should.
+    """
+
+    def __init__(
+        self, pid: int, connection: Connection, reap: Callable[[], int], report: IO[bytes] | None
+    ) -> None:
+        self.pid, self.connection = pid, connection
+        self.parent_pid = os.getpid()
+        self.exit_code: int | None = None
+        self._reap, self._report = reap, report
+
+    @classmethod
+    def fork(cls, serve: Serve) -> "ChildProcess":
+        """Copy this process: that takes milliseconds, and the child has everything that is loaded here."""
+        ours, theirs = multiprocessing.Pipe()
+        parent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _run_forked(serve, theirs, parent_pid)
+        theirs.close()
+        return cls(pid, ours, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), None)
+
+    @classmethod
+    def start(cls, serve: Serve) -> "ChildProcess":
+        """Start a fresh interpreter, which imports only what pickle needs to load `serve`."""
+        task = pickle.dumps(serve)
+        ours, theirs = multiprocessing.Pipe()
+        report = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
+        handles = [theirs.fileno(), report.fileno()]
+        label = getattr(serve, "func", serve).__module__  # says in `ps` what the process does
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
+            stdin=subprocess.DEVNULL,
+            pass_fds=handles,
+            start_new_session=True,  # Ctrl-C does not reach it, and what it starts is killed with it
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        theirs.close()
+        with suppress(BrokenPipeError):  # it died at once, as its exit code says
+            ours.send_bytes(task)
+        return cls(process.pid, ours, process.wait, report)
+
+    def stacks(self) -> str:
+        """Ask a fresh interpreter for the Python stacks of its threads."""
+        assert self._report is not None, "a forked process writes no stacks"
+        before = size = os.fstat(self._report.fileno()).st_size
+        os.kill(self.pid, STACK_SIGNAL)
+        end = time.monotonic() + STACK_WAIT_S
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            previous, size = size, os.fstat(self._report.fileno()).st_size
+            if size > before and size == previous:  # all is written
+                break
+        return self._read_report(before)
+
+    def crash_report(self) -> str:
+        """What Python wrote when a fresh interpreter crashed, if it did."""
+        return self._read_report(0)
+
+    def kill(self) -> int:
+        """Kill the process unless it has ended, and return its exit code. Safe to call twice."""
+        if self.exit_code is not None:
+            return self.exit_code
+        is_ours = self.parent_pid == os.getpid()  # not the child of the process that this one was forked from
+        if is_ours and self._report is None:
+            os.kill(self.pid, signal.SIGKILL)
+        elif is_ours:
+            os.killpg(self.pid, signal.SIGKILL)
+        self.exit_code = self._reap() if is_ours else 0
+        self.connection.close()
+        if self._report is not None:
+            self._report.close()
+        return self.exit_code
+
+    def _read_report(self, start: int) -> str:
+        assert self._report is not None, "a forked process writes no report"
+        return os.pread(self._report.fileno(), 1 << 16, start).decode(errors="replace")
+
+
+class IsolatedCalls(Generic[A, R]):
+    """Calls a function in a child process, one call at a time.
+
+    The process stays for the following calls and dies with this object or with this process. After a call
+    that ends it or takes too long, the next call starts another. A fork of this process gets its own child.
+
+    Example::
+
+        size_of = IsolatedCalls(decode_and_measure, timeout_s=300)
+        try:
+            height, width = size_of("picture.png")
+        except (ChildProcessError, TimeoutError) as error:
+            ...  # "was killed by SIGSEGV"
+
+    Args:
+        function: Takes and returns one value that can be pickled.
+        timeout_s: Limit of a call in seconds; None is no limit.
+        enter: Called once in each new process, before its first call.
+        start: `ChildProcess.fork`, or `ChildProcess.start` for functions that can be pickled.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[A], R],
+        timeout_s: float | None,
+        enter: Callable[[], None] | None = None,
+        start: Callable[[Serve], ChildProcess] = ChildProcess.fork,
+    ) -> None:
+        self.function, self.timeout_s, self.enter = function, timeout_s, enter
+        self._start_child = start
+        self._child: ChildProcess | None = None
+
+    def __call__(self, argument: A) -> R:
+        """Call the function in the child and wait for its result.
+
+        Raises:
+            ValueError: The function raised it, or memory ran out.
+            RuntimeError: The function raised something else; the message is its traceback.
+            ChildEndedError: The process ended during the call.
+            TimeoutError: There was no result within `timeout_s`.
+        """
+        result, raised = pickle.loads(self._ask(pickle.dumps(argument)))
+        if raised is not None:
+            kind, text = raised
+            raise kind(text)
+        return result
+
+    def start(self) -> None:
+        """Start the process now instead of at the first call."""
+        self._living_child()
+
+    def close(self) -> None:
+        """End the process; the next call starts another."""
+        self._end_child()
+
+    def _ask(self, argument: bytes) -> bytes:
+        connection = self._living_child().connection
+        is_answered = False
+        try:
+            connection.send_bytes(argument)
+            if not connection.poll(self.timeout_s):
+                raise TimeoutError(f"did not end within {self.timeout_s:g} s")
+            answer = connection.recv_bytes()
+            is_answered = True
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise ChildEndedError(self._end_child()) from error
+        finally:
+            if not is_answered:  # a late answer would be taken for that of the next call
+                self._end_child()
+        return answer
+
+    def _living_child(self) -> ChildProcess:
+        child = self._child
+        # Between calls only the end can be read: of a process that was killed while idle.
+        if child is not None and (child.parent_pid != os.getpid() or child.connection.poll()):
+            self._end_child()
+        if self._child is None:
+            child = self._start_child(partial(_serve_calls, self.function, self.enter))
+            self._finalizer = weakref.finalize(self, child.kill)  # before an interrupt
+            self._child = child
+        return self._child
+
+    def _end_child(self) -> int:
+        if self._child is None:
+            return 0
+        self._child = None
+        return self._finalizer() or 0
+
+
+# Everything below runs in the child.
+
+
+def _run_forked(serve: Serve, connection: Connection, parent_pid: int) -> NoReturn:
+    status = 1
+    try:
+        end_with_parent(parent_pid)
+        serve(connection)
+        status = 0
+    except Exception:  # noqa: BLE001 (the parent's handlers must not see it)
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # skip what the parent does at its own exit
+
+
+def _run_fresh(connection_fd: int, report_fd: int, parent_pid: int) -> None:
+    end_with_parent(parent_pid)
+    faulthandler.enable(report_fd, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
+    connection = Connection(connection_fd)
+    serve: Serve = pickle.loads(connection.recv_bytes())
+    serve(connection)
+
+
+def _serve_calls(
+    function: Callable[[Any], Any], enter: Callable[[], None] | None, connection: Connection
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches every process, and is not a call's fault
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing the image of a large process takes long
+    if sys.platform == "linux":
+        with suppress(OSError):  # some containers have no such file
+            Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
+    if enter is not None:
+        enter()
+    with suppress(EOFError, ConnectionError):  # the parent has closed its end
+        while True:
+            connection.send_bytes(_answer(function, connection.recv_bytes()))
+
+
+def _answer(function: Callable[[Any], Any], argument: bytes) -> bytes:
+    """Pickle what the function returns, or the kind and text of what it raises."""
+    try:
+        return pickle.dumps((function(pickle.loads(argument)), None))
+    except ValueError as error:
+        return pickle.dumps((None, (ValueError, str(error))))
+    except MemoryError as error:
+        return pickle.dumps((None, (ValueError, f"memory ran out: {error}")))
+    except Exception:  # noqa: BLE001 (raised again by the caller)
+        return pickle.dumps((None, (RuntimeError, traceback.format_exc())))
