@@ -51,8 +51,8 @@ def write_whole(
 ) -> bool:
     """Write a file that appears complete. Return False, leaving nothing behind, if the disk is full.
 
-    Creates the parent folder, then calls `make_room` with the number of bytes to come. With `is_durable` the file
-    survives a crash of the machine.
+    Creates the parent folder, then calls `make_room` with the number of bytes to come. With `is_durable` the
+    file survives a crash of the machine.
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
