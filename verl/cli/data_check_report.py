@@ -22,8 +22,7 @@ from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.data.bad_rows import REPORT_NAME, BadRow
 from verl.data.dataset import RowDataset
 from verl.data.loader import PromptLoader
-from verl.planning.sft_plan import count_sft_steps
-from verl.planning.step_plan import count_training_steps
+from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.trainer.run.exit_status import BAD_INPUT
 
 MAX_LISTED = 10
@@ -48,10 +47,8 @@ class Kind(Generic[C]):
     lines: Callable[[Any, int, Path], list[str] | BadRow]
 
 
-PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, count_training_steps, prompt_lines)
-CONVERSATIONS: Kind[SFTConfig] = Kind(
-    "conversation", opened_conversations, count_sft_steps, conversation_lines
-)
+PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, make_plan, prompt_lines)
+CONVERSATIONS: Kind[SFTConfig] = Kind("conversation", opened_conversations, make_sft_plan, conversation_lines)
 
 
 class Report(Generic[C]):
