@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.helpers.training import ROOT
 from verl.cli.data_check import main
-from verl.cli.data_check_items import evenly
+from verl.cli.data_check_report import evenly
 
 TILE, LABEL, GAP = 192, 16, 4
 

@@ -12,9 +12,17 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.helpers.training import ROOT
-from verl.cli.device_diagnosis import check_gpus, check_imports, is_built_for
-from verl.cli.diagnosis import Level, check_disk, check_shared_memory, unmet
-from verl.cli.doctor import check_ray, main
+from verl.cli.doctor import (
+    Level,
+    check_disk,
+    check_gpus,
+    check_imports,
+    check_ray,
+    check_shared_memory,
+    is_built_for,
+    main,
+    unmet,
+)
 from verl.distributed.gpus import Gpu, read_gpus
 
 

@@ -10,8 +10,7 @@ import textwrap
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.cli.calls import split_calls
-from verl.cli.reward_check import main
+from verl.cli.reward_check import main, split_calls
 
 
 @pytest.fixture
