@@ -17,6 +17,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
@@ -51,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _check(switches: argparse.Namespace, config: RunTree) -> int:
+def _check(switches: argparse.Namespace, config: Any) -> int:
     # Imported here so that a wrong config is reported before torch loads.
-    from verl.cli.data_check_report import CONVERSATIONS, PROMPTS, Report  # noqa: PLC0415
+    from verl.cli.data_check_report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
 
-    kind = CONVERSATIONS if switches.sft else PROMPTS
+    kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
     return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)
 
 

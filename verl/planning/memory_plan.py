@@ -19,6 +19,7 @@ ReadShape = Callable[..., ModelShape]  # `verl.planning.model_sizes.read_shape`
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tiny one it took 0.8 GiB
+VLLM_BYTES = GIB // 4  # of its code in a worker's process; an estimate
 NODE_BYTES = 2 * GIB  # of the controller, Ray's own processes and those of the reward function
 CONTEXT_BYTES = {"cuda": 1 * GIB, "cpu": 0}  # of a GPU, for kernels and NCCL's buffers
 BATCH_COPIES = 3  # in the controller, Ray's object store, and the workers
@@ -39,13 +40,16 @@ class Planner(Generic[C]):
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model on one rank: its bytes, and where they wait while other models work."""
+    """A model on one rank: bytes of its shard, and how many are on the device while other models work."""
 
     planned: PlannedModel
     shape: ModelShape
     setup: ModelSetup
-    offloads_weights: bool
-    offloads_state: bool
+    weights: int
+    gradients: int
+    state: int  # of the optimizer
+    resting_weights: int
+    resting_state: int
     is_streamed: bool  # FSDP keeps everything in host memory and fetches layers
 
     @property
@@ -53,29 +57,7 @@ class HeldModel:
         return self.planned.optim is not None
 
     @property
-    def weights(self) -> int:
-        return memory_model.weights(self.shape, self.setup)
-
-    @property
-    def gradients(self) -> int:
-        return memory_model.gradients(self.shape, self.setup) if self.is_trained else 0
-
-    @property
-    def state(self) -> int:
-        return memory_model.optimizer_state(self.shape, self.setup) if self.is_trained else 0
-
-    @property
-    def resting_weights(self) -> int:
-        """Bytes on the device while other models work."""
-        return 0 if self.offloads_weights else self.weights
-
-    @property
-    def resting_state(self) -> int:
-        return 0 if self.offloads_state else self.state
-
-    @property
     def offloaded(self) -> int:
-        """Bytes in host memory while other models work."""
         return self.weights + self.state - self.resting_weights - self.resting_state
 
 
@@ -97,24 +79,25 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
 
 
 def _held(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
-    fsdp, is_trained, is_cuda = model.fsdp, model.optim is not None, device == "cuda"
-    option = f"worker.{model.role}.model"
-    return HeldModel(
-        planned=model,
-        shape=read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head),
-        setup=ModelSetup(
-            device=device,
-            ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < world_size else world_size,
-            c=NUMBER_BYTES[fsdp.mp_param_dtype],
-            r=NUMBER_BYTES[fsdp.mp_reduce_dtype],
-            checkpointing=model.model.enable_gradient_checkpointing,
-            keeps_gathered=not fsdp.enable_full_shard,
-            optimizer="adamw" if model.optim is None else model.optim.strategy,
-        ),
-        offloads_weights=is_cuda and (fsdp.enable_cpu_offload or model.offload.offload_params),
-        offloads_state=is_cuda and (fsdp.enable_cpu_offload or model.offload.offload_optimizer),
-        is_streamed=is_cuda and fsdp.enable_cpu_offload,
+    fsdp, is_trained, option = model.fsdp, model.optim is not None, f"worker.{model.role}.model"
+    shape = read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head)
+    setup = ModelSetup(
+        device=device,
+        ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < world_size else world_size,
+        c=NUMBER_BYTES[fsdp.mp_param_dtype],
+        r=NUMBER_BYTES[fsdp.mp_reduce_dtype],
+        checkpointing=model.model.enable_gradient_checkpointing,
+        keeps_gathered=not fsdp.enable_full_shard,
+        optimizer="adamw" if model.optim is None else model.optim.strategy,
     )
+    weights = memory_model.weights(shape, setup)
+    gradients = memory_model.gradients(shape, setup) if is_trained else 0
+    state = memory_model.optimizer_state(shape, setup) if is_trained else 0
+    is_streamed = device == "cuda" and fsdp.enable_cpu_offload
+    offloads_weights = is_streamed or (device == "cuda" and model.offload.offload_params)
+    offloads_state = is_streamed or (device == "cuda" and model.offload.offload_optimizer)
+    resting = (0 if offloads_weights else weights, 0 if offloads_state else state)
+    return HeldModel(model, shape, setup, weights, gradients, state, *resting, is_streamed)
 
 
 def _resting(models: Sequence[HeldModel], *, without: HeldModel | None = None) -> int:
@@ -166,7 +149,7 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
     device: Parts = {"context": context} if context else {}
     process, offloaded = PROCESS_BYTES, sum(model.offloaded for model in models)
     if engine is not None:
-        process += engine.process_bytes
+        process += VLLM_BYTES if engine.options.name == "vllm" else 0
         if machine.device == "cpu":
             device["engine"] = engine.weights(policy) + engine.cpu_cache(policy)
         else:

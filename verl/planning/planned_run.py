@@ -20,7 +20,6 @@ from verl.planning.memory_model import MicroBatch, ModelShape
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
-VLLM_BYTES = GIB // 4  # of its process in addition to the worker's; an estimate
 VLLM_CPU_SEQUENCES = 256  # that its cache on CPU is made for, see `workers/rollout/vllm_rollout_spmd.py`
 MAX_CPU_CACHE = GIB
 
@@ -93,11 +92,6 @@ class PlannedEngine:
     def number(self) -> int:
         """Bytes of a weight, and of a number in the cache."""
         return {"fp32": 4}.get(self.options.dtype, 2)
-
-    @property
-    def process_bytes(self) -> int:
-        """Memory of the engine's own code in a worker's process."""
-        return VLLM_BYTES if self.options.name == "vllm" else 0
 
     def weights(self, policy: ModelShape) -> int:
         return self.number * policy.params // self.options.tensor_parallel_size
