@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at the data of a run as its model will see them: `verl/cli/data_check.py`."""
+"""Show the data of a run as its model will see them: `verl/cli/data_check.py`."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs: files of the repository that pages link to become pages of the site.
+"""Hooks of mkdocs that add the repository's files to the site if a page links to them.
 
-A link from a page to an example or the README works on any code host, where the repository lies around the
-page. The site has docs/ only, and there is no address of the repository that all of its clones could link to.
-So each file that a page links to is added: Markdown as it is, anything else as a page that shows its text.
+On a code host, a link from a page to an example or the README works. The site has docs/ only, and clones of
+the repository have no common address to link to. So each linked file is added: Markdown as it is, any other
+file as a page that shows its text.
 """
 
 import re
@@ -29,7 +29,7 @@ LANGUAGES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each linked file outside docs/, and for those that it links to in turn."""
+    """Add a page for each linked file outside docs/, and for files that it links to in turn."""
     waiting = [DOCS / file.src_uri for file in files.documentation_pages()]
     while waiting:
         for target in linked_files(waiting.pop()):
@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead each link to a file of the repository to its place in the site."""
+    """Rewrite links to files of the repository to their pages in the site."""
     source = source_path(page.file.src_uri)
     if source.suffix != ".md":
         return markdown
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def linked_files(page: Path) -> list[Path]:
-    """Files outside docs/ that a Markdown page links to; other files link to nothing."""
+    """List the files outside docs/ that a Markdown page links to; other files link to nothing."""
     if page.suffix != ".md" or not page.exists():
         return []
     targets = [(page.parent / link).resolve() for link in LINK.findall(page.read_text())]
@@ -65,7 +65,7 @@ def linked_files(page: Path) -> list[Path]:
 
 
 def site_uri(target: Path) -> str:
-    """Where a file of the repository stands in the site: `repository/examples/config.yaml.md`."""
+    """Return the path of a repository file in the site, such as `repository/examples/config.yaml.md`."""
     if target.is_relative_to(DOCS):
         return target.relative_to(DOCS).as_posix()
     path = target.relative_to(ROOT).as_posix()
@@ -73,7 +73,7 @@ def site_uri(target: Path) -> str:
 
 
 def source_path(uri: str) -> Path:
-    """The file of the repository that a page of the site shows."""
+    """Return the repository file that a page of the site shows."""
     if not uri.startswith(f"{FOLDER}/"):
         return DOCS / uri
     path = ROOT / uri.removeprefix(f"{FOLDER}/")
@@ -81,7 +81,7 @@ def source_path(uri: str) -> Path:
 
 
 def page_text(target: Path) -> str:
-    """The page of a file: itself, or its text below its name. Search finds what links to it, not the page."""
+    """Return the page of a file: itself, or its text below its name. Search skips such pages."""
     head = "---\nsearch: {exclude: true}\n---\n\n"
     text = target.read_text()
     if target.suffix == ".md":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures on one sheet stand where they should."""
+"""Positions of pictures on a contact sheet."""
 
 from PIL import Image
 
-from verl.cli.contact_sheet import Tile, contact_sheet, save_sheet
+from verl.cli.data_check_report import Tile, contact_sheet, save_sheet
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -27,7 +27,7 @@ def test_a_wide_picture_keeps_its_shape():
     assert sheet.getpixel((4, 4 + 97)) == (255, 255, 255)
 
 
-def test_a_sheet_is_written_whole(tmp_path):
+def test_a_sheet_is_written_completely(tmp_path):
     path = tmp_path / "new" / "sheet.png"
 
     save_sheet([Tile(Image.new("RGB", (2, 2), RED), "two")], path)

@@ -4,13 +4,13 @@
 from verl.cli.text_charts import histogram, quantile, table
 
 
-def test_a_table_has_its_first_column_to_the_left_and_the_others_to_the_right():
+def test_a_table_aligns_its_first_column_left_and_the_others_right():
     assert table([("file", "rows"), ("a.jsonl", 12), ("b", 3)]) == (
         "  file     rows\n  a.jsonl    12\n  b           3\n"
     )
 
 
-def test_every_value_lies_in_one_range_and_ranges_beyond_the_limit_are_marked():
+def test_every_value_is_in_one_range_and_ranges_beyond_the_limit_are_marked():
     # 1 to 10 in 5 ranges of 2: 1-2 holds 1, 1, 2; 3-4 nothing; 5-6 holds 5; 9-10 holds 10. A bar has 40.
     lines = histogram([1, 1, 2, 5, 10], limit=8, num_bins=5, indent="").splitlines()
 

@@ -12,7 +12,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, list_options, load_config
 from verl.config.sft import SFTConfig
 from verl.config.text import example_yaml
-from verl.planning.sft_plan import count_sft_steps
+from verl.planning.step_plan import make_sft_plan
 from verl.trainer.sft.__main__ import main
 
 HEAVY = ("torch", "ray", "transformers", "vllm", "numpy", "datasets")
@@ -96,6 +96,6 @@ def test_what_is_wrong_with_a_config_is_named(options, problem):
 def test_steps_are_whole_batches_of_each_epoch():
     config = load_config(SFTConfig, [*NEEDED, "trainer.total_epochs=3"])
 
-    assert count_sft_steps(config, 200) == 9  # 200 = 3 x 64 + 8
+    assert make_sft_plan(config, 200).training_steps == 9  # 200 = 3 x 64 + 8
     with pytest.raises(ValueError, match=r"must have at least `worker.actor.global_batch_size` \(64\)"):
-        count_sft_steps(config, 63)
+        make_sft_plan(config, 63)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planned memory of a model against the peak of a process that really holds and trains it."""
+"""Planned memory of a model against the measured peak of a process that loads and trains it."""
 
 import pytest
 
@@ -37,5 +37,5 @@ def test_two_ranks_take_what_is_planned(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_model_that_is_fine_tuned_takes_what_is_planned(tmp_path, name):
+def test_a_fine_tuned_model_takes_what_is_planned(tmp_path, name):
     check(tmp_path, name, [True, False], kind=SFT)

@@ -23,9 +23,7 @@ from verl.models.tiny import save_tiny_model
 from verl.planning.machine import find_machine
 from verl.planning.memory_plan import plan_memory
 from verl.planning.model_sizes import read_shape
-from verl.planning.planned_run import PlannedRun
-from verl.planning.ppo import planned_ppo
-from verl.planning.sft import planned_sft
+from verl.planning.planned_run import PlannedRun, planned_ppo, planned_sft
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.sft import DataParallelSFT
@@ -169,9 +167,9 @@ def planned_phases(case: Case, world_size: int = 1, device: str = "cpu") -> dict
     plan = plan_memory(run, read_shape, find_machine(device, 100))
     return {
         phase.name: sum(
-            item.size
-            for item in (*phase.device, *(phase.node if device == "cpu" else ()))
-            if item.name in OF_THE_MODEL
+            size
+            for name, size in (*phase.device.items(), *(phase.node.items() if device == "cpu" else ()))
+            if name in OF_THE_MODEL
         )
         for phase in plan.phases
         if phase.name in case.kind.phases

@@ -11,7 +11,7 @@ from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.scalar_head import make_scalar
 from verl.models.tiny import save_tiny_model
 from verl.models.trainable import TrainableOptions, select_trainable
-from verl.planning.model_shape import model_shape
+from verl.planning.model_sizes import model_shape
 
 OPTION = "worker.actor.model"
 ALL = AdapterConfig(rank=4, alpha=8, target_modules="all-linear")
@@ -126,7 +126,7 @@ def test_experts_without_an_adapter_are_counted(config, mixture):
 
         shape = model_shape(model)
 
-        assert shape.bare_experts == count
+        assert shape.frozen_experts == count
         assert (f"; {count} joint tensors of experts are not" in shape.trained_text) == (count > 0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of 2**30 weights and machines, to plan memory for."""
+"""A model with 2**30 weights, and machines to plan its memory for."""
 
 from verl.planning.machine import GIB, Machine
 from verl.planning.memory_model import ModelShape, Stack
@@ -11,16 +11,11 @@ NODE = Machine("cpu", 0, 400 * GIB, "a node")
 
 
 def read_shape(model, fsdp, *, option, is_trained, head="causal", tower=None):
-    """As `verl.planning.model_sizes.read_shape`, of the same model always."""
+    """Like `verl.planning.model_sizes.read_shape`, but always the same model."""
     number = 2 if not is_trained or fsdp.torch_dtype == "bf16" else 4
-    learning = (1 << 30) * is_trained
+    trained = (1 << 30) * is_trained
     return ModelShape(
-        params=1 << 30, stored=number << 30, learning=learning, learning_stored=number * learning,
-        root=1 << 20, learning_root=1 << 20, largest_stored=number << 20, vocab=256, is_tied=True, text=STACK,
+        params=1 << 30, stored=number << 30, trained=trained, trained_stored=number * trained,
+        root=1 << 20, trained_root=1 << 20, largest_stored=number << 20, vocab=256, is_tied=True, text=STACK,
         tower=tower,
     )  # fmt: skip
-
-
-def sizes(items):
-    """Bytes by name."""
-    return {item.name: item.size for item in items}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes phase by phase, with a model of 2**30 weights."""
+"""Memory of a run phase by phase, with a model of 2**30 weights."""
 
 from dataclasses import replace
 
 import pytest
 
-from tests.planning.planning import GPU, NODE, read_shape, sizes
+from tests.planning.planning import GPU, NODE, read_shape
 from verl.config.model import ModelConfig
 from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
@@ -13,9 +13,8 @@ from verl.config.schema import ConfigError, load_config, value_at
 from verl.config.worker import ActorConfig, WorkerConfig
 from verl.planning.machine import GIB, find_machine
 from verl.planning.memory_plan import Planner
-from verl.planning.planned_run import PlannedPass
-from verl.planning.ppo import planned_ppo
-from verl.planning.remedies import misfit_text, remedy, settled, with_options
+from verl.planning.planned_run import PlannedPass, planned_ppo
+from verl.planning.report import misfit_text, remedy, with_largest_sizes, with_options
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
@@ -49,7 +48,7 @@ def phases_of(config, machine=GPU):
 
 
 def test_an_update_holds_weights_gradients_and_two_moments_of_its_shard():
-    held = sizes(phases_of(make_config())["update_actor"].device)
+    held = phases_of(make_config())["update_actor"].device
 
     assert held["weights"] == held["gradients"] == GIB  # 4 GiB on 4 ranks
     assert held["optimizer"] == 2 * GIB
@@ -63,7 +62,7 @@ def test_a_step_has_a_phase_for_each_pass_of_each_model():
     assert {"values", "update_critic"} < set(phases_of(everything))
 
 
-def test_what_is_offloaded_waits_in_host_memory():
+def test_offloaded_models_wait_in_host_memory():
     here = phases_of(make_config())["ref"]
     away = phases_of(
         make_config(
@@ -76,29 +75,29 @@ def test_what_is_offloaded_waits_in_host_memory():
 
     assert here.device_bytes - away.device_bytes == 3 * GIB  # of the actor: 1 of weights, 2 of moments
     # The engine sleeps there with 2 GiB in both.
-    assert sizes(here.host)["offloaded"] == 2 * GIB
-    assert sizes(away.host)["offloaded"] == 5 * GIB
+    assert here.host["offloaded"] == 2 * GIB
+    assert away.host["offloaded"] == 5 * GIB
 
 
 def test_the_engine_takes_its_share_of_a_gpu_while_it_samples():
-    assert sizes(phases_of(make_config())["gen"].device)["engine"] == 40 * GIB
+    assert phases_of(make_config())["gen"].device["engine"] == 40 * GIB
 
 
 def test_on_cpu_all_processes_of_a_node_share_its_memory():
     plan = planner(NODE)(make_config())
     phase = next(phase for phase in plan.phases if phase.name == "update_actor")
-    of_process = phase.device_bytes + sum(sizes(phase.host).values())
+    process = phase.device_bytes + sum(phase.host.values())
 
-    assert plan.node_bytes(phase) == 4 * of_process + sum(sizes(phase.node).values())
-    assert plan.is_within(phase)
-    assert not replace(plan, machine=replace(NODE, host_bytes=plan.node_bytes(phase))).is_within(phase)
+    assert plan.node_bytes(phase) == 4 * process + sum(phase.node.values())
+    assert plan.fits(phase)
+    assert not replace(plan, machine=replace(NODE, host_bytes=plan.node_bytes(phase))).fits(phase)
 
 
-def test_a_checkpoint_that_is_written_behind_the_training_is_a_copy_in_host_memory():
+def test_an_asynchronous_checkpoint_holds_a_copy_in_host_memory():
     copy = phases_of(make_config({"trainer.save_freq": 5}))["update_actor"]
 
-    assert sizes(copy.host)["checkpoint being written"] == 3 * GIB
-    assert "checkpoint being written" not in sizes(phases_of(make_config())["update_actor"].host)
+    assert copy.host["checkpoint being written"] == 3 * GIB
+    assert "checkpoint being written" not in phases_of(make_config())["update_actor"].host
 
 
 @pytest.mark.parametrize(
@@ -112,12 +111,12 @@ def test_a_checkpoint_that_is_written_behind_the_training_is_a_copy_in_host_memo
         ({"worker.actor.ulysses_size": 2}, False, False, 2, (2048, 1024)),
     ],
 )
-def test_a_line_has_the_tokens_of_its_full_rows(changes, dynamic, shares, size, line):
+def test_a_micro_batch_has_the_tokens_of_its_full_rows(changes, dynamic, shares, size, line):
     config = make_config(changes)
     shape = read_shape(None, config.worker.actor.fsdp, option="", is_trained=True)
 
-    one = PlannedPass("update_actor", size, UPDATE, rows=16, dynamic=dynamic, shares=shares)
-    found = one.longest_line(planned_ppo(config).lengths, shape)
+    one = PlannedPass("update_actor", size, UPDATE, rows=16, dynamic=dynamic, shares_prompt=shares)
+    found = one.largest_micro_batch(planned_ppo(config).lengths, shape)
 
     assert (found.tokens, found.responses) == line
 
@@ -155,7 +154,7 @@ def test_auto_is_the_largest_divisor_whose_phases_fit():
         planner(replace(GPU, device_bytes=14 * GIB)),
     )
 
-    found = settled(config, plan)
+    found = with_largest_sizes(config, plan)
 
     for key, phases, shares in (
         (UPDATE, ["update_actor"], [1, 2, 4, 8, 16]),  # 16 prompts x 4 on 4 ranks
@@ -171,20 +170,20 @@ def test_auto_is_the_largest_divisor_whose_phases_fit():
 
 
 def test_auto_takes_the_whole_share_where_there_is_room():
-    found = settled(
+    found = with_largest_sizes(
         make_config({UPDATE: "auto", EXPERIENCE: "auto"}), planner(replace(GPU, device_bytes=900 * GIB))
     )
 
     assert (value_at(found, UPDATE), value_at(found, EXPERIENCE)) == (16, 32)
 
 
-def test_a_model_of_which_not_one_sequence_fits_is_refused_with_what_helps():
+def test_a_model_that_fits_not_even_one_sequence_is_refused_with_a_remedy():
     plan = planner(replace(GPU, device_bytes=6 * GIB))
 
     with pytest.raises(
         ValueError, match=rf"`{UPDATE}` \(auto\): not even one sequence fits: update_actor"
     ) as raised:
-        settled(make_config({UPDATE: "auto"}), plan)
+        with_largest_sizes(make_config({UPDATE: "auto"}), plan)
 
     assert "set worker.actor." in str(raised.value) or "use more devices" in str(raised.value)
 

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What supervised fine-tuning takes phase by phase, with a model of 2**30 weights and by its command."""
+"""Memory of supervised fine-tuning phase by phase, with a model of 2**30 weights and by its command."""
 
 from dataclasses import replace
 
 import pytest
 
-from tests.planning.planning import GPU, NODE, TOWER, read_shape, sizes
+from tests.planning.planning import GPU, NODE, TOWER, read_shape
 from verl.config.model import ModelConfig
 from verl.config.schema import value_at
 from verl.config.sft import SFTActorConfig, SFTConfig, SFTDataConfig, SFTRunConfig, SFTWorkerConfig
 from verl.models.tiny import save_tiny_model
 from verl.planning.machine import GIB
 from verl.planning.memory_plan import Planner
-from verl.planning.remedies import remedy, settled, with_options
-from verl.planning.report import resolve_auto_sizes
-from verl.planning.sft import planned_sft
-from verl.planning.sft_plan import sft_plan_text
+from verl.planning.planned_run import planned_sft
+from verl.planning.report import remedy, resolve_auto_sizes, with_largest_sizes, with_options
+from verl.planning.step_plan import make_sft_plan
 from verl.trainer.sft.__main__ import main
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
@@ -47,28 +46,28 @@ def line_of(config, phase, tower=None):
     run = planned_sft(config)
     (one,) = (one for one in run.passes if one.phase == phase)
     shape = read_shape(None, config.worker.actor.fsdp, option="", is_trained=True, tower=tower)
-    return one.longest_line(run.lengths, shape)
+    return one.largest_micro_batch(run.lengths, shape)
 
 
 def test_a_run_loads_validates_updates_and_saves_one_model():
     held = phases_of(make_config())
 
     assert list(held) == ["load", "validation", "update_actor", "save_checkpoint"]
-    update = sizes(held["update_actor"].device)
+    update = held["update_actor"].device
     assert update["weights"] == update["gradients"] == GIB  # 4 GiB on 4 ranks
     assert update["optimizer"] == 2 * GIB
     assert update["other models"] == 0
 
 
-def test_a_run_without_validation_rows_has_no_phase_of_it():
+def test_a_run_without_validation_rows_has_no_validation_phase():
     assert "validation" not in phases_of(make_config({"data.val_files": ""}))
 
 
 def test_no_engine_takes_memory_on_a_gpu_and_on_a_node():
     for machine in (GPU, NODE):
         for phase in phases_of(make_config(), machine).values():
-            assert "engine" not in sizes(phase.device)
-            assert set(sizes(phase.host)) <= {"process", "copy"}
+            assert "engine" not in phase.device
+            assert set(phase.host) <= {"process", "copy"}
 
 
 @pytest.mark.parametrize(
@@ -80,29 +79,29 @@ def test_no_engine_takes_memory_on_a_gpu_and_on_a_node():
         ({UPDATE: 4, "worker.actor.dynamic_batching": False, "worker.actor.ring_size": 2}, 2 * 2048),
     ],
 )
-def test_every_token_of_a_row_may_be_learned(changes, tokens):
+def test_every_token_of_a_row_may_be_trained_on(changes, tokens):
     line = line_of(make_config(changes), "update_actor")
 
     assert (line.tokens, line.responses, line.patches) == (tokens, tokens, 0)
 
 
-def test_every_token_of_a_row_may_stand_for_media():
+def test_every_token_of_a_row_may_be_media():
     line = line_of(make_config({UPDATE: 4}), "update_actor", tower=TOWER)
 
-    assert line.patches == 4 * 2048 * 4  # four patches of a token
+    assert line.patches == 4 * 2048 * 4  # four patches for each token
 
 
 def test_a_batch_is_five_tensors_of_eight_bytes_in_three_places():
     (phase, *_) = phases_of(make_config()).values()
 
-    assert sizes(phase.node)["batch"] == 3 * 5 * 8 * 64 * 2048
+    assert phase.node["batch"] == 3 * 5 * 8 * 64 * 2048
 
 
 def test_auto_is_the_largest_divisor_of_a_ranks_rows_that_fits():
     config = make_config({UPDATE: "auto", EXPERIENCE: "auto"})
     plan = planner(replace(GPU, device_bytes=12 * GIB))
 
-    found = settled(config, plan)
+    found = with_largest_sizes(config, plan)
 
     for key, name in ((UPDATE, "update_actor"), (EXPERIENCE, "validation")):
         fitting = [
@@ -114,13 +113,13 @@ def test_auto_is_the_largest_divisor_of_a_ranks_rows_that_fits():
     assert 1 < value_at(found, UPDATE) < 16
 
 
-def test_sizes_of_validation_without_rows_stay_as_they_are():
-    found = settled(make_config({EXPERIENCE: "auto", "data.val_files": ""}), planner())
+def test_auto_stays_for_a_validation_without_rows():
+    found = with_largest_sizes(make_config({EXPERIENCE: "auto", "data.val_files": ""}), planner())
 
     assert value_at(found, EXPERIENCE) == "auto"
 
 
-def test_an_update_that_does_not_fit_keeps_its_weights_in_half_precision():
+def test_the_remedy_for_an_update_that_does_not_fit_is_weights_in_half_precision():
     config, plan = make_config(), planner(replace(GPU, device_bytes=7 * GIB))
     (phase,) = plan(config).misfits()
 
@@ -131,8 +130,8 @@ def test_an_update_that_does_not_fit_keeps_its_weights_in_half_precision():
     assert not plan(with_options(config, changes)).misfits()
 
 
-def test_the_plan_of_a_step_is_readable_while_sizes_are_unknown():
-    text = sft_plan_text(make_config({UPDATE: "auto"}))
+def test_the_plan_of_a_step_can_be_printed_before_auto_is_resolved():
+    text = make_sft_plan(make_config({UPDATE: "auto"})).text
 
     assert "  auto sequences each\n" in text
 
@@ -150,7 +149,7 @@ def dry_run(model, *options):
     return main([*arguments, *options, "--dry-run"])
 
 
-def test_a_dry_run_says_what_is_trained_what_it_takes_and_what_auto_becomes(model, capsys):
+def test_a_dry_run_reports_trained_parameters_phases_and_the_value_of_auto(model, capsys):
     assert dry_run(model, "worker.actor.model.lora.rank=4", "--device-memory-gb=16") == 0
 
     memory = capsys.readouterr().out.split("\nmemory at its most\n")[1]
@@ -173,6 +172,6 @@ def test_a_node_that_is_too_small_is_refused_with_the_option(model, capsys):
     assert f"`{UPDATE}` (auto): not even one sequence fits: update_actor takes" in capsys.readouterr().out
 
 
-def test_a_memory_that_is_no_size_is_refused(model, capsys):
+def test_a_memory_size_that_is_not_a_positive_number_is_refused(model, capsys):
     assert dry_run(model, "--device-memory-gb=0") == 2
     assert "must be a number of GiB above zero" in capsys.readouterr().err

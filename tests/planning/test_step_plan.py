@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Numbers of a training step of reinforcement learning."""
+
 from dataclasses import replace
 
 import pytest
@@ -6,7 +8,7 @@ import pytest
 from verl.config.ppo import DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.worker import ActorConfig, WorkerConfig
-from verl.planning.step_plan import count_training_steps, make_plan, plan_text
+from verl.planning.step_plan import make_plan
 
 
 def make_config(**trainer):
@@ -26,25 +28,34 @@ def make_config(**trainer):
 
 
 def test_the_numbers_of_a_step_follow_from_the_sizes():
-    plan = make_plan(make_config(max_steps=7))
+    text = make_plan(make_config(max_steps=7)).text
 
-    assert (plan.world_size, plan.num_engines, plan.dp_size) == (4, 2, 4)
-    assert (plan.prompts, plan.sequences) == (32, 128)  # 32 prompts x 4 responses
-    assert (plan.mini_batches, plan.mini_batch_sequences) == (4, 32)  # 32 / 8 mini batches of 8 x 4
-    assert plan.update_micro_batches == 4  # 32 sequences / 4 ranks / 2 at once
-    assert plan.experience_micro_batches == 7  # 128 / 4 = 32 on a rank, 5 at once
-    assert plan.optimizer_steps == 12  # 4 mini batches x 3 epochs
-    assert plan.token_budget == 32  # 2 x (10 + 6)
-    assert (plan.training_steps, plan.total_optimizer_steps) == (7, 84)
+    # 32 prompts x 4 responses on 4 ranks of 2 engines, 5 of 32 sequences at once for log-probs; mini batches
+    # of 8 prompts x 4 responses, 2 of 8 sequences at once, 2 x (10 + 6) tokens; 4 mini batches x 3 epochs.
+    assert text.splitlines() == [
+        "                                 step  per rank",
+        "  processes                         4         1  1 nodes, auto",
+        "  models                            2            actor, ref",
+        "  rollout engines                   2            vllm, tensor parallel 2",
+        "  prompts                          32        16  per engine",
+        "  rollout calls                     1",
+        "  sequences                       128        32  4 responses to a prompt, 16 tokens at most",
+        "  log-prob micro batches                   <= 7  actor and reference",
+        "  mini batches                      4            8 prompts each",
+        "  sequences in a mini batch        32         8",
+        "  micro batches in a mini batch            <= 4  2 sequences each, at most 32 tokens",
+        "  optimizer steps                  12            3 PPO epochs",
+        "  training steps                    7            84 optimizer steps",
+    ]
 
 
-def test_an_epoch_is_made_of_whole_steps_of_whole_loader_batches():
+def test_an_epoch_has_whole_steps_of_whole_loader_batches():
     config = make_config(total_epochs=2)
     small = replace(config, data=replace(config.data, mini_rollout_batch_size=16))
 
-    assert count_training_steps(config, None) is None
-    assert count_training_steps(config, 100) == 6  # 3 batches of 32, twice
-    assert count_training_steps(small, 100) == 6  # 6 batches of 16 make 3 steps
+    assert make_plan(config, None).training_steps is None
+    assert make_plan(config, 100).training_steps == 6  # 3 batches of 32, twice
+    assert make_plan(small, 100).training_steps == 6  # 6 batches of 16 make 3 steps
 
 
 def test_too_few_rows_for_a_step_are_an_error():
@@ -54,27 +65,14 @@ def test_too_few_rows_for_a_step_are_an_error():
     with pytest.raises(
         ValueError, match=r"must have at least `data.rollout_batch_size` \(32\) usable rows, has 31"
     ):
-        count_training_steps(config, 31)
+        make_plan(config, 31)
     with pytest.raises(
         ValueError, match=r"at least `data.mini_rollout_batch_size` \(16\) usable rows, has 15"
     ):
-        count_training_steps(small, 15)
-    assert count_training_steps(small, 16) == 3  # steps may reach over the end of an epoch
-    assert count_training_steps(make_config(val_only=True), 0) == 0
+        make_plan(small, 15)
+    assert make_plan(small, 16).training_steps == 3  # steps may reach over the end of an epoch
+    assert make_plan(make_config(val_only=True), 0).training_steps == 0
 
 
-def test_the_printed_plan_has_a_line_for_each_stage():
-    config = make_config()
-
-    text = plan_text(config, make_plan(config))
-
-    for name in (
-        "rollout engines",
-        "prompts",
-        "sequences",
-        "mini batches",
-        "micro batches",
-        "optimizer steps",
-    ):
-        assert name in text
-    assert "known once the rows are read" in text
+def test_the_number_of_steps_is_unknown_until_the_rows_are_read():
+    assert "known once the rows are read" in make_plan(make_config()).text

@@ -23,7 +23,7 @@ def shown_commands():
     return [(script, shlex.split(arguments, comments=True)) for script, arguments in found]
 
 
-def test_every_script_has_help_that_names_the_switches_which_the_docs_use(capsys):
+def test_the_help_of_every_script_names_the_switches_in_the_docs(capsys):
     commands = shown_commands()
     assert {"data_check.py", "diagnose.py", "print_cfg.py", "reward_check.py"} <= {
         name for name, _ in commands

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.helpers.training import ROOT
 from verl.cli.data_check import main
-from verl.cli.data_check_items import evenly
+from verl.cli.data_check_report import evenly
 
 TILE, LABEL, GAP = 192, 16, 4
 
@@ -57,7 +57,7 @@ def test_a_prompt_is_shown_as_the_model_sees_it(run, folder, tmp_path, capsys):
         assert sheet.getpixel((GAP, GAP)) == expected
 
 
-def test_the_frames_of_a_video_stand_on_one_sheet(run, folder, tmp_path, capsys):
+def test_the_frames_of_a_video_are_on_one_contact_sheet(run, folder, tmp_path, capsys):
     videos = f"data.train_files={folder / 'videos.jsonl'}"
     status = main([*run, videos, "--rows", "1", "--out", str(tmp_path)])
     text = capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_rows_that_a_run_leaves_out_are_counted_by_file_with_their_reasons(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_would_stop_a_run_is_told_with_its_status(run, odd, tmp_path, capsys):
+def test_reasons_that_would_stop_a_run_are_reported_and_exit_2(run, odd, tmp_path, capsys):
     options = [f"data.train_files={odd}", "data.filter_overlong_prompts=false", "data.rollout_batch_size=8"]
     status = main([*run, *options, "--rows", "0", "--out", str(tmp_path)])
 
@@ -107,7 +107,7 @@ def test_a_row_that_cannot_be_decoded_is_found_when_it_is_shown(run, odd, tmp_pa
     assert [row["row"] for row in rows_of(tmp_path / "bad_rows.jsonl")] == [1, 3, 5]
 
 
-def test_data_of_which_no_row_can_be_used_exit_2_with_the_reasons(run, tmp_path, capsys):
+def test_data_without_a_usable_row_exit_2_with_the_reasons(run, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"problem": "<image>What?", "answer": "red"}\n')
 

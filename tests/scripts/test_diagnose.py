@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine lacks is told with a remedy, before a run."""
+"""Checks of the machine before a run, with remedies."""
 
 import json
 import os
@@ -12,9 +12,17 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.helpers.training import ROOT
-from verl.cli.device_diagnosis import check_gpus, check_imports, is_built_for
-from verl.cli.diagnosis import Level, check_disk, check_shared_memory, unmet
-from verl.cli.doctor import check_ray, main
+from verl.cli.doctor import (
+    Level,
+    check_disk,
+    check_gpus,
+    check_imports,
+    check_ray,
+    check_shared_memory,
+    is_built_for,
+    main,
+    unmet,
+)
 from verl.distributed.gpus import Gpu, read_gpus
 
 
@@ -27,7 +35,7 @@ def few_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 
 
-def test_a_machine_that_lacks_something_exits_1_and_says_what(tmp_path):
+def test_a_failed_check_exits_1_and_is_named(tmp_path):
     port = unused_port()
     env = os.environ | {"OMP_NUM_THREADS": "9999", "RAY_ADDRESS": f"127.0.0.1:{port}"}
     done = subprocess.run(
@@ -44,7 +52,7 @@ def test_a_machine_that_lacks_something_exits_1_and_says_what(tmp_path):
     assert all(finding["remedy"] for finding in findings.values() if finding["level"] != "OK")
 
 
-def test_lines_are_for_people(capsys, monkeypatch):
+def test_warnings_and_failures_are_printed_with_a_remedy_below(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
 
     status = main(["--quick"])
@@ -75,7 +83,7 @@ def test_requirements_are_compared_with_what_is_installed():
     assert unmet(needed) == needed[1:]
 
 
-def test_room_is_measured_where_a_folder_will_be(tmp_path):
+def test_free_space_is_measured_for_a_folder_that_does_not_exist_yet(tmp_path):
     finding = check_disk(tmp_path / "not" / "yet")
 
     assert finding.found.endswith(f"GiB free for {tmp_path / 'not' / 'yet'}")
@@ -83,7 +91,7 @@ def test_room_is_measured_where_a_folder_will_be(tmp_path):
     assert check_shared_memory(tmp_path / "none").level is Level.WARN
 
 
-def test_gpus_are_read_as_their_driver_tells_them():
+def test_gpus_are_parsed_from_the_output_of_the_driver():
     answer = "NVIDIA H200, 143771, 0, 570.86.15\nNVIDIA GB10, [N/A], [N/A], 580.1\n"
 
     assert read_gpus(answer) == [
@@ -120,5 +128,5 @@ def test_an_import_that_fails_is_named_with_its_reason():
 
 
 @pytest.mark.slow
-def test_everything_that_a_run_imports_can_be_imported_here():
+def test_the_heavy_packages_can_be_imported_here():
     assert check_imports().found == "torch, transformers, ray, vllm"

@@ -27,7 +27,7 @@ def make_like(like, folder, *arguments):
     return folder
 
 
-def test_a_model_of_a_family_has_its_type_and_tells_its_size(tmp_path, capsys):
+def test_a_model_of_a_family_has_its_type_and_reports_its_size(tmp_path, capsys):
     assert main(["--kind", "qwen3", "--out", str(tmp_path / "model"), "--set", "num_hidden_layers=1"]) == 0
 
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -36,7 +36,7 @@ def test_a_model_of_a_family_has_its_type_and_tells_its_size(tmp_path, capsys):
     assert f"{size / 1e6:.1f} MB of random weights" in capsys.readouterr().out
 
 
-def test_a_model_like_another_is_of_its_kind_with_the_values_that_were_set(like, tmp_path):
+def test_a_model_like_another_has_its_type_with_the_values_that_were_set(like, tmp_path):
     changes = ("--set", "num_hidden_layers=1", "--set", "hidden_act=gelu")
     model = AutoModelForImageTextToText.from_pretrained(make_like(like, tmp_path / "model", *changes))
 
@@ -48,7 +48,7 @@ def test_a_model_like_another_is_of_its_kind_with_the_values_that_were_set(like,
     assert model.config.vision_config.depth == original["vision_config"]["depth"]
 
 
-def test_a_model_like_another_brings_its_tokenizer_and_processor(like, tmp_path):
+def test_a_model_like_another_has_its_tokenizer_and_processor(like, tmp_path):
     folder = make_like(like, tmp_path / "model")
 
     for name in ("tokenizer.json", "processor_config.json", "chat_template.jinja"):
@@ -58,7 +58,7 @@ def test_a_model_like_another_brings_its_tokenizer_and_processor(like, tmp_path)
     )
 
 
-def test_weights_follow_from_the_seed(like, tmp_path):
+def test_weights_depend_only_on_the_seed(like, tmp_path):
     first, again, other = (
         load_file(make_like(like, tmp_path / str(number), "--seed", seed) / WEIGHTS)
         for number, seed in enumerate(("3", "3", "4"))
@@ -68,7 +68,7 @@ def test_weights_follow_from_the_seed(like, tmp_path):
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_what_cannot_be_made_is_said_and_nothing_is_written(like, tmp_path, capsys):
+def test_an_impossible_model_is_reported_and_nothing_is_written(like, tmp_path, capsys):
     for arguments, message in (
         (["--like", str(tmp_path)], "must be a folder with a model's config.json"),
         (["--like", str(like), "--set", "num_wheels=4"], "`--set num_wheels`: the config of qwen2_5_vl has"),
@@ -80,7 +80,7 @@ def test_what_cannot_be_made_is_said_and_nothing_is_written(like, tmp_path, caps
     assert main(["--like", str(like), "--out", str(like)]) == 1
 
 
-def test_a_change_that_is_none_is_refused(tmp_path, capsys):
+def test_a_change_without_key_and_value_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["--out", str(tmp_path), "--set", "num_hidden_layers"])
 

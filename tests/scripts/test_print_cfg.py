@@ -17,14 +17,14 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_the_whole_config_loads_to_the_same(run, capsys, tmp_path):
+def test_the_whole_config_loads_to_the_same_config(run, capsys, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(printed(capsys, *run))
 
     assert load_config(PPOConfig, [f"config={file}"]) == load_config(PPOConfig, run)
 
 
-def test_what_changed_is_all_that_is_needed_and_nothing_else(run, capsys, tmp_path):
+def test_the_changed_options_load_to_the_same_config(run, capsys, tmp_path):
     text = printed(capsys, *run, "--changed")
     file = tmp_path / "config.yaml"
     file.write_text(text)

@@ -10,8 +10,7 @@ import textwrap
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.cli.calls import split_calls
-from verl.cli.reward_check import main
+from verl.cli.reward_check import main, split_calls
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def first_answer(folder):
     return json.loads((folder / "train.jsonl").read_text().splitlines()[0])["answer"]
 
 
-def test_without_a_file_samples_are_made_of_the_rows_and_said_to_be_samples(run, capsys):
+def test_without_a_file_samples_are_made_from_rows_and_labeled_as_samples(run, capsys):
     assert main([*run, "--rows", "2"]) == 0
     text = capsys.readouterr().out
 
@@ -56,7 +55,7 @@ def test_without_a_file_samples_are_made_of_the_rows_and_said_to_be_samples(run,
     assert overall == ["overall", "6", "0.366667", "0", "1"]
 
 
-def test_samples_that_all_score_alike_are_pointed_out(run, capsys):
+def test_samples_that_all_score_alike_cause_a_warning(run, capsys):
     # The shipped function for mathematics wants a box around the answer, which no sample has.
     boxed = f"worker.reward.reward_function={ROOT / 'examples/reward_function/math.py'}:compute_score"
 
@@ -108,7 +107,7 @@ def compute_score(data):
 @pytest.mark.parametrize(
     ("kind", "num_calls"), [("batch", 2), ("sequential", 6), ("async", 6), ("dataproto", 1)]
 )
-def test_every_convention_is_called_with_what_a_run_shows(kind, num_calls, reward, capsys):
+def test_every_reward_type_is_called_with_the_inputs_of_a_run(kind, num_calls, reward, capsys):
     reward_type = "sequential" if kind == "async" else kind
 
     assert (
@@ -120,7 +119,7 @@ def test_every_convention_is_called_with_what_a_run_shows(kind, num_calls, rewar
     assert text.count(": overall 1  ") == 6
 
 
-def test_a_call_that_raises_is_told_by_its_line_and_the_others_go_on(reward, responses, capsys):
+def test_a_call_that_raises_is_reported_with_its_line_and_the_others_continue(reward, responses, capsys):
     arguments = reward("""
         REWARD_TYPE = "sequential"
 
@@ -139,7 +138,7 @@ def test_a_call_that_raises_is_told_by_its_line_and_the_others_go_on(reward, res
     assert "1 of 2 calls failed" in text
 
 
-def test_scores_that_a_run_refuses_and_calls_that_it_ends_are_failures(reward, capsys):
+def test_invalid_scores_and_calls_over_the_time_limit_are_failures(reward, capsys):
     arguments = reward("""
         import time
         REWARD_TYPE = "sequential"
@@ -213,7 +212,7 @@ def test_a_reward_file_that_is_missing_exits_2(run, capsys):
     assert "none.py" in capsys.readouterr().err
 
 
-def test_calls_are_cut_as_a_run_cuts_them():
+def test_responses_are_split_into_calls_as_in_a_run():
     groups = ["a", "a", "b", "b", "b"]
 
     assert split_calls("sequential", groups, 0) == [[0], [1], [2], [3], [4]]

@@ -51,7 +51,7 @@ def check(folder, rows, tmp_path, capsys):
     return run
 
 
-def test_a_conversation_is_shown_with_what_is_learned_of_it(check, rows, folder, tmp_path):
+def test_a_conversation_is_shown_with_its_learned_lines_marked(check, rows, folder, tmp_path):
     again = ({"role": "user", "content": "Really?"}, {"role": "assistant", "content": "red"})
     rows[0]["messages"] += again
 
@@ -93,7 +93,7 @@ def test_tokens_are_counted_over_the_rows_that_are_used(check, rows):
     assert "row 3: the image" in text and "missing.png cannot be read" in text
 
 
-def test_what_would_stop_a_fine_tuning_run_is_told_with_its_status(check, rows):
+def test_reasons_that_would_stop_a_fine_tuning_run_are_reported_and_exit_2(check, rows):
     rows[1]["messages"].pop()
     rows[2]["messages"][0]["content"] += " and again?" * 30
 
@@ -106,7 +106,7 @@ def test_what_would_stop_a_fine_tuning_run_is_told_with_its_status(check, rows):
     assert "must have at least `worker.actor.global_batch_size` (8) usable rows, has 6" in verdict
 
 
-def test_a_template_of_which_nothing_can_be_learned_is_told_by_its_first_row(check, rows, tmp_path):
+def test_a_template_that_leaves_nothing_to_learn_is_reported_with_its_first_row(check, rows, tmp_path):
     template = tmp_path / "open.jinja"  # a turn that no special token closes
     template.write_text(
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}\n{% endfor %}"
@@ -121,7 +121,7 @@ def test_a_template_of_which_nothing_can_be_learned_is_told_by_its_first_row(che
     assert "row 0: the chat template ends message 1, of the assistant, with" in text
 
 
-def test_the_switch_is_asked_for_where_the_options_are_the_other_kinds(check, run, rows, capsys):
+def test_options_of_the_other_kind_of_run_are_answered_with_the_switch(check, run, rows, capsys):
     assert main(["data.train_files=owner/rows", "worker.actor.model.model_path=owner/model",
                  "data.val_files=owner/rows", "data.max_length=9"]) == 2  # fmt: skip
     assert "these are options of supervised fine-tuning: add `--sft`" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def arguments_of(folder, *options):
 
 
 @pytest.mark.slow
-def test_a_run_with_auto_learns_what_a_run_with_a_number_learns(folder, tmp_path):
+def test_a_run_with_auto_learns_the_same_as_a_run_with_a_number(folder, tmp_path):
     auto = train(tmp_path / "auto", *arguments_of(folder, f"{UPDATE}=auto", f"{EXPERIENCE}=auto"))
     one = train(tmp_path / "one", *arguments_of(folder, f"{UPDATE}=1", f"{EXPERIENCE}=1"))
 
@@ -39,7 +39,7 @@ def test_a_run_with_auto_learns_what_a_run_with_a_number_learns(folder, tmp_path
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_auto_becomes(folder):
+def test_a_dry_run_reports_the_value_of_auto(folder):
     finished = start_training(*arguments_of(folder, f"{UPDATE}=auto", f"{EXPERIENCE}=auto"), "--dry-run")
 
     assert finished.returncode == 0, finished.stderr
@@ -57,6 +57,6 @@ def test_a_machine_that_is_too_small_is_refused_with_a_remedy(folder, capsys):
 
 
 @pytest.mark.parametrize("size", ["0", "-4", "much"])
-def test_a_memory_that_is_no_size_is_refused(folder, capsys, size):
+def test_a_memory_size_that_is_not_a_positive_number_is_refused(folder, capsys, size):
     assert main([*arguments_of(folder), "--dry-run", f"--device-memory-gb={size}"]) == 2
     assert "must be a number of GiB above zero" in capsys.readouterr().err

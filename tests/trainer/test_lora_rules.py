@@ -8,7 +8,7 @@ from tests.planning.test_memory_plan import make_config, phases_of
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
-from verl.planning.ppo import planned_ppo
+from verl.planning.planned_run import planned_ppo
 from verl.trainer.run_parts import check_trained_models
 
 PRIME = {"algorithm.adv_estimator": "prime", "worker.prime.model.model_path": "model"}

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at the data of a run as its model will see them, without Ray, GPU or weights.
+"""Show the data of a run as its model will see them, without Ray, GPU or weights.
 
     python3 scripts/data_check.py config=run.yaml --rows 5 --out outputs/data_check
-    python3 scripts/data_check.py --sft config=sft.yaml                # of supervised fine-tuning
+    python3 scripts/data_check.py --sft config=sft.yaml                # for supervised fine-tuning
 
-Opens the files with the run's own code and tells for each of them how many rows are used, too long or bad,
-and why; how long the prompts are, or the conversations and how many of their tokens are learned; and whether
-a run would start. Some rows, from the first to the last, are shown whole: the rendered text, its tokens, and
-its images and video frames on a contact sheet; of a conversation `+` marks what is learned. Their media are
-decoded; of all other rows only the headers of files are read, unless `--decode` asks for more.
+Opens the files with the run's own code and reports for each of them how many rows are used, too long or bad,
+and why; the lengths of the prompts or conversations, and how many tokens of a conversation are learned; and
+if a run would start. Some rows, spread from the first to the last, are shown whole: the rendered text, its
+tokens, and its images and video frames on a contact sheet; in a conversation `+` marks learned lines. Their
+media are decoded; for all other rows only the headers of files are read, unless `--decode` is given.
 
-Exit status: 0; 2 where a run with this config would stop because of its data or its config.
+Exit status: 0; 2 if a run with this config would stop because of its data or its config.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
+from verl.config.trainer import RunTree
 from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.run.exit_status import BAD_INPUT
 
@@ -31,9 +33,8 @@ DROP_SFT = "these are options of reinforcement learning: leave out `--sft`\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     parser = make_parser("data_check", __doc__)
-    parser.add_argument("--sft", action="store_true", help="the config is one of supervised fine-tuning")
+    parser.add_argument("--sft", action="store_true", help="the config is for supervised fine-tuning")
     parser.add_argument("--rows", type=at_least(0), default=3, help="rows of each kind to show (default: 3)")
     parser.add_argument(
         "--out", type=Path, default=OUT, help=f"folder of contact sheets and bad rows (default: {OUT})"
@@ -41,30 +42,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", action="store_true", help="decode the media of every row")
     switches = parser.parse_intermixed_args(arguments)
     if switches.sft:
-        status = run_with_config(switches, SFTConfig, _check_conversations)
+        status = run_with_config(switches, SFTConfig, _check)
         other, hint = PPOConfig, DROP_SFT
     else:
-        status = run_with_config(switches, PPOConfig, _check_prompts, VERL_KEYS)
+        status = run_with_config(switches, PPOConfig, _check, VERL_KEYS)
         other, hint = SFTConfig, ADD_SFT
-    if status == BAD_INPUT and _loads_as(other, switches.options):  # only one of the two can be right
+    if status == BAD_INPUT and _loads_as(other, switches.options):  # the options fit only one of the two
         sys.stderr.write(hint)
     return status
 
 
-def _check_prompts(switches: argparse.Namespace, config: PPOConfig) -> int:
+def _check(switches: argparse.Namespace, config: Any) -> int:
     # Imported here so that a wrong config is reported before torch loads.
-    from verl.cli.data_check_report import PROMPTS, Report  # noqa: PLC0415
+    from verl.cli.data_check_report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
 
-    return Report(config, PROMPTS, switches.rows, switches.out).check(decode=switches.decode)
-
-
-def _check_conversations(switches: argparse.Namespace, config: SFTConfig) -> int:
-    from verl.cli.data_check_report import CONVERSATIONS, Report  # noqa: PLC0415 - as above
-
-    return Report(config, CONVERSATIONS, switches.rows, switches.out).check(decode=switches.decode)
+    kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
+    return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)
 
 
-def _loads_as(config_class: type[PPOConfig] | type[SFTConfig], options: Sequence[str]) -> bool:
+def _loads_as(config_class: type[RunTree], options: Sequence[str]) -> bool:
     try:
         load_config(config_class, options)
     except ConfigError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of a run, opened by its own code for commands that look at it and train nothing.
+"""Open the data of a run with its own code, for commands that train nothing.
 
-Neither Ray nor weights are needed: of the model only its config, its tokenizer and its processor are read.
+Needs neither Ray nor weights: only the config, tokenizer and processor of the model are read.
 """
 
 import json
@@ -33,19 +33,19 @@ AnyLoaders = Loaders | SFTLoaders
 
 
 def named(loaders: AnyLoaders) -> dict[str, PromptLoader]:
-    """What was opened, under the option that names its files."""
+    """Return the loaders by the option of their files."""
     both = {"data.train_files": loaders.train, "data.val_files": loaders.val}
     return {option: loader for option, loader in both.items() if loader is not None}
 
 
 @contextmanager
 def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Iterator[Loaders]:
-    """Open the prompts as a run does, except that bad rows and too few do not end it here.
+    """Open the prompts as a run does, but bad rows and too few of them are no errors here.
 
     Args:
-        config: Of the run.
-        folder: Bad rows are listed there, in `bad_rows.jsonl`, in place of those of an earlier call.
-        measures: Count the tokens of every prompt with its media, and leave out those that are too long;
+        config: Config of the run.
+        folder: Where bad rows are listed, in `bad_rows.jsonl`; a list of an earlier call is replaced.
+        measures: Count the tokens of every prompt with its media, and leave out prompts that are too long;
             without it rows are only rendered, which is faster.
 
     Raises:
@@ -73,7 +73,6 @@ def opened_conversations(config: SFTConfig, folder: Path) -> Iterator[SFTLoaders
 
 @contextmanager
 def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, MediaCache], L]) -> Iterator[L]:
-    """Open the data of the lenient config; bad rows go to the folder."""
     if folder.absolute() == Path(config.trainer.checkpoint_folder):
         raise ValueError(f"{folder} holds the run's own list of bad rows: name another folder")
     (folder / REPORT_NAME).unlink(missing_ok=True)
@@ -92,7 +91,7 @@ def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, Me
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Bad rows are reported by whoever opens the data here, not by what reads them."""
+    # The command reports bad rows itself.
     loggers = [row_dataset.logger, data_loader.logger]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,66 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `data_check` tells about the rows of a run: all of them in numbers, some of them whole.
+"""The report of `data_check`: all rows of a run in numbers, and some of them as the model will see them.
 
-`PROMPTS` and `CONVERSATIONS` hold what differs between the two kinds of runs.
+`PROMPTS` and `CONVERSATIONS` hold the differences between the two kinds of runs.
 """
 
 import collections
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from verl.cli.data_check_items import conversation_lines, evenly, prompt_lines
+from PIL import Image, ImageDraw, ImageOps
+from torch import Tensor
+
 from verl.cli.data_check_open import AnyLoaders, named, opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.data.bad_rows import REPORT_NAME, BadRow
-from verl.data.dataset import RowDataset
+from verl.data.dataset import Item, RowDataset
 from verl.data.loader import PromptLoader
-from verl.planning.sft_plan import count_sft_steps
-from verl.planning.step_plan import count_training_steps
+from verl.data.media.loader import DecodedMedia
+from verl.data.media.references import shown_name
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.planning.step_plan import StepPlan, make_plan, make_sft_plan
 from verl.trainer.run.exit_status import BAD_INPUT
 
 MAX_LISTED = 10
+MAX_FRAMES = 64  # of a video on a contact sheet
+CONTEXT, TRAINED = "|", "+"  # first character of a line of text
+TILE, LABEL, GAP = 192, 16, 4  # pixels: side of a picture, height of its label, margin
+COLUMNS = 8
+PAPER, INK = (255, 255, 255), (0, 0, 0)
 
 C = TypeVar("C", PPOConfig, SFTConfig)
 
 
+def prompt_lines(dataset: RLHFDataset, position: int, sheet: Path) -> list[str] | BadRow:
+    """Show a prompt as the model will see it, or return why it cannot be used.
+
+    Args:
+        dataset: Prompts of the run.
+        position: Position among the rows that are used.
+        sheet: Contact sheet to write if the prompt has media.
+    """
+    item = dataset[position]
+    if isinstance(item, BadRow):
+        return item
+    tokens = item["prompts"][item["prompt_mask"].bool()]  # (L,)
+    return [
+        f"prompt: {_token_counts(tokens, dataset)}",
+        f"answer: {item['ground_truth']!r:.200}",
+        *_show_media(item, dataset, sheet),
+        *_marked(item["prompt_text"], CONTEXT),
+    ]
+
+
+def conversation_lines(dataset: SFTDataset, position: int, sheet: Path) -> list[str] | BadRow:
+    """Show a conversation and which of its tokens are trained on; see `prompt_lines`."""
+    item = dataset[position]
+    if isinstance(item, BadRow):
+        return item
+    counts, num_trained = _token_counts(item["input_ids"], dataset), int(item["is_trained"].sum())
+    row = dataset.render(dataset.rows[dataset.indices[position]])
+    lines = [f"conversation: {counts}, {num_trained} of them learned", *_show_media(item, dataset, sheet)]
+    for is_trained, part in groupby(zip(row.is_trained, row.raw_ids, strict=True), key=itemgetter(0)):
+        text = dataset.tokenizer.decode([token for _, token in part], clean_up_tokenization_spaces=False)
+        lines += _marked(text.removeprefix("\n"), TRAINED if is_trained else CONTEXT)
+    return lines
+
+
 @dataclass(frozen=True)
 class Kind(Generic[C]):
-    """What one kind of runs reads.
+    """How the data of one kind of run are opened and shown."""
 
-    Attributes:
-        row: What a row becomes.
-        open: Opens the data of a run; bad rows are listed in the folder.
-        count_steps: Training steps of a run with so many rows; raises where they are too few.
-        lines: Shows a row, by its place in a data set; its media go to a contact sheet.
-    """
-
-    row: str
-    open: Callable[[C, Path], AbstractContextManager[AnyLoaders]]
-    count_steps: Callable[[C, int], int | None]
+    row: str  # name of a row
+    open: Callable[[C, Path], AbstractContextManager[AnyLoaders]]  # lists bad rows in the folder
+    make_plan: Callable[[C, int], StepPlan]  # raises ValueError if there are too few rows
     lines: Callable[[Any, int, Path], list[str] | BadRow]
 
 
-PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, count_training_steps, prompt_lines)
-CONVERSATIONS: Kind[SFTConfig] = Kind(
-    "conversation", opened_conversations, count_sft_steps, conversation_lines
-)
+PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, make_plan, prompt_lines)
+CONVERSATIONS: Kind[SFTConfig] = Kind("conversation", opened_conversations, make_sft_plan, conversation_lines)
 
 
 class Report(Generic[C]):
     """Opens the data of a run and writes about them.
 
     Args:
-        config: Of the run.
-        kind: Of the run.
-        num_shown: Rows to show of the training and of the validation files.
+        config: Config of the run.
+        kind: `PROMPTS` or `CONVERSATIONS`.
+        num_shown: Rows to show of the training files, and of the validation files.
         out: Folder of contact sheets and of the list of bad rows.
     """
 
@@ -69,10 +107,7 @@ class Report(Generic[C]):
         self.num_shown, self.out = num_shown, out
 
     def check(self, *, decode: bool) -> int:
-        """Write about all files; returns the exit status.
-
-        Args:
-            decode: Decode the media of every row.
+        """Write about all files and return the exit status; `decode` reads the media of every row.
 
         Raises:
             ValueError: The model's files or the data cannot be used, or no row can.
@@ -84,12 +119,12 @@ class Report(Generic[C]):
                     collections.deque(loader, maxlen=0)  # reads an epoch, as a run does
                 problems += self._describe(option, loader)
             problems += self._step_problems(loaders)
-        listed = self.out / REPORT_NAME
-        if listed.exists():
-            sys.stdout.write(f"the bad rows are listed in {listed}\n")
+        bad_rows = self.out / REPORT_NAME
+        if bad_rows.exists():
+            sys.stdout.write(f"the bad rows are listed in {bad_rows}\n")
         if problems:
-            told = "".join(f"  - {one}\n" for one in problems)
-            sys.stdout.write(f"a run with this config would stop:\n{told}")
+            listed = "".join(f"  - {problem}\n" for problem in problems)
+            sys.stdout.write(f"a run with this config would stop:\n{listed}")
             return BAD_INPUT
         sys.stdout.write("a run with this config can use its data\n")
         return 0
@@ -100,10 +135,10 @@ class Report(Generic[C]):
         assert report is not None, "a loader's dataset has the run's report"
         bad = {row.index: row for row in [*dataset.bad_rows, *loader.bad_rows.values()]}
         sys.stdout.write(describe_rows(option, dataset, bad, self.kind.row))
-        for place in evenly(len(dataset), self.num_shown):
-            where = dataset.rows.where(dataset.indices[place])
-            sheet = self.out / f"{option.removeprefix('data.').removesuffix('_files')}_{place}.png"
-            lines = self.kind.lines(dataset, place, sheet)
+        for position in evenly(len(dataset), self.num_shown):
+            where = dataset.rows.where(dataset.indices[position])
+            sheet = self.out / f"{option.removeprefix('data.').removesuffix('_files')}_{position}.png"
+            lines = self.kind.lines(dataset, position, sheet)
             if isinstance(lines, BadRow):
                 bad[lines.index] = lines
                 report.add([lines])
@@ -112,26 +147,25 @@ class Report(Generic[C]):
         return list(row_problems(option, dataset, len(bad), self.config.data))
 
     def _step_problems(self, loaders: AnyLoaders) -> Iterator[str]:
-        """Yield what the number of training rows is too small for."""
         if loaders.train is None:
             return
         try:
-            self.kind.count_steps(self.config, len(loaders.train.dataset))
+            self.kind.make_plan(self.config, len(loaders.train.dataset))
         except ValueError as error:
             yield str(error)
 
 
 def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], row: str) -> str:
-    """What becomes of the rows of each file, how many tokens they have, and which are left out and why.
+    """Count the used, long and bad rows of each file and their tokens, with a reason for each row left out.
 
     Args:
-        option: That names the files.
+        option: Key of the files.
         dataset: Their rows.
-        bad: Those that cannot be used, by their number over all files.
-        row: What a row becomes.
+        bad: Bad rows by their number over all files.
+        row: Name of a row.
     """
-    limit_option, overlong = f"`data.{dataset.limit_option}`", overlong_rows(dataset)
-    lengths = [length for length in dataset.lengths if length]  # 0 of rows that could not be measured
+    limit_option, overlong = f"`data.{dataset.limit_option}`", _overlong_rows(dataset)
+    lengths = [length for length in dataset.lengths if length]  # 0 is a row that could not be measured
     too_long = [f"{dataset.rows.where(index)}: {dataset.lengths[index]} tokens" for index in overlong]
     used = [index for index in dataset.indices if index not in bad]
     return (
@@ -139,62 +173,137 @@ def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], r
         f"  tokens of a {row}, media included: shortest {min(lengths)}, half up to"
         f" {quantile(lengths, 0.5)}, 95% up to {quantile(lengths, 0.95)}, longest {max(lengths)};"
         f" {limit_option} is {dataset.limit}\n{histogram(lengths, dataset.limit, indent='    ')}"
-        + _sums(dataset, used)
+        + _token_sums(dataset, used)
         + _listed(f"longer than {limit_option}", too_long)
         + _listed("bad", [str(bad[index]) for index in sorted(bad)])
         + "\n"
     )
 
 
-def _sums(dataset: RowDataset, used: Sequence[int]) -> str:
-    """How many tokens an epoch has; of conversations also how many are learned."""
+def _token_sums(dataset: RowDataset, used: Sequence[int]) -> str:
     num_all = sum(dataset.lengths[index] for index in used)
-    num_learned = sum(dataset.num_learned[index] for index in used)
-    share = f", {num_learned} of them learned ({num_learned / num_all:.1%})" if num_learned else ""
+    num_trained = sum(dataset.num_learned[index] for index in used)  # 0 for prompts
+    share = f", {num_trained} of them learned ({num_trained / num_all:.1%})" if num_trained else ""
     return f"  tokens of the rows that are used: {num_all}{share}\n"
 
 
 def _file_rows(dataset: RowDataset, bad: Mapping[int, BadRow]) -> Iterator[tuple[object, ...]]:
     yield "file", "rows", "used", "too long", "bad"
     rows = dataset.rows
-    kinds = dict.fromkeys(dataset.indices, "used") | dict.fromkeys(overlong_rows(dataset), "too long")
+    kinds = dict.fromkeys(dataset.indices, "used") | dict.fromkeys(_overlong_rows(dataset), "too long")
     kinds |= dict.fromkeys(bad, "bad")
-    for source, start in zip(rows.sources, rows.starts, strict=False):  # one start more: the end
+    for source, start in zip(rows.sources, rows.starts, strict=False):  # `starts` also has the end
         size = len(source.rows)
         counts = Counter(kinds[index] for index in range(start, start + size))
         yield source.name, size, counts["used"], counts["too long"], counts["bad"]
 
 
-def overlong_rows(dataset: RowDataset) -> list[int]:
-    """The rows that have more tokens than the limit, by their number over all files."""
+def _overlong_rows(dataset: RowDataset) -> list[int]:
     return [index for index, length in enumerate(dataset.lengths) if length > dataset.limit]
 
 
-def _listed(what: str, lines: Sequence[str]) -> str:
+def _listed(title: str, lines: Sequence[str]) -> str:
     if not lines:
         return ""
     more = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
-    return "\n    ".join([f"  {what}: {len(lines)} rows", *lines[:MAX_LISTED], *more]) + "\n"
+    return "\n    ".join([f"  {title}: {len(lines)} rows", *lines[:MAX_LISTED], *more]) + "\n"
 
 
 def row_problems(
     option: str, dataset: RowDataset, num_bad: int, data: DataConfig | SFTDataConfig
 ) -> Iterator[str]:
-    """Yield why a run would not start with these rows, or end when it comes to them.
-
-    Args:
-        option: That names the files.
-        dataset: Their rows, opened leniently.
-        num_bad: Of the rows that cannot be used.
-        data: As the run has it.
-    """
-    num_overlong = dataset.num_overlong
+    """Yield why a run with these rows, opened leniently here, would not start or would stop."""
     if data.on_bad_row == "skip":
         return
     if num_bad:
         yield f"{num_bad} rows of `{option}` are bad: repair them, or set `data.on_bad_row=skip`"
-    if num_overlong and not data.filter_overlong_prompts:
+    if dataset.num_overlong and not data.filter_overlong_prompts:
         yield (
-            f"{num_overlong} rows of `{option}` are longer than `data.{dataset.limit_option}`"
+            f"{dataset.num_overlong} rows of `{option}` are longer than `data.{dataset.limit_option}`"
             f" ({dataset.limit}): raise it, or set `data.filter_overlong_prompts=true`"
         )
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """Choose at most `count` evenly spaced numbers from 0 to `total - 1`."""
+    count = min(total, count)
+    return [number * (total - 1) // max(1, count - 1) for number in range(count)]
+
+
+def _marked(text: str, mark: str) -> list[str]:
+    stripped = text.rstrip("\n")
+    return [f"{mark} {line}" for line in stripped.split("\n")] if stripped else []
+
+
+def _token_counts(ids: Tensor, dataset: RowDataset) -> str:
+    """Count the tokens of text, images and videos."""
+    counts = {"text": len(ids)}
+    for kind in ("image", "video") if dataset.processor is not None else ():
+        count = int((ids == getattr(dataset.processor, f"{kind}_token_id")).sum())
+        if count:
+            counts[f"{kind}s"] = count
+            counts["text"] -= count
+    return f"{len(ids)} tokens ({', '.join(f'{count} of {kind}' for kind, count in counts.items())})"
+
+
+def _show_media(item: Item, dataset: RowDataset, sheet: Path) -> Iterator[str]:
+    """Yield a line for each image and video of a row, and put them on a contact sheet."""
+    media = item["multi_modal_data"]
+    if not media:
+        return
+    assert dataset.media is not None, "a row with media was read by a media loader"
+    decoded = dataset.media.decode(media)  # from the cache
+    for ref, image in zip(media["images"], decoded.images, strict=True):
+        yield f"image {shown_name(ref)}: {image.width} x {image.height}"
+    for ref, (frames, meta) in zip(media["videos"], decoded.videos, strict=True):
+        num_frames, height, width, _ = frames.shape
+        yield (
+            f"video {shown_name(ref)}: {num_frames} of {meta['total_num_frames']} frames, {width} x {height},"
+            f" from {_seconds(meta, 0):.2f} to {_seconds(meta, -1):.2f} s"
+        )
+    save_sheet(list(_tiles(decoded)), sheet)
+    yield f"contact sheet: {sheet}"
+
+
+class Tile(NamedTuple):
+    """A picture of a contact sheet and the label below it."""
+
+    picture: Image.Image
+    label: str
+
+
+def _tiles(decoded: DecodedMedia) -> Iterator[Tile]:
+    for number, image in enumerate(decoded.images):
+        yield Tile(image, f"image {number}")
+    for number, (frames, meta) in enumerate(decoded.videos):
+        for position in evenly(len(frames), MAX_FRAMES):
+            yield Tile(Image.fromarray(frames[position]), f"video {number}: {_seconds(meta, position):.2f} s")
+
+
+def _seconds(meta: dict[str, Any], position: int) -> float:
+    """Time of a sampled frame in its video."""
+    return meta["frames_indices"][position] / meta["fps"]
+
+
+def contact_sheet(tiles: Sequence[Tile]) -> Image.Image:
+    """Draw pictures in rows of eight, each scaled to fit its tile."""
+    columns, lines = min(len(tiles), COLUMNS), -(-len(tiles) // COLUMNS)
+    sheet = Image.new("RGB", (GAP + columns * (TILE + GAP), GAP + lines * (TILE + LABEL + GAP)), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for number, tile in enumerate(tiles):
+        line, column = divmod(number, COLUMNS)
+        left, top = GAP + column * (TILE + GAP), GAP + line * (TILE + LABEL + GAP)
+        sheet.paste(ImageOps.contain(tile.picture.convert("RGB"), (TILE, TILE)), (left, top))
+        pen.text((left, top + TILE + 2), tile.label, fill=INK)
+    return sheet
+
+
+def save_sheet(tiles: Sequence[Tile], path: Path) -> None:
+    """Write a contact sheet as PNG, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        contact_sheet(tiles).save(part, format="PNG")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,43 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check this machine before a run: versions, devices, memory, disks, Ray, network, sandbox.
 
-    python3 scripts/diagnose.py                        # what any run needs
-    python3 scripts/diagnose.py config=run.yaml        # what this one does
+    python3 scripts/diagnose.py                        # for any run
+    python3 scripts/diagnose.py config=run.yaml        # for this run
     python3 scripts/diagnose.py --json                 # for programs
 
 Each line is OK, WARN (some runs do not work, or not well) or FAIL (no run works), with a remedy. Nothing is
-started or changed; on several nodes, run it on each of them.
+started or changed. With several nodes, run it on each of them.
 
-Exit status: 0; 1 where something is FAIL; 2 for a config that cannot be used.
+Exit status: 0; 1 if a check is FAIL; 2 for a config that cannot be used.
 """
+
+# To add a check, write a function that returns a `Finding` and call it in `run_checks`.
 
 import json
 import os
 import platform
+import resource
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from verl.cli import diagnosis
-from verl.cli.device_diagnosis import check_gpus, check_imports
-from verl.cli.diagnosis import Finding, Level
+from packaging.requirements import Requirement
+
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
-from verl.distributed.gpus import list_gpus
+from verl.config.trainer import RunConfig
+from verl.distributed.gpus import Gpu, list_gpus
+from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
+from verl.rewards.sandbox.runner import detect
 from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED
+from verl.utils.host_memory import container_limit
 from verl.utils.version_check import VLLM_PACKAGES, check_versions, find_version
 
+GIB = 1 << 30
 CONNECT_S = 5.0
+USED_SHARE = 0.1  # of a GPU's memory: more belongs to another program
+MIN_SHARED_GIB = 4  # with less, decoded media are not kept in shared memory, see `data/media/cache.py`
+MIN_DISK_GIB, LOW_DISK_GIB = 1, 50  # a checkpoint of a 3B model with its optimizer has some 40
+MIN_FILES, LOW_FILES = 1024, 8192  # file descriptors: Ray and a store of shared files take hundreds
+LOW_MEMORY_GIB = 4
+FULL_FOR_RAY = 0.95  # share of a disk from which Ray treats it as full
+IMPORTS = ("torch", "transformers", "ray", "vllm")
+IMPORT_TIMEOUT_S = 300
+IMPORT_CODE = """
+import sys, verl
+for name in sys.argv[1:]:
+    print(name, flush=True)
+    __import__(name)
+"""
+
+
+class Level(StrEnum):
+    """Severity of a finding."""
+
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Example::
+
+        Finding("open files", Level.WARN, "1024 at most", "ulimit -n 65536")
+    """
+
+    name: str
+    level: Level
+    found: str
+    remedy: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     parser = make_parser("diagnose", __doc__)
-    parser.add_argument("--json", action="store_true", help="a list of objects in place of lines")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of lines")
     parser.add_argument("--quick", action="store_true", help="do not try to import the heavy packages")
     switches = parser.parse_intermixed_args(arguments)
     try:
@@ -45,11 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
+    engine, trainer = ("vllm", None) if config is None else (config.worker.rollout.name, config.trainer)
     findings = []
-    for finding in diagnose(config, tries_imports=not switches.quick):
+    for finding in run_checks(engine, trainer, tries_imports=not switches.quick):
         findings.append(finding)
         if not switches.json:
-            sys.stdout.write(_line(finding))
+            remedy = f"      remedy: {finding.remedy}\n" if finding.remedy else ""
+            sys.stdout.write(f"{finding.level:4}  {finding.name:17} {finding.found}\n{remedy}")
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     if switches.json:
         sys.stdout.write(json.dumps([finding._asdict() for finding in findings], indent=2) + "\n")
@@ -58,41 +108,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FAILED if counts[Level.FAIL] else 0
 
 
-def _line(finding: Finding) -> str:
-    remedy = f"      remedy: {finding.remedy}\n" if finding.remedy else ""
-    return f"{finding.level:4}  {finding.name:17} {finding.found}\n{remedy}"
-
-
-def diagnose(config: PPOConfig | None, *, tries_imports: bool) -> Iterator[Finding]:
+def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -> Iterator[Finding]:
     """Yield the finding of each check as it is made.
 
     Args:
-        config: Of the run; None asks for what any run needs.
-        tries_imports: Import the heavy packages, in a process of its own: some ten seconds.
+        engine: `worker.rollout.name`.
+        trainer: None checks for any run.
+        tries_imports: Import the heavy packages in a separate process: some ten seconds.
     """
-    yield check_supported("vllm" if config is None else config.worker.rollout.name)
-    yield diagnosis.check_requirements()
-    yield diagnosis.check_engines()
+    yield check_supported(engine)
+    yield check_requirements()
+    yield check_vllm()
     if tries_imports:
         yield check_imports()
-    device, num_gpus = (
-        ("auto", 0) if config is None else (config.trainer.device, config.trainer.n_gpus_per_node)
-    )
+    device, num_gpus = ("auto", 0) if trainer is None else (trainer.device, trainer.n_gpus_per_node)
     yield from check_gpus(list_gpus(), device, num_gpus)
-    yield diagnosis.check_threads()
-    yield diagnosis.check_memory()
-    yield diagnosis.check_shared_memory()
-    yield diagnosis.check_disk(Path("checkpoints" if config is None else config.trainer.checkpoint_folder))
-    yield diagnosis.check_temporary_folder()
-    yield diagnosis.check_open_files()
-    yield diagnosis.check_loopback()
-    yield diagnosis.check_host_name(1 if config is None else config.trainer.nnodes)
+    yield check_threads()
+    yield check_memory()
+    yield check_shared_memory()
+    yield check_disk(Path("checkpoints" if trainer is None else trainer.checkpoint_folder))
+    yield check_temporary_folder()
+    yield check_open_files()
+    yield check_loopback()
+    yield check_host_name(1 if trainer is None else trainer.nnodes)
     yield check_ray()
-    yield diagnosis.check_sandbox()
+    yield check_sandbox()
 
 
 def check_supported(engine: str) -> Finding:
-    """Whether Python, torch, vLLM, torchvision and transformers are versions that go together."""
+    """Check that Python, torch, vLLM, torchvision and transformers are supported together."""
     names = ("torch", "torchvision", "transformers", "ray")
     versions = {name: find_version(name) for name in names} | {"vllm": find_version(*VLLM_PACKAGES)}
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
@@ -104,8 +148,224 @@ def check_supported(engine: str) -> Finding:
     return Finding("versions", Level.OK, found)
 
 
+def check_requirements() -> Finding:
+    try:
+        needed = [Requirement(text) for text in requires("verl") or ()]
+    except PackageNotFoundError:
+        return Finding("packages", Level.WARN, "verl is not installed", "pip install -e '.[cpu]' or '.[gpu]'")
+    needed = [need for need in needed if need.marker is None]  # requirements of extras have one
+    wrong = unmet(needed)
+    if wrong:
+        names = " ".join(f"'{need.name}{need.specifier}'" for need in wrong)
+        found = ", ".join(f"{need.name} {find_version(need.name) or 'is missing'}" for need in wrong)
+        return Finding("packages", Level.FAIL, found, f"pip install {names}")
+    return Finding("packages", Level.OK, f"{len(needed)} requirements are met")
+
+
+def unmet(needed: Sequence[Requirement]) -> list[Requirement]:
+    """Return the requirements that no installed package meets."""
+    versions = {need: find_version(need.name) for need in needed}
+    return [
+        need
+        for need, found in versions.items()
+        if found is None or not need.specifier.contains(found, prereleases=True)
+    ]
+
+
+def check_vllm() -> Finding:
+    """Check that vLLM is installed once: its two packages overwrite each other's files."""
+    installed = {name: found for name in VLLM_PACKAGES if (found := find_version(name))}
+    if len(installed) > 1:
+        remedy = f"pip uninstall -y {' '.join(installed)}, then install the one for this machine"
+        return Finding("vllm", Level.FAIL, f"{installed} write the same files", remedy)
+    if not installed:
+        remedy = "pip install -e '.[cpu]' or '.[gpu]'; without it only `worker.rollout.name=hf` works"
+        return Finding("vllm", Level.WARN, "not installed", remedy)
+    return Finding("vllm", Level.OK, " ".join(*installed.items()))
+
+
+def check_imports(modules: Sequence[str] = IMPORTS) -> Finding:
+    """Import the heavy packages in a separate process."""
+    command = [sys.executable, "-c", IMPORT_CODE, *modules]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        found = f"no answer within {IMPORT_TIMEOUT_S} s"
+        return Finding("imports", Level.FAIL, found, "check the disk that holds the environment")
+    if tried.returncode == 0:
+        return Finding("imports", Level.OK, ", ".join(modules))
+    begun = [line for line in tried.stdout.splitlines() if line in modules]
+    reason = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+    remedy = f"python3 -c 'import verl, {begun[-1] if begun else 'torch'}' shows the whole error"
+    return Finding("imports", Level.FAIL, f"{begun[-1] if begun else 'verl'}: {reason}", remedy)
+
+
+def check_gpus(gpus: Sequence[Gpu], device: str, num_wanted: int) -> list[Finding]:
+    """Check that torch can compute on the GPUs, and that they are free.
+
+    Args:
+        gpus: The driver's list.
+        device: `trainer.device`.
+        num_wanted: GPUs that a run uses on this machine.
+    """
+    try:
+        import torch  # noqa: PLC0415 - a torch that cannot be imported is a finding
+    except (ImportError, OSError) as error:
+        return [Finding("gpus", Level.FAIL, f"torch: {error}", "reinstall torch, see the README")]
+    if not gpus and not torch.cuda.is_available():
+        level = Level.FAIL if device == "cuda" else Level.OK
+        remedy = "set trainer.device=cpu, or install the driver" if device == "cuda" else ""
+        return [Finding("gpus", level, "the driver lists none: runs use the CPU", remedy)]
+    driver = gpus[0].driver if gpus else "unknown"
+    found = f"{', '.join(gpu.name for gpu in gpus)}; driver {driver}, torch for CUDA {torch.version.cuda}"
+    if device == "cpu":
+        return [Finding("gpus", Level.OK, f"{found}; not used: trainer.device=cpu")]
+    if torch.version.cuda is None:
+        return [Finding("gpus", Level.FAIL, found, "pip install -e '.[gpu]' into a new environment")]
+    if not torch.cuda.is_available():
+        remedy = "a newer driver (`nvidia-smi` shows its CUDA version), or unset CUDA_VISIBLE_DEVICES"
+        return [Finding("gpus", Level.FAIL, f"{found}; torch sees none", remedy)]
+    findings = [Finding("gpus", Level.OK, found)]
+    if torch.cuda.device_count() < num_wanted:
+        remedy = "lower `trainer.n_gpus_per_node`, or unset CUDA_VISIBLE_DEVICES"
+        found = f"{torch.cuda.device_count()} usable, a run takes {num_wanted} on each node"
+        findings.append(Finding("number of gpus", Level.FAIL, found, remedy))
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [*findings, _check_architectures(capabilities, torch.cuda.get_arch_list()), _check_memory(gpus)]
+
+
+def _check_architectures(capabilities: set[tuple[int, int]], built_for: Sequence[str]) -> Finding:
+    name = "gpu architecture"
+    unknown = sorted(each for each in capabilities if not is_built_for(each, built_for))
+    if not unknown:
+        return Finding(name, Level.OK, f"compute capability {sorted(capabilities)}")
+    found = f"compute capability {unknown}, torch was built for {list(built_for)}"
+    return Finding(name, Level.FAIL, found, "a torch that was built for this GPU, or another GPU")
+
+
+def is_built_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether code built for `sm_80`, `compute_90`, ... runs on a GPU of this compute capability."""
+    # Machine code (`sm`) runs on the same generation from its own version on; `compute` is compiled for any
+    # later one. A letter after the number (`sm_90a`) means this version only.
+    for name in built_for:
+        kind, _, digits = name.partition("_")
+        number = digits.rstrip("af")
+        version = (int(number[:-1]), int(number[-1]))
+        is_later = capability >= version and (kind == "compute" or capability[0] == version[0])
+        if capability == version or (is_later and number == digits):
+            return True
+    return False
+
+
+def _check_memory(gpus: Sequence[Gpu]) -> Finding:
+    used = [
+        f"{gpu.used_mib / 1024:.0f} of {gpu.memory_mib / 1024:.0f} GiB of GPU {index}"
+        for index, gpu in enumerate(gpus)
+        if gpu.used_mib > USED_SHARE * gpu.memory_mib
+    ]
+    if used:
+        remedy = "end the programs that `nvidia-smi` lists, or choose GPUs with CUDA_VISIBLE_DEVICES"
+        return Finding("gpu memory", Level.WARN, f"in use: {', '.join(used)}", remedy)
+    sizes = ", ".join(f"{gpu.memory_mib / 1024:.0f} GiB" for gpu in gpus)
+    return Finding("gpu memory", Level.OK, f"free: {sizes or 'not reported by the driver'}")
+
+
+def check_threads() -> Finding:
+    cores, text = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
+    found = f"{cores} cores, OMP_NUM_THREADS={text or 'unset'}"
+    if text is not None and not (text.isdigit() and int(text) > 0):
+        return Finding("threads", Level.FAIL, found, "OMP_NUM_THREADS must be a number of threads: unset it")
+    if text is not None and int(text) > cores:
+        remedy = f"export OMP_NUM_THREADS=1, or at most {cores}: threads without a core slow others down"
+        return Finding("threads", Level.WARN, found, remedy)
+    return Finding("threads", Level.OK, f"{found}; workers get cores / processes each")
+
+
+def check_memory() -> Finding:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    total, free = kib["MemTotal"] / 2**20, kib["MemAvailable"] / 2**20
+    limit = container_limit()
+    found = f"{free:.0f} of {total:.0f} GiB available"
+    if limit is not None and limit / GIB < total:
+        free, found = min(free, limit / GIB), f"{found}, the container may use {limit / GIB:.0f}"
+    if free < LOW_MEMORY_GIB:
+        return Finding("host memory", Level.WARN, found, "end other programs; use only tiny models here")
+    return Finding("host memory", Level.OK, found)
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    name = "shared memory"
+    remedy = "docker run --shm-size=16g, or --ipc=host; without it Ray and media use the disk, NCCL may fail"
+    if not folder.is_dir():
+        return Finding(name, Level.WARN, f"no {folder}", remedy)
+    free = shutil.disk_usage(folder).free / GIB
+    found = f"{free:.1f} GiB free in {folder}"
+    return (
+        Finding(name, Level.OK, found) if free >= MIN_SHARED_GIB else Finding(name, Level.WARN, found, remedy)
+    )
+
+
+def check_disk(folder: Path) -> Finding:
+    """Check that there is room for checkpoints; `folder` need not exist yet."""
+    name = "checkpoint disk"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        remedy = "set `trainer.save_checkpoint_path` to a folder that you may write to"
+        return Finding(name, Level.FAIL, f"{existing} cannot be written", remedy)
+    free = shutil.disk_usage(existing).free / GIB
+    found = f"{free:.0f} GiB free for {folder}"
+    remedy = "make room, set `trainer.save_checkpoint_path` to a larger disk, or `trainer.save_limit`"
+    if free < LOW_DISK_GIB:
+        return Finding(name, Level.FAIL if free < MIN_DISK_GIB else Level.WARN, found, remedy)
+    return Finding(name, Level.OK, found)
+
+
+def check_temporary_folder() -> Finding:
+    """Check the disk that Ray spills objects to."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.free / GIB:.0f} GiB free in {folder}"
+    if usage.free < (1 - FULL_FOR_RAY) * usage.total:
+        return Finding("temporary disk", Level.WARN, found, "make room, or set RAY_TMPDIR to another disk")
+    return Finding("temporary disk", Level.OK, found)
+
+
+def check_open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= LOW_FILES:
+        return Finding("open files", Level.OK, f"{soft} at most")
+    reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    level = Level.FAIL if soft < MIN_FILES else Level.WARN
+    remedy = f"ulimit -n {reachable}" if reachable > soft else "ask the administrator for a higher hard limit"
+    return Finding("open files", level, f"{soft} at most", remedy)
+
+
+def check_loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=2).close()
+    except OSError as error:
+        return Finding("loopback", Level.FAIL, f"127.0.0.1: {error}", "ip link set lo up")
+    return Finding("loopback", Level.OK, "127.0.0.1 answers")
+
+
+def check_host_name(num_nodes: int) -> Finding:
+    """Check that the machine's name resolves, and to an address that other nodes can reach."""
+    name = socket.gethostname()
+    remedy = f"add {name} with its address to /etc/hosts or the name service"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        return Finding("host name", Level.WARN, f"{name}: {error}", remedy)
+    if num_nodes > 1 and address.startswith("127."):
+        found = f"{name} is {address}, which {num_nodes} nodes cannot reach"
+        return Finding("host name", Level.WARN, found, f"{remedy}, or set GLOO_SOCKET_IFNAME")
+    return Finding("host name", Level.OK, f"{name} is {address}")
+
+
 def check_ray() -> Finding:
-    """Whether the cluster that a run would join answers; a run that finds none starts its own."""
+    """Check that the cluster that a run would join answers; without one, a run starts its own."""
     try:
         from verl.single_controller.ray.cluster import started_cluster  # noqa: PLC0415 - without Ray, a finding
     except ImportError as error:
@@ -124,3 +384,16 @@ def check_ray() -> Finding:
     except (OSError, ValueError) as error:
         return Finding("ray", Level.FAIL, f"{found}: {error}", remedy)
     return Finding("ray", Level.OK, f"{found} answers")
+
+
+def check_sandbox() -> Finding:
+    """Report what contains the programs that code rewards run."""
+    isolation, why_not_better = detect()
+    if isolation is Isolation.NAMESPACES:
+        return Finding("code sandbox", Level.OK, isolation)
+    if isolation is Isolation.LANDLOCK:
+        return Finding("code sandbox", Level.OK, f"{isolation}; {why_not_better}")
+    found = f"nothing contains a program: {why_not_better}"
+    if is_unsafe_allowed():
+        found = f"programs run unconfined, as the environment allows: {why_not_better}"
+    return Finding("code sandbox", Level.WARN, found, f"for code rewards only: {REMEDY}")

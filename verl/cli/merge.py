@@ -4,7 +4,7 @@
     python3 scripts/model_merger.py --local_dir checkpoints/math/first/global_step_100/actor
 
 writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model.
-Adapters are folded into their base; by themselves they stand in `…/actor/lora_adapter`, in peft's format.
+Adapters are merged into their base; `…/actor/lora_adapter` has them separately, in peft's format.
 Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`) work too.
 """
 
@@ -18,23 +18,18 @@ from verl.distributed.fsdp import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, which merges and uploads if asked, and return its exit status: 0, 1 or 2."""
     parser = argparse.ArgumentParser(
         prog="model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--local_dir", required=True, type=Path, help="folder of a role: …/global_step_N/actor"
     )
-    parser.add_argument(
-        "--base_model", help="what adapters are folded into, if it is no longer where they say it was"
-    )
+    parser.add_argument("--base_model", help="base model of the adapters, if it has moved since training")
     parser.add_argument("--hf_upload_path", help="hub repository to upload to, as user/name")
     parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="of the weights; without it the checkpoint's own"
+        "--dtype", choices=sorted(DTYPES), help="type of the weights (default: as in the checkpoint)"
     )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="let the model's own Python code run"
-    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="allow the model's own Python code")
     options = parser.parse_args(arguments)
     try:
         folder = merge_checkpoint(

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the config that a run would have, as YAML that loads to the same.
+"""Print the config that a run would have, as YAML that loads to the same config.
 
     python3 scripts/print_cfg.py config=run.yaml worker.rollout.n=4 --changed
 
-What is wrong with it is told as at the start of a run. Exit status: 0; 2 for a config that cannot be used.
+Errors are those of a run with this config. Exit status: 0; 2 for a config that cannot be used.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from verl.config.ppo import PPOConfig
 from verl.config.text import config_yaml
+from verl.config.trainer import RunTree
 from verl.trainer.command import make_parser, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     parser = make_parser("print_cfg", __doc__)
     parser.add_argument("--changed", action="store_true", help="only options that differ from their default")
     return run_command(parser, arguments, _print)
 
 
-def _print(switches: argparse.Namespace, config: PPOConfig) -> int:
+def _print(switches: argparse.Namespace, config: RunTree) -> int:
     sys.stdout.write(config_yaml(config, only_changed=switches.changed))
     return 0

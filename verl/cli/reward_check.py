@@ -2,34 +2,43 @@
 """Call the reward function of a run in this process, where `print`, `breakpoint()` and pdb work.
 
     python3 scripts/reward_check.py config=run.yaml                                # on samples made from rows
-    python3 scripts/reward_check.py config=run.yaml --responses mine.jsonl --pdb   # on responses of your own
+    python3 scripts/reward_check.py config=run.yaml --responses mine.jsonl --pdb   # on your own responses
 
 A line of the file is a JSON object with `response` and either `row`, the number of a row counted from 0 over
-all training files (`--val`: validation files), or what the function shall see of it: `ground_truth`, `prompt`
-and other columns, as the lines of a run's `reward_failures.jsonl` have them. Without a file each row gets
-three samples: its ground truth, an empty response and a wrong one. They are no model's responses: a function
-that asks for a form, such as a box around the answer, is right to score the bare ground truth low.
+all training files (`--val`: validation files), or the function's other inputs: `ground_truth`, `prompt` and
+other columns, as in the lines of a run's `reward_failures.jsonl`. Without a file each row gets three samples:
+its ground truth, an empty response and a wrong one. They do not come from a model: a function that requires a
+format, such as a box around the answer, is right to score the bare ground truth low.
 
-The function is called as a run calls it: `sequential` with each response, `batch` with all responses to a row
-or `worker.reward.batch_size` of them, `dataproto` with all. No time limit ends a call here; one that a run
-would end is told.
+The function is called as in a run: `sequential` with each response, `batch` with all responses to a row
+or `worker.reward.batch_size` of them, `dataproto` with all. No time limit ends a call here; a call that a run
+would end is reported.
 
-Exit status: 0; 2 where a call failed or the config, the data or the file cannot be used.
+Exit status: 0; 2 if a call failed, or the config, the data or the file cannot be used.
 """
 
 import argparse
+import asyncio
 import bdb
 import pdb
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl.cli.calls import CheckedCall, check_call, split_calls
 from verl.cli.text_charts import table
 from verl.config.ppo import PPOConfig
-from verl.rewards.function import OPTION, load_reward_function
+from verl.rewards.function import (
+    OPTION,
+    RewardFunction,
+    Scores,
+    describe,
+    describe_error,
+    load_reward_function,
+)
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 
@@ -38,16 +47,24 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
 ALIKE = (
-    "all samples score alike: they lack a form that the function asks for, or it cannot teach; score"
+    "all samples score alike: they lack a format that the function requires, or it cannot teach; score"
     " responses of your own with --responses\n"
 )
 SHOWN = 60  # characters of a response in a line
 
 
+class CheckedCall(NamedTuple):
+    """One call: its scores, or why it failed."""
+
+    seconds: float
+    scores: list[Scores]  # one for each response; none if the call failed
+    reason: str | None = None  # of a failure, with the line of the reward file
+    error: BaseException | None = None  # raised by the function
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     parser = make_parser("reward_check", __doc__)
-    parser.add_argument("--responses", type=Path, help="JSON lines to score in place of samples")
+    parser.add_argument("--responses", type=Path, help="JSON lines to score instead of samples")
     parser.add_argument("--rows", type=at_least(1), default=4, help="rows to make samples of (default: 4)")
     parser.add_argument("--val", action="store_true", help="rows of data.val_files, not data.train_files")
     parser.add_argument("--pdb", action="store_true", help="debug the first call that raises where it did")
@@ -64,43 +81,98 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     reward = load_reward_function(
         options.reward_function, options.reward_function_kwargs, options.reward_type
     )
-    responses = _responses(switches, config)
+    # Imported here so that a wrong config or reward function is reported before torch loads.
+    from verl.cli.data_check_open import opened_data  # noqa: PLC0415
+    from verl.cli.reward_inputs import choose_responses  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
+        loader = data.val if switches.val or data.train is None else data.train
+        if loader is None:
+            raise ValueError("`--val` needs `data.val_files`")
+        responses = choose_responses(loader.dataset, switches.responses, switches.rows)
     origin = SAMPLES if switches.responses is None else str(switches.responses)
     sys.stdout.write(
         f"{reward}, line {reward.line}, {reward.reward_type}\n{len(responses)} responses: {origin}\n"
     )
-    calls = []
-    groups = [response.group for response in responses]
-    for places in split_calls(reward.reward_type, groups, options.batch_size):
-        chosen = [responses[place] for place in places]
-        call = check_call(reward, [one.columns for one in chosen], [one.number for one in chosen])
-        calls.append(call)
-        sys.stdout.write(_describe(call, chosen, len(calls), options.timeout_s))
-        if call.error is not None and switches.pdb:
-            pdb.post_mortem(call.error.__traceback__)
-            break
+    calls = _score(reward, responses, options.batch_size, options.timeout_s, debugs=switches.pdb)
     sys.stdout.write(_summary(calls))
     failed = [call for call in calls if call.reason is not None or call.seconds > options.timeout_s]
-    if switches.responses is None and len({one["overall"] for call in calls for one in call.scores}) == 1:
+    if switches.responses is None and len({each["overall"] for call in calls for each in call.scores}) == 1:
         sys.stdout.write(ALIKE)
     if failed:
         sys.stdout.write(f"{len(failed)} of {len(calls)} calls failed\n")
     return BAD_INPUT if failed else 0
 
 
-def _responses(switches: argparse.Namespace, config: PPOConfig) -> list["Response"]:
-    # Imported here so that a wrong config or reward function is reported before torch loads.
-    from verl.cli.data_check_open import opened_data  # noqa: PLC0415
-    from verl.cli.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
+def _score(
+    reward: RewardFunction,
+    responses: Sequence["Response"],
+    batch_size: int,
+    timeout_s: float,
+    *,
+    debugs: bool,
+) -> list[CheckedCall]:
+    """Call the function as a run does, and write about each call; with `debugs` stop at the first error."""
+    calls: list[CheckedCall] = []
+    for indices in split_calls(reward.reward_type, [each.group for each in responses], batch_size):
+        chosen = [responses[index] for index in indices]
+        call = check_call(reward, [each.columns for each in chosen], [each.number for each in chosen])
+        calls.append(call)
+        sys.stdout.write(_describe(call, chosen, len(calls), timeout_s))
+        if call.error is not None and debugs:
+            pdb.post_mortem(call.error.__traceback__)
+            break
+    return calls
 
-    with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
-        loader = data.val if switches.val or data.train is None else data.train
-        if loader is None:
-            raise ValueError("`--val` needs `data.val_files`")
-        columns = RowColumns(loader.dataset)
-        if switches.responses is not None:
-            return read_responses(switches.responses, columns)
-        return sample_responses(columns, switches.rows)
+
+def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Return the indices of the responses in each call.
+
+    Args:
+        reward_type: `batch`, `sequential` or `dataproto`.
+        groups: The group of each response; those of one group are adjacent.
+        batch_size: `worker.reward.batch_size`: responses of a `batch` call; 0 is a group.
+    """
+    indices = list(range(len(groups)))
+    if reward_type == "dataproto":
+        return [indices]
+    if reward_type == "sequential":
+        batch_size = 1
+    if batch_size > 0:
+        return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    return [list(group) for _, group in groupby(indices, key=lambda index: groups[index])]
+
+
+def check_call(
+    reward: RewardFunction, inputs: Sequence[dict[str, Any]], numbers: Sequence[int]
+) -> CheckedCall:
+    """Call a function once and check its scores; an exception is the reason of a failure.
+
+    Args:
+        reward: The function.
+        inputs: Its inputs for each response.
+        numbers: Row of each response, for errors.
+
+    Raises:
+        BdbQuit: The user left the debugger.
+    """
+    start = time.perf_counter()
+    try:
+        returned = reward.call(inputs)
+        if reward.is_async:
+            returned = asyncio.run(returned)
+    except bdb.BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
+        reason = f"it raised {describe_error(error, reward.path)}for {describe(numbers, inputs)}"
+        return CheckedCall(time.perf_counter() - start, [], reason, error)
+    seconds = time.perf_counter() - start
+    if reward.reward_type == "sequential":
+        returned = [returned]
+    try:
+        return CheckedCall(seconds, reward.check(returned, numbers, inputs))
+    except ValueError as error:
+        return CheckedCall(seconds, [], str(error))
 
 
 def _describe(call: CheckedCall, responses: Sequence["Response"], number: int, timeout_s: float) -> str:
@@ -108,7 +180,7 @@ def _describe(call: CheckedCall, responses: Sequence["Response"], number: int, t
     if call.seconds > timeout_s:
         text += f"  failed: a run would have ended it after {timeout_s:g} s (`worker.reward.timeout_s`)\n"
     if call.reason is not None:
-        return f"{text}  failed for {'; '.join(one.name for one in responses)}: {call.reason}\n"
+        return f"{text}  failed for {'; '.join(each.name for each in responses)}: {call.reason}\n"
     for response, scores in zip(responses, call.scores, strict=True):
         shown = "  ".join(f"{name} {value:g}" for name, value in scores.items())
         text += f"  {response.name}: {shown}  {_excerpt(response.columns['response'])}\n"
@@ -121,13 +193,12 @@ def _excerpt(response: str) -> str:
 
 
 def _summary(calls: Sequence[CheckedCall]) -> str:
-    """The scores of all calls by name, and how long the calls took."""
-    scores = [one for call in calls for one in call.scores]
+    scores = [each for call in calls for each in call.scores]
     rows: list[tuple[object, ...]] = [("score", "responses", "mean", "lowest", "highest")]
-    for name in dict.fromkeys(name for one in scores for name in one):
-        values = [one[name] for one in scores if name in one]
+    for name in dict.fromkeys(name for each in scores for name in each):
+        values = [each[name] for each in scores if name in each]
         mean = sum(values) / len(values)
         rows.append((name, len(values), f"{mean:g}", f"{min(values):g}", f"{max(values):g}"))
     times = [1000 * call.seconds for call in calls]
     mean, longest = sum(times) / len(times), max(times)
-    return f"\n{table(rows)}  {len(calls)} calls: {mean:.1f} ms in the mean, {longest:.1f} ms the longest\n"
+    return f"\n{table(rows)}  {len(calls)} calls: {mean:.1f} ms on average, {longest:.1f} ms at most\n"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses to score without a model: read from a file, or made from the rows of the data."""
+"""Responses to score without a model: read from a file, or made from the rows of the data.
+
+Apart from `reward_check.py`, which starts without torch.
+"""
 
 import itertools
 import json
@@ -12,31 +15,34 @@ from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.trainer.rollouts.sampler import reward_columns, with_uids
 
-WRONG = "no such answer"  # where no other row has another ground truth
+WRONG = "no such answer"  # used if no other row has another ground truth
 
 
 class Response(NamedTuple):
-    """A response with what the reward function sees of it."""
+    """A response with the inputs of the reward function."""
 
-    name: str  # for the user: the line and the row it is from
-    number: int  # of the row over all files; of the line for one that names no row
-    group: Hashable  # responses to the same row are one
+    name: str  # for the user: its line and row
+    number: int  # of the row over all files; of the line if it names no row
+    group: Hashable  # equal for responses to the same row
     columns: dict[str, Any]
 
 
+def choose_responses(dataset: RLHFDataset, path: Path | None, num_rows: int) -> list[Response]:
+    """Read the responses of a file, or make samples from the first rows of a data set."""
+    rows = RowColumns(dataset)
+    return sample_responses(rows, num_rows) if path is None else read_responses(path, rows)
+
+
 class RowColumns:
-    """What the reward function sees of rows, as a run shows it; response and its length excepted."""
+    """The reward function's inputs for rows as in a run, except the response and its length."""
 
     def __init__(self, dataset: RLHFDataset) -> None:
         self.dataset = dataset
-        self._places = {row: place for place, row in enumerate(dataset.indices)}
+        self._positions = {row: position for position, row in enumerate(dataset.indices)}
         self._bad = {row.index: row for row in dataset.bad_rows}
 
     def of(self, row: int) -> dict[str, Any]:
-        """The columns of a row.
-
-        Args:
-            row: Its number over all files.
+        """Return the columns of a row, given by its number over all files.
 
         Raises:
             ValueError: There is no such row.
@@ -44,18 +50,14 @@ class RowColumns:
         """
         if not 0 <= row < len(self.dataset.rows):
             raise ValueError(f"row {row} must be one of 0 to {len(self.dataset.rows) - 1}")
-        item = self._bad[row] if row in self._bad else self.dataset[self._places[row]]
+        item = self._bad[row] if row in self._bad else self.dataset[self._positions[row]]
         if isinstance(item, BadRow):
             raise BadRowError(f"row {row} is bad: {item}")
         prompts = with_uids(DataProto.from_single_dict(collate_fn([item])), f"row-{row}")
         return reward_columns(prompts)[0]
 
     def first(self, count: int) -> dict[int, dict[str, Any]]:
-        """The columns of the first rows that can be used, by their numbers; the others are passed over.
-
-        Raises:
-            ValueError: None can be used.
-        """
+        """Return the columns of the first usable rows, by their numbers."""
         found: dict[int, dict[str, Any]] = {}
         reason = None
         for row in itertools.takewhile(lambda _: len(found) < count, self.dataset.indices):
@@ -68,17 +70,11 @@ class RowColumns:
         return found
 
     def count_tokens(self, response: str) -> int:
-        """Tokens of a response: its `response_length` had a model sampled it."""
         return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
 
 
 def read_responses(path: Path, rows: RowColumns) -> list[Response]:
-    """Read the responses of a file of JSON lines; those to the same row come next to each other.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A line cannot be used; the message names it. Or there is none.
-    """
+    """Read responses from JSON lines; those to the same row become adjacent."""
     if not path.is_file():
         raise FileNotFoundError(f"`--responses`: no file {path}")
     responses = []
@@ -90,8 +86,9 @@ def read_responses(path: Path, rows: RowColumns) -> list[Response]:
                 raise ValueError(f"`--responses`: {path}, line {number}: {error}") from error
     if not responses:
         raise ValueError(f"`--responses`: {path} holds no responses")
-    first = {response.group: place for place, response in reversed(list(enumerate(responses)))}
-    return sorted(responses, key=lambda response: first[response.group])
+    groups = dict.fromkeys(response.group for response in responses)
+    order = {group: position for position, group in enumerate(groups)}
+    return sorted(responses, key=lambda response: order[response.group])
 
 
 def _read_response(number: int, entry: Any, rows: RowColumns) -> Response:
@@ -110,16 +107,14 @@ def _read_response(number: int, entry: Any, rows: RowColumns) -> Response:
 
 
 def sample_responses(rows: RowColumns, count: int) -> list[Response]:
-    """Three responses to each of the first rows that are used: ground truth, nothing, something wrong.
-
-    The wrong one is the ground truth of the next row that has another one.
-    """
+    """Make three responses to each of the first usable rows: its ground truth, nothing, a wrong answer."""
     columns = rows.first(count)
     truths = [str(seen["ground_truth"]) for seen in columns.values()]
     responses = []
-    for place, (row, seen) in enumerate(columns.items()):
-        truth = truths[place]
-        others = [other for other in truths[place:] + truths[:place] if other != truth]
+    for position, (row, seen) in enumerate(columns.items()):
+        truth = truths[position]
+        # The wrong answer is the ground truth of the next row that has another one.
+        others = [other for other in truths[position:] + truths[:position] if other != truth]
         samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}
         for name, text in samples.items():
             given = {"response": text, "response_length": rows.count_tokens(text)}

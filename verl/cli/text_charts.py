@@ -8,12 +8,7 @@ BAR = 40  # characters of the longest bar
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Rows as aligned lines: the first column to the left, numbers and what else follows to the right.
-
-    Args:
-        rows: Cells, as many in each row; the first row is the heading.
-        indent: What every line begins with.
-    """
+    """Align rows of equally many cells: the first column left, the others right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
@@ -24,16 +19,9 @@ def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
 
 
 def histogram(values: Sequence[int], limit: int, num_bins: int = 10, indent: str = "  ") -> str:
-    """How many of the values lie where: one line for each of up to `num_bins` ranges of equal width.
-
-    Args:
-        values: At least one integer.
-        limit: Ranges that reach beyond it are marked.
-        num_bins: Ranges at most.
-        indent: What every line begins with.
-    """
+    """Draw the counts of values in up to `num_bins` ranges of equal width; marks ranges beyond `limit`."""
     lowest, highest = min(values), max(values)
-    width = -(-(highest - lowest + 1) // num_bins)  # of a range, so that the last one holds the highest
+    width = -(-(highest - lowest + 1) // num_bins)  # of a range; the last one has the highest value
     counts = [0] * ((highest - lowest) // width + 1)
     for value in values:
         counts[(value - lowest) // width] += 1
@@ -49,5 +37,5 @@ def histogram(values: Sequence[int], limit: int, num_bins: int = 10, indent: str
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """The smallest value that at least this share, in (0, 1], of the values do not exceed."""
+    """Return the smallest value that at least a share in (0, 1] of the values do not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]

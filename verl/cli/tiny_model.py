@@ -4,10 +4,10 @@
     python3 scripts/make_tiny_model.py --kind qwen2_5_vl --out tiny-model
     python3 scripts/make_tiny_model.py --like Qwen3-VL-4B-Instruct --set num_hidden_layers=2 --out small
 
-It knows nothing, and costs seconds where a real model costs hours: try data, rewards and options with it.
-`--kind` brings a tokenizer of 512 tokens; `--like` copies tokenizer and processor of a model on this disk.
+It knows nothing and runs in seconds where a real model takes hours: use it to try data, rewards and options.
+`--kind` has a tokenizer of 512 tokens; `--like` copies tokenizer and processor of a local model.
 
-Exit status: 0; 1 where the model cannot be made.
+Exit status: 0; 1 if the model cannot be made.
 """
 
 import argparse
@@ -29,7 +29,6 @@ WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="make_tiny_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--like", type=Path, metavar="FOLDER", help="a model's folder; its weights are not read"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write; made if missing")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--set", dest="changes", type=read_change, action="append", default=[], metavar="KEY=VALUE",
-        help="a value of the config to change, as JSON; may be given several times",
+        help="change a config value, given as JSON; may be repeated",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     try:
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_change(text: str) -> tuple[str, Any]:
-    """Return the key and the value of `KEY=VALUE`; what is no JSON is text."""
+    """Split `KEY=VALUE`; a value that is not JSON is text."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"must look like KEY=VALUE, got {text!r}")
@@ -70,17 +69,9 @@ def read_change(text: str) -> tuple[str, Any]:
 
 
 def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: dict[str, Any]) -> None:
-    """Write a model as `like` describes it, with random weights and the type of numbers that it names.
+    """Write a model with random weights and the architecture and dtype of the model in the folder `like`.
 
-    Args:
-        directory: Where to write; made if missing.
-        like: A model's folder: `config.json`, and what else is there but weights, which is copied.
-        seed: Of the random weights.
-        changes: Values of the config; those that the config of the language model has are changed there.
-
-    Raises:
-        FileNotFoundError: `like` has no `config.json`.
-        ValueError: A change names nothing that the config has, or the two folders are the same.
+    All files of `like` except its weights are copied; `changes` are values of its config.
     """
     if not (like / "config.json").is_file():
         raise FileNotFoundError(f"`--like`: {like} must be a folder with a model's config.json")
@@ -100,7 +91,7 @@ def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: di
 
 
 def _change(config: Any, key: str, value: Any) -> None:
-    """Change one value, of the language model where it has it; its layers keep their kinds."""
+    """Change a value, preferably of the language model; remaining layers keep their types."""
     text = config.get_text_config()
     target = text if hasattr(text, key) else config
     if not hasattr(target, key):

@@ -1,61 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a run is planned for: this machine's, or another's that is named."""
+"""A memory plan as data: the machine, the phases of a run, and what each phase holds at its peak."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl.distributed.gpus import list_gpus
 from verl.utils.host_memory import available_bytes
 
 GIB = 1 << 30
-RESERVE = 0.1  # share of memory that is planned for nothing: allocators hold freed pieces too small to use
+RESERVE = 0.1  # share of memory left free: allocators hold freed pieces that are too small to use
+
+Parts = dict[str, int]  # bytes by name
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What each node has.
+    """Memory of each node."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        device_bytes: Of one GPU; 0 on CPU.
-        host_bytes: Of the node, for all processes together.
-        name: Whose memory it is.
-    """
-
-    device: str
-    device_bytes: int
-    host_bytes: int
-    name: str
+    device: str  # "cuda" or "cpu"
+    device_bytes: int  # of one GPU; 0 on CPU
+    host_bytes: int  # of a node, for all its processes
+    name: str  # for reports
 
     @property
     def usable_device(self) -> int:
-        """Bytes of a GPU without the reserve."""
         return int((1 - RESERVE) * self.device_bytes)
 
     @property
     def usable_host(self) -> int:
-        """Bytes of the node without the reserve."""
         return int((1 - RESERVE) * self.host_bytes)
 
 
-def find_machine(device: str, memory_gb: float | None = None) -> Machine:
-    """This machine, or one with another memory.
+@dataclass(frozen=True)
+class Phase:
+    """Memory at the peak of a phase."""
 
-    Args:
-        device: `trainer.device`: "auto", "cuda" or "cpu".
-        memory_gb: GiB of one GPU of the other machine; on CPU, of its node.
+    name: str  # as in `timing_s/*`
+    device: Parts  # on each device; on CPU, in each process
+    host: Parts = field(default_factory=dict)  # further host memory of each process
+    node: Parts = field(default_factory=dict)  # host memory that a node needs once
+    size_option: str | None = None  # the micro batch size that the phase depends on
+    updated_role: str | None = None  # the model that the phase updates
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The phases of a run and the machine that they run on."""
+
+    phases: tuple[Phase, ...]
+    machine: Machine
+    processes: int  # on a node
+    trained: tuple[str, ...] = ()  # for each trained model, how much of it is trained
+
+    def node_bytes(self, phase: Phase) -> int:
+        """Host memory of a node in a phase."""
+        process = sum(phase.host.values()) + (phase.device_bytes if self.machine.device == "cpu" else 0)
+        return self.processes * process + sum(phase.node.values())
+
+    def fits(self, phase: Phase) -> bool:
+        machine = self.machine
+        fits_device = machine.device == "cpu" or phase.device_bytes <= machine.usable_device
+        return fits_device and self.node_bytes(phase) <= machine.usable_host
+
+    def misfits(self) -> list[Phase]:
+        return [phase for phase in self.phases if not self.fits(phase)]
+
+
+def find_machine(device: str, memory_gb: float | None = None) -> Machine:
+    """Describe this machine, or one with `memory_gb` GiB on each GPU (on CPU: on each node).
 
     Raises:
-        ValueError: The run needs a GPU, there is none, and no memory is given.
+        ValueError: The run needs a GPU, none reports its memory, and no memory is given.
     """
-    gpus = list_gpus() if device != "cpu" else []
+    gpus, host = list_gpus() if device != "cpu" else [], available_bytes()
     if device == "cpu" or (device == "auto" and not gpus):
         if memory_gb is not None:
             return Machine("cpu", 0, int(memory_gb * GIB), f"a node with {memory_gb:g} GiB")
-        return Machine("cpu", 0, available_bytes(), "available on this machine")
-    host = available_bytes()
+        return Machine("cpu", 0, host, "available on this machine")
     if memory_gb is not None:
         return Machine("cuda", int(memory_gb * GIB), host, f"a GPU with {memory_gb:g} GiB")
     free = min((gpu.memory_mib - gpu.used_mib for gpu in gpus), default=0) << 20
     if not free:
-        raise ValueError("`trainer.device` (cuda): no GPU here tells its memory, say `--device-memory-gb=80`")
+        raise ValueError(
+            "`trainer.device` (cuda): no GPU here reports its memory, add `--device-memory-gb=80`"
+        )
     return Machine("cuda", free, host, f"free on this machine's {gpus[0].name}")

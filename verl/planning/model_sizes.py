@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of the models that a worker will hold, from their configs alone; no weights are read."""
+"""Sizes of the models that a worker will hold, from their configs alone; no weights are read."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
+from verl.distributed.fsdp import fsdp_blocks
 from verl.models.hub_names import meta_model
+from verl.models.lora import adapted_layers, joint_experts
+from verl.models.registry import model_type_of
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
-from verl.planning.memory_model import ModelShape
-from verl.planning.model_shape import model_shape
+from verl.planning.memory_model import ModelShape, Stack
 from verl.workers.model_builder import load_model_config, trainable_options, weights_dtype
 
 
 def read_shape(
     model: ModelConfig, fsdp: FSDPConfig, *, option: str, is_trained: bool, head: str = "causal"
 ) -> ModelShape:
-    """Build a model without memory, as `build_model` does, and count.
+    """Build a model on the meta device, as `build_model` does, and count its weights.
 
     Args:
-        model: Where its config is, and what of it is trained.
+        model: Where its config is, and which weights are trained.
         fsdp: The type of its weights.
-        option: Where `model` stands in the config, for errors.
-        is_trained: It learns.
+        option: Key of `model` in the config, for errors.
+        is_trained: Whether any weight is trained.
         head: "causal" or "scalar".
 
     Raises:
@@ -31,7 +37,7 @@ def read_shape(
         ValueError: `override_config`, `lora` or the patterns of parameters do not fit the model.
     """
     options = trainable_options(model, option) if is_trained else None
-    empty = _empty(model, option, head, weights_dtype(fsdp, options))
+    empty = _meta_model(model, option, head, weights_dtype(fsdp, options))
     if options is not None:
         select_trainable(empty, options, option)
     else:
@@ -40,30 +46,97 @@ def read_shape(
 
 
 def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> ModelShape:
-    """Find what is wrong with the choice of what is trained, and how, without weights and devices.
-
-    Args:
-        model: Of the role.
-        optim: Of the role.
-        role: Section below `worker`, for errors.
-        head: "causal" or "scalar".
-
-    Returns:
-        The sizes of the model, and of what is trained of it.
+    """Check which weights a run trains, and how, without weights and devices; returns the model's sizes.
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
         ValueError: A pattern matches nothing, an adapter cannot be used, or nothing is left to train.
     """
     option = f"worker.{role}.model"
-    empty = _empty(model, option, head)
+    empty = _meta_model(model, option, head)
     select_trainable(empty, trainable_options(model, option), option)
     parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
     return model_shape(empty)
 
 
-def _empty(model: ModelConfig, option: str, head: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def _meta_model(
+    model: ModelConfig, option: str, head: str, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     config = load_model_config(model, option)
     if head == "scalar":
         make_scalar(config, has_bias=True)
     return meta_model(config, dtype, model.trust_remote_code)
+
+
+def model_shape(model: PreTrainedModel) -> ModelShape:
+    """Count the weights of a model; those with `requires_grad` are trained."""
+    config: Any = model.config
+    blocks = fsdp_blocks(model)
+    tower_name = model_type_of(config).vision_tower
+    in_tower = set() if tower_name is None else set(model.get_submodule(tower_name).modules())
+    in_blocks = {id(param) for block in blocks for param in block.parameters()}
+    params = list(model.parameters())
+    trained = [param for param in params if param.requires_grad]
+    root = [param for param in params if id(param) not in in_blocks]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tower_blocks = [block for block in blocks if block in in_tower]
+    return ModelShape(
+        params=_count(params),
+        stored=_bytes(params),
+        trained=_count(trained),
+        trained_stored=_bytes(trained),
+        root=_count(root),
+        trained_root=_count(param for param in root if param.requires_grad),
+        largest_stored=max(param.nbytes for param in params),
+        vocab=1 if head is None else len(head.weight),
+        is_tied=head is not None and head.weight is embedding.weight,
+        text=_text_stack(config.get_text_config(), [block for block in blocks if block not in in_tower]),
+        tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
+        frozen_experts=_frozen_experts(model),
+    )
+
+
+def _frozen_experts(model: PreTrainedModel) -> int:
+    """Count the joint tensors of experts that stay frozen in a model with adapters."""
+    if not adapted_layers(model):
+        return 0
+    return sum(not model.get_parameter(name).requires_grad for name in joint_experts(model))
+
+
+def _count(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def _bytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.nbytes for param in params)
+
+
+def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
+    heads, width = config.num_attention_heads, config.intermediate_size
+    if getattr(config, "moe_intermediate_size", None):
+        width = config.num_experts_per_tok * config.moe_intermediate_size
+    names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
+    return Stack(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=width,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        params=max(_count(block.parameters()) for block in blocks),
+        has_head_norms="q_norm" in names,
+    )
+
+
+def _tower_stack(config: Any, blocks: list[nn.Module]) -> Stack:
+    # Qwen2-VL calls the width `embed_dim` and gives the MLP's as a ratio.
+    hidden = getattr(config, "embed_dim", None) or config.hidden_size
+    return Stack(
+        layers=config.depth,
+        hidden=hidden,
+        intermediate=getattr(config, "intermediate_size", None) or int(hidden * config.mlp_ratio),
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_dim=hidden // config.num_heads,
+        params=max(_count(block.parameters()) for block in blocks),
+    )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the memory of a run follows from, read off its options; the sizes of the models come beside it.
+"""The options that decide the memory of a run: its models, their passes, its rows and its rollout engine.
 
-`ppo.py` and `sft.py` describe their runs in these words, and nothing behind them knows which
-kind it is.
+`planned_ppo` and `planned_sft` describe the two kinds of runs; everything else treats them alike.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.model import (
@@ -17,69 +17,51 @@ from verl.config.model import (
     TrainedModelConfig,
     as_number,
 )
+from verl.config.ppo import PPOConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig
-from verl.planning.memory_model import Line, ModelShape
-from verl.planning.planned_engine import PlannedEngine
+from verl.config.worker import WorkerConfig
+from verl.planning import memory_model
+from verl.planning.machine import GIB, Machine, Parts
+from verl.planning.memory_model import MicroBatch, ModelShape
 
-EXPERIENCE = "micro_batch_size_per_device_for_experience"
-UPDATE = "micro_batch_size_per_device_for_update"
+LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
+SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
+VLLM_CPU_SEQUENCES = 256  # that its cache on CPU is made for, see `workers/rollout/vllm_rollout_spmd.py`
+MAX_CPU_CACHE = GIB
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """The longest rows of a run, in tokens.
+    """The longest rows of a run, in tokens."""
 
-    Attributes:
-        prompt: That the rows of a group share.
-        response: Of each row, whose log-probs are wanted.
-        media: Of a group, those that may stand for images and videos.
-        group: Rows with the same prompt.
-        ranks: That share one row.
-    """
-
-    prompt: int
-    response: int
-    media: int
-    group: int = 1
-    ranks: int = 1
+    prompt: int  # shared by the rows of a group
+    response: int  # tokens whose log-probs are needed
+    media: int  # tokens of a group that may be images and videos
+    group: int = 1  # rows with the same prompt
+    ranks: int = 1  # that share one row
 
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """A pass of a model over a rank's rows, in micro batches.
+    """A pass of a model over a rank's rows, in micro batches."""
 
-    Attributes:
-        phase: Its name, as in `timing_s/*`.
-        size: Rows of a micro batch.
-        size_option: The option that says so.
-        rows: Of one rank, that are divided into micro batches.
-        dynamic: A line is filled by tokens, up to those of `size` rows.
-        shares: A prompt runs once for its responses.
-        is_update: It has a backward pass and an optimizer step.
-    """
-
-    phase: str
+    phase: str  # as in `timing_s/*`
     size: MicroBatchSize
     size_option: str
-    rows: int
-    dynamic: bool
-    shares: bool
+    rows: int  # of one rank, which micro batches divide
+    dynamic: bool  # a micro batch is filled with tokens, up to those of `size` rows
+    shares_prompt: bool  # a prompt runs once for its responses
     is_update: bool = False
 
-    def longest_line(self, lengths: RowLengths, shape: ModelShape) -> Line:
-        """A full micro batch of the longest rows.
-
-        Args:
-            lengths: Of the rows.
-            shape: Of the model.
-        """
+    def largest_micro_batch(self, lengths: RowLengths, shape: ModelShape) -> MicroBatch:
+        """A full micro batch of the longest rows."""
         prompt, response = lengths.prompt, lengths.response
-        size, group = (
-            min(as_number(self.size), self.rows),
-            min(lengths.group, self.rows) if self.shares else 1,
-        )
-        together = min(size, group)
-        groups = -(-size // together)
+        size, group = min(as_number(self.size), self.rows), 1
+        if self.shares_prompt:
+            group = min(lengths.group, self.rows)
+        groups = -(-size // min(size, group))
         tokens, responses = groups * prompt + size * response, size * response
         if self.dynamic:
             tokens = min(size * (prompt + response), -(-self.rows // group) * prompt + self.rows * response)
@@ -87,88 +69,156 @@ class PlannedPass:
             responses = tokens * group * response // (prompt + group * response)
         else:
             tokens, responses = -(-tokens // lengths.ranks), -(-responses // lengths.ranks)
-        patches = 0 if shape.tower is None else groups * lengths.media * shape.merge
-        return Line(tokens, responses, patches)
+        patches = 0 if shape.tower is None else groups * lengths.media * shape.patches_per_token
+        return MicroBatch(tokens, responses, patches)
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that each rank holds a shard of; without `optim` it is not trained.
+    """A model that each rank holds a shard of; without `optim` it is not trained."""
 
-    Attributes:
-        role: Section of its options below `worker`.
-        model, fsdp, offload, optim: Those options.
-        passes: What it computes.
-        head: "causal" or "scalar".
-    """
-
-    role: str
+    role: str  # section of its options below `worker`
     model: ModelConfig
     fsdp: FSDPConfig
     offload: OffloadConfig
     passes: tuple[PlannedPass, ...]
     optim: OptimConfig | None = None
-    head: str = "causal"
+    head: str = "causal"  # or "scalar"
+
+
+@dataclass(frozen=True)
+class PlannedEngine:
+    """A rollout engine."""
+
+    options: RolloutConfig
+    prompts: int  # that one engine gets in a call
+    max_prompt_length: int
+    max_sequence_length: int
+    max_model_len: int
+
+    @property
+    def number(self) -> int:
+        """Bytes of a weight, and of a number in the cache."""
+        return {"fp32": 4}.get(self.options.dtype, 2)
+
+    def weights(self, policy: ModelShape) -> int:
+        return self.number * policy.params // self.options.tensor_parallel_size
+
+    def cpu_cache(self, policy: ModelShape) -> int:
+        """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""
+        token = memory_model.cache_bytes_per_token(policy.text, self.number)
+        if self.options.name == "hf":
+            prompts = max(1, self.options.max_num_batched_tokens // self.max_prompt_length)
+            return min(prompts, self.prompts) * self.options.n * self.max_sequence_length * token
+        sequence = (-(-self.max_model_len // 128) + 1) * 128 * token
+        return max(4 * sequence, min(VLLM_CPU_SEQUENCES * sequence, MAX_CPU_CACHE))
+
+    def sampling(self, policy: ModelShape, machine: Machine) -> Parts:
+        """Memory in addition to the models while it samples and while it receives their weights."""
+        parts = {"a gathered weight": max(policy.head, policy.text.params) * policy.stored // policy.params}
+        if machine.device == "cuda":
+            parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
+        elif self.options.name == "hf":
+            parts["weights in exchange"] = self.weights(policy)
+        return parts
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What the memory of a run follows from.
-
-    Attributes:
-        trainer: Its processes, and how it saves.
-        lengths: Of its rows.
-        models: In the order in which they are loaded, the policy first.
-        batch_bytes: Of the tensors of a step.
-        engine: That samples; None where nothing is sampled.
-    """
+    """Everything that the memory of a run depends on, except the sizes of its models."""
 
     trainer: RunConfig
     lengths: RowLengths
-    models: tuple[PlannedModel, ...]
-    batch_bytes: int
+    models: tuple[PlannedModel, ...]  # in the order in which they are loaded, the policy first
+    batch_bytes: int  # tensors of a step
     engine: PlannedEngine | None = None
 
     @property
     def passes(self) -> list[PlannedPass]:
-        """Those of all models."""
-        return [one for model in self.models for one in model.passes]
+        return [each for model in self.models for each in model.passes]
 
-    def unset_sizes(self) -> list[str]:
-        """The options that say `auto`."""
-        return list(dict.fromkeys(one.size_option for one in self.passes if one.size == AUTO))
+    def auto_options(self) -> list[str]:
+        """The micro batch sizes that are `auto`."""
+        return list(dict.fromkeys(each.size_option for each in self.passes if each.size == AUTO))
 
     def sizes(self, option: str) -> list[int]:
-        """Micro batch sizes that divide the rows which an option cuts, the largest first."""
-        rows = next(one.rows for one in self.passes if one.size_option == option)
+        """Micro batch sizes that divide the rows of a pass, the largest first."""
+        rows = next(each.rows for each in self.passes if each.size_option == option)
         return [size for size in range(rows, 0, -1) if rows % size == 0]
 
     def roles(self, *, trained_only: bool = False) -> list[str]:
-        """The sections of its models."""
-        return list(dict.fromkeys(one.role for one in self.models if one.optim or not trained_only))
+        return list(dict.fromkeys(model.role for model in self.models if model.optim or not trained_only))
 
 
-def experience_pass(
-    phase: str, section: TrainedModelConfig, owner: str, rows: int, *, shares: bool = False
-) -> PlannedPass:
-    """A pass without gradients in the micro batches of a section.
-
-    Args:
-        phase: Its name.
-        section: With the size of a micro batch.
-        owner: Name of the section below `worker`.
-        rows: Of one rank.
-        shares: A prompt runs once for its responses.
-    """
-    option = f"worker.{owner}.{EXPERIENCE}"
-    size = section.micro_batch_size_per_device_for_experience
-    return PlannedPass(phase, size, option, rows, section.dynamic_batching, shares)
-
-
-def update_pass(section: TrainedModelConfig, owner: str, rows: int, *, shares: bool = False) -> PlannedPass:
-    """The update of a model, with the arguments of `experience_pass`; `rows` are those of a mini batch."""
-    option = f"worker.{owner}.{UPDATE}"
-    size = section.micro_batch_size_per_device_for_update
-    return PlannedPass(
-        f"update_{owner}", size, option, rows, section.dynamic_batching, shares, is_update=True
+def planned_ppo(config: PPOConfig) -> PlannedRun:
+    data, rollout, length = config.data, config.worker.rollout, config.max_sequence_length
+    prompt, response = data.max_prompt_length, data.max_response_length
+    sequences, engine_prompts = (
+        data.rollout_batch_size * rollout.n,
+        config.loader_batch_size // config.num_engines,
     )
+    # Three tensors of int64 over sequences, eight of float32 over responses.
+    batch_bytes = sequences * (8 * 3 * length + 4 * 8 * response)
+    roles = config.trained_roles
+    models = _ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference)
+    return PlannedRun(
+        config.trainer,
+        RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
+        tuple(models),
+        batch_bytes,
+        PlannedEngine(rollout, engine_prompts, prompt, length, config.max_model_len),
+    )
+
+
+def planned_sft(config: SFTConfig) -> PlannedRun:
+    # Every token of a row may be trained on, and may be media.
+    actor, length = config.worker.actor, config.data.max_length
+    rows = actor.global_batch_size // config.dp_size
+    passes = (_pass("update_actor", "actor", actor, rows, is_update=True),)
+    if config.has_validation:
+        passes = (_pass("validation", "actor", actor, rows), *passes)
+    return PlannedRun(
+        config.trainer,
+        RowLengths(prompt=0, response=length, media=length, ranks=config.sp_size),
+        (PlannedModel("actor", actor.model, actor.fsdp, actor.offload, passes, actor.optim),),
+        batch_bytes=8 * SFT_BATCH_TENSORS * actor.global_batch_size * length,
+    )
+
+
+def _ppo_models(
+    worker: WorkerConfig, roles: dict[str, TrainedModelConfig], sequences: int, dp_size: int, has_ref: bool
+) -> Iterator[PlannedModel]:
+    actor, ref, rows, shares = worker.actor, worker.ref, sequences // dp_size, worker.actor.share_prompt
+    for role, section in roles.items():
+        model = section.model if section.model.model_path is not None else actor.model  # prime may have none
+        mini_batch = section.global_batch_size * worker.rollout.n // dp_size
+        log_probs = _pass(LOG_PROB_PHASES[role], role, section, rows, shares)
+        passes = (log_probs, _pass(f"update_{role}", role, section, mini_batch, shares, is_update=True))
+        head = "scalar" if role == "critic" else "causal"
+        yield PlannedModel(role, model, section.fsdp, section.offload, passes, section.optim, head)
+        if model.lora.is_used:
+            continue  # its reference is the same model without adapters
+        if role == "actor" and has_ref:
+            passes = (_pass("ref", role, section, rows, shares),)
+            yield PlannedModel("ref", model, ref.fsdp, ref.offload, passes)
+        if role == "prime":
+            passes = (_pass("prime_ref", role, section, rows, shares),)
+            yield PlannedModel(role, model, section.fsdp, section.offload, passes)
+    if worker.reward_model.is_used:
+        scorer, role, option = worker.reward_model, "reward_model", "micro_batch_size_per_device"
+        size = scorer.micro_batch_size_per_device
+        scores = PlannedPass(role, size, f"worker.{role}.{option}", rows, dynamic=True, shares_prompt=False)
+        yield PlannedModel(role, scorer.model, scorer.fsdp, scorer.offload, (scores,), head="scalar")
+
+
+def _pass(
+    phase: str,
+    role: str,
+    section: TrainedModelConfig,
+    rows: int,
+    shares: bool = False,
+    is_update: bool = False,
+) -> PlannedPass:
+    option = f"micro_batch_size_per_device_for_{'update' if is_update else 'experience'}"
+    size, dynamic = getattr(section, option), section.dynamic_batching
+    return PlannedPass(phase, size, f"worker.{role}.{option}", rows, dynamic, shares, is_update)

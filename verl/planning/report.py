@@ -1,51 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a run as `--dry-run` prints it, and the micro batch sizes that follow from it at start."""
+"""Memory report of `--dry-run`, options that make a run fit, and the micro batch sizes of `auto`."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
-from verl.planning.machine import GIB, Machine, find_machine
+from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
 from verl.planning.memory_plan import Planner
-from verl.planning.phases import MemoryPlan, Phase
 from verl.planning.planned_run import PlannedRun
-from verl.planning.remedies import misfit_text, settled
+from verl.planning.step_plan import PlanLine, table
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
 C = TypeVar("C", bound=RunTree)
 Describe = Callable[[C], PlannedRun]  # `planned_ppo` or `planned_sft`
+Changes = dict[str, Any]  # options by their keys
 
 CONFIG_FILE = "config.json"
+ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
 
 def resolve_auto_sizes(config: C, describe: Describe[C], device: str) -> C:
-    """The config that the workers get: with a number for each micro batch size that is `auto`.
-
-    Args:
-        config: Of the run.
-        describe: Says what its memory follows from.
-        device: "cuda" or "cpu".
+    """Replace each micro batch size that is `auto` by the largest that fits this machine.
 
     Raises:
-        ValueError: Not even one sequence fits; the error names what would help.
+        ValueError: Not even one sequence fits; the error names the options that would help.
     """
-    unset = describe(config).unset_sizes()
-    if not unset:
+    options = describe(config).auto_options()
+    if not options:
         return config
     machine = find_machine(device)
-    chosen = settled(config, make_planner(describe, machine))
-    for key in unset:
-        logger.info("micro batch size that fits: %s=%d memory=%r", key, value_at(chosen, key), machine.name)
-    return chosen
+    resolved = with_largest_sizes(config, make_planner(describe, machine))
+    for key in options:
+        logger.info("micro batch size that fits: %s=%d memory=%r", key, value_at(resolved, key), machine.name)
+    return resolved
 
 
 def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
-    """What plans the memory of this run and of changed ones; reads the models' configs, each once."""
+    """Build a planner that reads the config of each model once."""
     from verl.planning.model_sizes import read_shape  # noqa: PLC0415 - a config is checked without torch
 
     shapes = {}
@@ -60,58 +57,50 @@ def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
 
 
 def dry_run_memory(config: C, describe: Describe[C], memory_gb: float | None = None) -> tuple[C, str]:
-    """The run with its micro batch sizes, and what it takes as text.
+    """Return the config with numbers instead of `auto`, and the memory report.
 
-    Args:
-        config: Of the run.
-        describe: Says what its memory follows from.
-        memory_gb: GiB of a GPU, or on CPU of a node; None plans for this machine.
-
-    Returns:
-        The config with numbers in place of `auto`, as it is if they cannot be known here; and the text.
+    Where the sizes of a model cannot be read, the config is unchanged and the report says so.
     """
     run = describe(config)
     for option, path in _missing_configs(run):
         return config, (
-            f"  not planned: `{option}` ({path}) has no {CONFIG_FILE} on this machine, which the sizes are"
-            f" read from:\n  hf download {path} {CONFIG_FILE}\n"
+            f"  not planned: `{option}` ({path}) has no {CONFIG_FILE} on this machine to read sizes from:\n"
+            f"  hf download {path} {CONFIG_FILE}\n"
         )
     try:
         plan = make_planner(describe, find_machine(config.trainer.device, memory_gb))
-        chosen = settled(config, plan)
+        resolved = with_largest_sizes(config, plan)
     except ValueError as error:
         return config, f"  {error}\n"
-    text = memory_text(chosen, plan)
-    for key in run.unset_sizes():
-        text += f"  auto: {key}={value_at(chosen, key)}\n"
-    return chosen, text
+    sizes = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
+    return resolved, memory_text(resolved, plan) + "".join(sizes)
 
 
-def memory_text(config: C, plan: Planner[C]) -> str:
-    """The plan as a table with one line for each phase, and what does not fit."""
-    found = plan(config)
-    machine, text = found.machine, "".join(f"  {line}\n" for line in found.trained)
-    unit = "a process" if machine.device == "cpu" else "a GPU"
-    lines = [("GiB", unit, "a node", "")]
-    lines += [_phase_line(phase, found) for phase in found.phases]
-    there = "-" if machine.device == "cpu" else _gib(machine.device_bytes)
-    lines.append(("there is", there, _gib(machine.host_bytes), f"{machine.name}; a tenth is kept free"))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    for name, device, node, remark in lines:
-        cells = (name.ljust(widths[0]), device.rjust(widths[1]), node.rjust(widths[2]), remark)
-        text += f"  {'  '.join(cells)}".rstrip() + "\n"
-    for phase in found.misfits():
-        text += f"  does not fit: {misfit_text(config, phase, found, plan)}\n"
-    return text
+def memory_text(config: C, planner: Planner[C]) -> str:
+    """Format a plan: a table with one line for each phase, then the phases that do not fit."""
+    plan = planner(config)
+    machine, is_cpu = plan.machine, plan.machine.device == "cpu"
+    available = "-" if is_cpu else _gib(machine.device_bytes)
+    lines = [
+        PlanLine("GiB", "a process" if is_cpu else "a GPU", "a node"),
+        *(_phase_line(phase, plan) for phase in plan.phases),
+        PlanLine("available", available, _gib(machine.host_bytes), f"{machine.name}; a tenth is kept free"),
+    ]
+    misfits = [misfit_text(config, phase, plan, planner) for phase in plan.misfits()]
+    return (
+        "".join(f"  {line}\n" for line in plan.trained)
+        + table(lines)
+        + "".join(f"  does not fit: {text}\n" for text in misfits)
+    )
 
 
-def _phase_line(phase: Phase, plan: MemoryPlan) -> tuple[str, str, str, str]:
-    parts = sorted((*phase.device, *phase.host), key=lambda item: -item.size)
-    shown = ", ".join(f"{item.name} {_gib(item.size)}" for item in parts if item.size >= MIN_SHOWN)
+def _phase_line(phase: Phase, plan: MemoryPlan) -> PlanLine:
+    parts = sorted([*phase.device.items(), *phase.host.items()], key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size >= MIN_SHOWN)
     device = phase.device_bytes
     if plan.machine.device == "cpu":
-        device += sum(item.size for item in phase.host)
-    return phase.name, _gib(device), _gib(plan.node_bytes(phase)), shown
+        device += sum(phase.host.values())
+    return PlanLine(phase.name, _gib(device), _gib(plan.node_bytes(phase)), shown)
 
 
 def _gib(size: int) -> str:
@@ -119,12 +108,102 @@ def _gib(size: int) -> str:
 
 
 def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
-    """Models whose config is neither in a folder nor in the hub's cache, by their options."""
+    """Yield the option and path of models whose config is neither in a folder nor in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - `--help` needs no client of the hub
 
-    for planned in run.models:
-        path = planned.model.model_path
+    for model in run.models:
+        path = model.model.model_path
         if path is None or (Path(path) / CONFIG_FILE).is_file():
             continue
         if Path(path).is_dir() or not isinstance(try_to_load_from_cache(path, CONFIG_FILE), str):
-            yield f"worker.{planned.role}.model.model_path", path
+            yield f"worker.{model.role}.model.model_path", path
+
+
+def with_options(config: C, changes: Mapping[str, Any]) -> C:
+    """Return a copy of a config with some options replaced."""
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        inner = with_options(getattr(config, name), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{name: inner})  # pyright: ignore[reportArgumentType] (a section)
+    return config
+
+
+def with_largest_sizes(config: C, planner: Planner[C]) -> C:
+    """Replace each micro batch size that is `auto` by the largest whose phases fit.
+
+    Sizes divide the sequences of a rank, so that all micro batches are equally large.
+
+    Raises:
+        ValueError: Not even one sequence fits; names the options that would help.
+    """
+    run = planner.describe(config)
+    options = run.auto_options()
+    config = with_options(config, dict.fromkeys(options, 1))
+    smallest = planner(config)
+    for phase in smallest.misfits():
+        if phase.size_option in options:
+            raise ValueError(
+                f"`{phase.size_option}` (auto): not even one sequence fits:"
+                f" {misfit_text(config, phase, smallest, planner)}"
+            )
+    for key in options:
+        candidates = (with_options(config, {key: size}) for size in run.sizes(key))
+        config = next(candidate for candidate in candidates if _fits(candidate, planner, size_option=key))
+    return config
+
+
+def misfit_text(config: C, phase: Phase, plan: MemoryPlan, planner: Planner[C]) -> str:
+    """Say what a phase takes, what is usable, and which options with which values make it fit."""
+    machine = plan.machine
+    if machine.device == "cuda" and phase.device_bytes > machine.usable_device:
+        taken, usable, place = phase.device_bytes, machine.usable_device, "a GPU"
+    else:
+        taken, usable, place = plan.node_bytes(phase), machine.usable_host, "the host memory of a node"
+    changes = remedy(config, phase, planner)
+    settings = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+    advice = f"set {settings}" if changes else "use more devices (`trainer.nnodes`) or a smaller model"
+    return f"{phase.name} takes {_gib(taken)} GiB of {place}, {_gib(usable)} are usable: {advice}"
+
+
+def remedy(config: C, phase: Phase, planner: Planner[C]) -> Changes:
+    """Find the least intrusive change that makes a phase fit: one option if one does, else several."""
+    candidates = list(_remedies(config, planner.describe(config), phase))
+    for changes in candidates:
+        if _fits(with_options(config, changes), planner, name=phase.name):
+            return changes
+    combined: Changes = {}
+    for changes in candidates:
+        combined |= changes
+        if _fits(with_options(config, combined), planner, name=phase.name):
+            return combined
+    return {}
+
+
+def _remedies(config: Any, run: PlannedRun, phase: Phase) -> Iterator[Changes]:
+    """Yield options that lower a phase, the least intrusive first; `docs/memory.md` lists them."""
+    if phase.size_option is not None:
+        now = value_at(config, phase.size_option)
+        yield from ({phase.size_option: size} for size in run.sizes(phase.size_option) if size < now)
+    if phase.updated_role is not None:
+        yield {f"worker.{phase.updated_role}.model.enable_gradient_checkpointing": True}
+    if phase.name == "gen":
+        now = value_at(config, ENGINE_SHARE)
+        shares = (round(0.05 * step, 2) for step in range(int(now / 0.05), 3, -1))
+        yield from ({ENGINE_SHARE: share} for share in shares if share < now)
+    yield {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
+    yield {f"worker.{role}.offload.offload_params": True for role in run.roles()}
+    if phase.updated_role is not None:
+        section = f"worker.{phase.updated_role}"
+        yield {f"{section}.fsdp.torch_dtype": "bf16", f"{section}.optim.strategy": "adamw_bf16"}
+    if run.trainer.async_save:
+        yield {"trainer.async_save": False}
+
+
+def _fits(config: C, planner: Planner[C], **phase_fields: str) -> bool:
+    """Whether all phases with these values of their fields fit."""
+    plan = planner(config)
+    return all(
+        plan.fits(phase)
+        for phase in plan.phases
+        if all(getattr(phase, name) == value for name, value in phase_fields.items())
+    )

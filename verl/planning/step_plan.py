@@ -1,198 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one training step does, in numbers: prompts, sequences, mini and micro batches, optimizer steps.
+"""One training step in numbers: prompts, sequences, mini and micro batches, optimizer steps.
 
-All of it follows from the config and the number of ranks; `--dry-run` prints it. Nothing here needs torch.
+Everything follows from the config and the number of ranks; `--dry-run` prints it. Needs no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from verl.config.model import AUTO, MicroBatchSize
+from verl.config.data import DataConfig
+from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
 from verl.config.ppo import PPOConfig
+from verl.config.sft import SFTConfig
+from verl.config.trainer import RunConfig
 
 
 class PlanLine(NamedTuple):
-    """One line of the plan as it is printed: what, how many in the run, how many on one rank, remark."""
+    """A line of a printed plan."""
 
     name: str
-    total: str
+    total: str  # of a step
     per_rank: str = ""
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The numbers of one training step, and how many steps there are.
+HEADING = PlanLine("", "step", "per rank")
 
-    Example::
 
-        Plan(world_size=8, num_engines=4, prompts=512, sequences=2560, mini_batches=4, optimizer_steps=4, ...)
-    """
+class StepPlan(NamedTuple):
+    """The plan of one training step as text, and how many steps there are."""
 
-    world_size: int
-    num_engines: int
-    dp_size: int
-    rollout_calls: int  # calls of the engines in a step
-    prompts: int  # prompts in a step
-    sequences: int  # responses in a step
-    mini_batches: int  # in a step and PPO epoch
-    mini_batch_prompts: int
-    mini_batch_sequences: int
-    update_micro_batches: int | None  # on one rank in a mini batch; the most, with dynamic batching
-    experience_micro_batches: int | None  # on one rank in a step; the most, with dynamic batching
-    optimizer_steps: int  # in a step, PPO epochs included
-    token_budget: int | None  # tokens in a micro batch of the update at most; None where its size is `auto`
+    text: str
     training_steps: int | None  # None until the number of rows is known
 
-    @property
-    def total_optimizer_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None until the number of rows is known."""
-        return None if self.training_steps is None else self.training_steps * self.optimizer_steps
+
+def table(lines: Sequence[PlanLine]) -> str:
+    """Align lines; the first one is the heading."""
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    text = ""
+    for name, total, per_rank, remark in lines:
+        cells = (name.ljust(widths[0]), total.rjust(widths[1]), per_rank.rjust(widths[2]), remark)
+        text += f"  {'  '.join(cells)}".rstrip() + "\n"
+    return text
 
 
-def make_plan(config: PPOConfig, dataset_size: int | None = None) -> Plan:
-    """Return the plan of a checked config; `dataset_size` is the number of usable training rows."""
-    actor, num_responses, dp_size = config.worker.actor, config.worker.rollout.n, config.dp_size
-    prompts, update = config.data.rollout_batch_size, actor.global_batch_size
-    sequences = prompts * num_responses
-    mini_batches = prompts // update
-    size = actor.micro_batch_size_per_device_for_update
-    return Plan(
-        world_size=config.world_size,
-        num_engines=config.num_engines,
-        dp_size=dp_size,
-        rollout_calls=prompts // config.loader_batch_size,
-        prompts=prompts,
-        sequences=sequences,
-        mini_batches=mini_batches,
-        mini_batch_prompts=update,
-        mini_batch_sequences=update * num_responses,
-        update_micro_batches=micro_batches_of(
-            update * num_responses // dp_size, actor.micro_batch_size_per_device_for_update
-        ),
-        experience_micro_batches=micro_batches_of(
-            sequences // dp_size, actor.micro_batch_size_per_device_for_experience
-        ),
-        optimizer_steps=mini_batches * actor.ppo_epochs,
-        token_budget=None if size == AUTO else int(size) * config.max_sequence_length,
-        training_steps=count_training_steps(config, dataset_size),
+def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
+    """Plan a step of reinforcement learning; `dataset_size` counts usable training rows.
+
+    Raises:
+        ValueError: There are too few rows for a step.
+    """
+    worker, actor, prompts = config.worker, config.worker.actor, config.data.rollout_batch_size
+    rollout, dp_size, max_length = worker.rollout, config.dp_size, config.max_sequence_length
+    sequences, mini_batch = prompts * rollout.n, actor.global_batch_size * rollout.n
+    size = actor.micro_batch_size_per_device_for_experience
+    log_probs = _micro_batches(actor, sequences // dp_size, size)
+    log_prob_models = [] if config.algorithm.rollout_correction.bypass_mode else ["actor"]
+    log_prob_models += ["reference"] if config.use_reference else []
+    engine = f"{rollout.name}, tensor parallel {rollout.tensor_parallel_size}"
+    responses = f"{rollout.n} responses to a prompt, {max_length} tokens at most"
+    optimizer_steps = prompts // actor.global_batch_size * actor.ppo_epochs
+    steps = _count_ppo_steps(config.data, config.trainer, dataset_size)
+    lines = (
+        HEADING,
+        _processes(config.trainer),
+        PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
+        PlanLine("rollout engines", str(config.num_engines), "", engine),
+        PlanLine("prompts", str(prompts), _share(prompts, config.num_engines), "per engine"),
+        PlanLine("rollout calls", str(prompts // config.loader_batch_size)),
+        PlanLine("sequences", str(sequences), _share(sequences, dp_size), responses),
+        PlanLine("log-prob micro batches", "", log_probs, " and ".join(log_prob_models)),
+        PlanLine("mini batches", str(sequences // mini_batch), "", f"{actor.global_batch_size} prompts each"),
+        PlanLine("sequences in a mini batch", str(mini_batch), _share(mini_batch, dp_size)),
+        _update_line("micro batches in a mini batch", actor, mini_batch // dp_size, max_length),
+        PlanLine("optimizer steps", str(optimizer_steps), "", f"{actor.ppo_epochs} PPO epochs"),
+        _steps_line(steps, config.trainer, prompts, f"{(steps or 0) * optimizer_steps} optimizer steps"),
+    )
+    return StepPlan(table(lines), steps)
+
+
+def make_sft_plan(config: SFTConfig, dataset_size: int | None = None) -> StepPlan:
+    """Plan a step of supervised fine-tuning; see `make_plan`."""
+    actor, max_length = config.worker.actor, config.data.max_length
+    rows = actor.global_batch_size // config.dp_size
+    steps = _count_sft_steps(actor, config.trainer, dataset_size)
+    lines = (
+        HEADING,
+        _processes(config.trainer),
+        PlanLine("rows", str(actor.global_batch_size), str(rows), f"{max_length} tokens at most each"),
+        PlanLine("ranks that share a row", str(config.sp_size)),
+        _update_line("micro batches", actor, rows, max_length),
+        PlanLine("optimizer steps", "1"),
+        _steps_line(steps, config.trainer, actor.global_batch_size, ""),
+    )
+    return StepPlan(table(lines), steps)
+
+
+def _count_ppo_steps(data: DataConfig, trainer: RunConfig, dataset_size: int | None) -> int | None:
+    # An epoch consists of whole loader batches, and those of whole steps; remaining rows are dropped.
+    batch, step = data.mini_rollout_batch_size or data.rollout_batch_size, data.rollout_batch_size
+    needed = batch if trainer.max_steps else step  # steps may reach over the end of an epoch
+    if dataset_size is not None and dataset_size < needed and not trainer.val_only:
+        key = "mini_rollout_batch_size" if needed < step else "rollout_batch_size"
+        raise _too_few(f"data.{key}", needed, dataset_size)
+    if trainer.max_steps is not None or dataset_size is None:
+        return trainer.max_steps
+    return dataset_size // batch * batch // step * trainer.total_epochs
+
+
+def _count_sft_steps(actor: PolicyConfig, trainer: RunConfig, dataset_size: int | None) -> int | None:
+    needed = actor.global_batch_size
+    if dataset_size is not None and dataset_size < needed and not trainer.val_only:
+        raise _too_few("worker.actor.global_batch_size", needed, dataset_size)
+    if trainer.max_steps is not None or dataset_size is None:
+        return trainer.max_steps
+    return dataset_size // needed * trainer.total_epochs
+
+
+def _too_few(option: str, needed: int, dataset_size: int) -> ValueError:
+    return ValueError(
+        f"`data.train_files` must have at least `{option}` ({needed}) usable rows, has {dataset_size}"
     )
 
 
-def count_training_steps(config: PPOConfig, dataset_size: int | None) -> int | None:
-    """Return the training steps of the run, or None if they depend on a number of rows that is not known.
-
-    An epoch takes whole loader batches and makes whole training steps of them; what is left over is dropped.
-
-    Raises:
-        ValueError: There are too few rows for a step, and rows to train on are needed.
-    """
-    if config.trainer.max_steps is not None and dataset_size is None:
-        return config.trainer.max_steps
-    if dataset_size is None:
-        return None
-    size = config.loader_batch_size if config.trainer.max_steps else config.data.rollout_batch_size
-    if dataset_size < size and not config.trainer.val_only:
-        key = "mini_rollout_batch_size" if size < config.data.rollout_batch_size else "rollout_batch_size"
-        raise ValueError(
-            f"`data.train_files` must have at least `data.{key}` ({size}) usable rows, has {dataset_size}"
-        )
-    if config.trainer.max_steps is not None:
-        return config.trainer.max_steps
-    prompts_per_epoch = dataset_size // config.loader_batch_size * config.loader_batch_size
-    return prompts_per_epoch // config.data.rollout_batch_size * config.trainer.total_epochs
+def _processes(trainer: RunConfig) -> PlanLine:
+    return PlanLine("processes", str(trainer.world_size), "1", f"{trainer.nnodes} nodes, {trainer.device}")
 
 
-def plan_text(config: PPOConfig, plan: Plan) -> str:
-    """Return the plan as a table with one line for each stage of a step."""
-    lines = [PlanLine("", "step", "per rank"), *_rollout_lines(config, plan), *_update_lines(config, plan)]
-    return plan_table([*lines, _length_line(config, plan)])
+def _update_line(name: str, actor: PolicyConfig, rows: int, max_length: int) -> PlanLine:
+    size = actor.micro_batch_size_per_device_for_update
+    has_budget = actor.dynamic_batching and size != AUTO
+    budget = f", at most {as_number(size) * max_length} tokens" if has_budget else ""
+    return PlanLine(name, "", _micro_batches(actor, rows, size), f"{size} sequences each{budget}")
 
 
-def plan_table(lines: Sequence[PlanLine]) -> str:
-    """Return lines as a table, the first one its head."""
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    rows = [
-        (line.name.ljust(widths[0]), line.total.rjust(widths[1]), line.per_rank.rjust(widths[2]), line.remark)
-        for line in lines
-    ]
-    return "".join(f"  {'  '.join(row)}".rstrip() + "\n" for row in rows)
+def _micro_batches(actor: PolicyConfig, rows: int, size: MicroBatchSize) -> str:
+    """Micro batches that rows make; an upper bound if they are filled by tokens."""
+    if size == AUTO:
+        return AUTO
+    number = -(-rows // as_number(size))
+    return f"<= {number}" if actor.dynamic_batching else str(number)
 
 
-def _rollout_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
-    tensor_parallel_size = config.worker.rollout.tensor_parallel_size
-    where = f"{config.trainer.nnodes} nodes, {config.trainer.device}"
-    engines = f"{config.worker.rollout.name}, tensor parallel {tensor_parallel_size}"
-    return [
-        PlanLine("processes", str(plan.world_size), "1", where),
-        PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
-        PlanLine("rollout engines", str(plan.num_engines), "", engines),
-        PlanLine("prompts", str(plan.prompts), _share(plan.prompts, plan.num_engines), "per engine"),
-        PlanLine("rollout calls", str(plan.rollout_calls)),
-        PlanLine(
-            "sequences",
-            str(plan.sequences),
-            _share(plan.sequences, plan.dp_size),
-            f"{config.worker.rollout.n} responses to a prompt, {config.max_sequence_length} tokens at most",
-        ),
-        PlanLine(
-            "log-prob micro batches",
-            "",
-            at_most(plan.experience_micro_batches, dynamic=config.worker.actor.dynamic_batching),
-            " and ".join(_log_prob_models(config)),
-        ),
-    ]
-
-
-def _update_lines(config: PPOConfig, plan: Plan) -> list[PlanLine]:
-    is_budget = config.worker.actor.dynamic_batching and plan.token_budget is not None
-    budget = f", at most {plan.token_budget} tokens" if is_budget else ""
-    return [
-        PlanLine("mini batches", str(plan.mini_batches), "", f"{plan.mini_batch_prompts} prompts each"),
-        PlanLine(
-            "sequences in a mini batch",
-            str(plan.mini_batch_sequences),
-            _share(plan.mini_batch_sequences, plan.dp_size),
-        ),
-        PlanLine(
-            "micro batches in a mini batch",
-            "",
-            at_most(plan.update_micro_batches, dynamic=config.worker.actor.dynamic_batching),
-            f"{config.worker.actor.micro_batch_size_per_device_for_update} sequences each{budget}",
-        ),
-        PlanLine(
-            "optimizer steps", str(plan.optimizer_steps), "", f"{config.worker.actor.ppo_epochs} PPO epochs"
-        ),
-    ]
-
-
-def _log_prob_models(config: PPOConfig) -> list[str]:
-    """The models whose log-probs a step computes before the update."""
-    models = [] if config.algorithm.rollout_correction.bypass_mode else ["actor"]
-    return models + (["reference"] if config.use_reference else [])
-
-
-def _length_line(config: PPOConfig, plan: Plan) -> PlanLine:
-    if plan.training_steps is None:
-        epochs = config.trainer.total_epochs
-        remark = f"{epochs} epochs x (training rows / {plan.prompts}), known once the rows are read"
+def _steps_line(steps: int | None, trainer: RunConfig, rows: int, remark: str) -> PlanLine:
+    if steps is None:
+        remark = f"{trainer.total_epochs} epochs x (training rows / {rows}), known once the rows are read"
         return PlanLine("training steps", "?", "", remark)
-    remark = f"{plan.total_optimizer_steps} optimizer steps"
-    return PlanLine("training steps", str(plan.training_steps), "", remark)
+    return PlanLine("training steps", str(steps), "", remark)
 
 
 def _share(number: int, parts: int) -> str:
     return str(number // parts) if number % parts == 0 else f"{number / parts:.1f}"
-
-
-def at_most(number: int | None, *, dynamic: bool) -> str:
-    """A number of micro batches, which is the largest where lines are filled by tokens; None is `auto`."""
-    if number is None:
-        return AUTO
-    return f"<= {number}" if dynamic else str(number)
-
-
-def micro_batches_of(rows: int, size: MicroBatchSize) -> int | None:
-    """Micro batches that rows make; None as long as their size is `auto`."""
-    return None if size == AUTO else -(-rows // int(size))

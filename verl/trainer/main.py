@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
-from verl.planning.ppo import planned_ppo
-from verl.planning.step_plan import make_plan, plan_text
+from verl.planning.planned_run import planned_ppo
+from verl.planning.step_plan import make_plan
 from verl.trainer.command import TrainingCommand
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.run.exit_status import ExitStatus
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(config: PPOConfig, switches: Sequence[str]) -> int:
-    return dry_run(config, switches, planned_ppo, lambda chosen: plan_text(chosen, make_plan(chosen)))
+    return dry_run(config, switches, planned_ppo, lambda chosen: make_plan(chosen).text)
 
 
 def _check(config: PPOConfig) -> None:

@@ -16,9 +16,9 @@ from verl.config.ppo import PPOConfig
 from verl.data.loader import make_loaders, media_options
 from verl.data.media.cache import MediaCache
 from verl.distributed.device import resolve_device
-from verl.planning.ppo import planned_ppo
+from verl.planning.planned_run import planned_ppo
 from verl.planning.report import resolve_auto_sizes
-from verl.planning.step_plan import count_training_steps
+from verl.planning.step_plan import make_plan
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.exports import export_checkpoints
@@ -78,8 +78,8 @@ def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayP
         model = config.worker.actor.model
         tokenizer, processor = load_readers(model, config.data.override_chat_template)
         loaders = make_loaders(config, tokenizer, processor, cache)
-        training_steps = count_training_steps(config, len(loaders.train.dataset) if loaders.train else 0) or 0
-
+        plan = make_plan(config, len(loaders.train.dataset) if loaders.train else 0)
+        training_steps = plan.training_steps or 0
         options = run_options(config, device, training_steps, cache)
         workers = start_workers(stack, pool, FSDPWorker, worker, options, trainer=config.trainer)
         tracker = stack.enter_context(open_tracker(config, training_steps))

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from verl.config.sft import SFTConfig
-from verl.planning.sft import planned_sft
-from verl.planning.sft_plan import sft_plan_text
+from verl.planning.planned_run import planned_sft
+from verl.planning.step_plan import make_sft_plan
 from verl.trainer.command import TrainingCommand
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.run.exit_status import ExitStatus
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(config: SFTConfig, switches: Sequence[str]) -> int:
-    return dry_run(config, switches, planned_sft, sft_plan_text)
+    return dry_run(config, switches, planned_sft, lambda chosen: make_sft_plan(chosen).text)
 
 
 def _check(config: SFTConfig) -> None:

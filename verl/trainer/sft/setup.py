@@ -12,9 +12,9 @@ import ray
 from verl.config.sft import SFTConfig
 from verl.data.sft_loader import make_sft_loaders, media_options
 from verl.distributed.device import resolve_device
+from verl.planning.planned_run import planned_sft
 from verl.planning.report import resolve_auto_sizes
-from verl.planning.sft import planned_sft
-from verl.planning.sft_plan import count_sft_steps
+from verl.planning.step_plan import make_sft_plan
 from verl.trainer.exports import export_checkpoints
 from verl.trainer.run.checkpointing import SavedRun
 from verl.trainer.run.cluster_join import join_cluster
@@ -57,7 +57,8 @@ def running_sft(config: SFTConfig, patience_s: float = 0.0) -> Iterator[SFTTrain
         cache = open_cache(stack)
         readers = load_readers(config.worker.actor.model, config.data.override_chat_template)
         loaders = make_sft_loaders(config, *readers, cache)
-        training_steps = count_sft_steps(config, len(loaders.train.dataset) if loaders.train else 0) or 0
+        num_rows = len(loaders.train.dataset) if loaders.train else 0
+        training_steps = make_sft_plan(config, num_rows).training_steps or 0
 
         options = ModelRunOptions(
             device=device,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes read off models without memory, against the weights in the files of the same models."""
+"""Sizes of models on the meta device, compared with the weights in the files of the same models."""
 
 import pytest
 from safetensors.torch import load_file
@@ -29,14 +29,14 @@ def test_the_weights_are_those_of_the_files(tmp_path, family):
     assert (shape.tower is not None) == (FAMILIES[family].vision is not None)
 
 
-def test_a_frozen_model_waits_in_bf16_and_learns_nothing(tmp_path):
+def test_a_frozen_model_is_held_in_bf16_and_has_no_trained_weights(tmp_path):
     shape = shape_of(save_tiny_model(tmp_path), is_trained=False)
 
     assert shape.stored == 2 * shape.params
-    assert (shape.learning, shape.learning_stored) == (0, 0)
+    assert (shape.trained, shape.trained_stored) == (0, 0)
 
 
-def test_a_frozen_tower_does_not_learn(tmp_path):
+def test_the_weights_of_a_frozen_tower_are_not_trained(tmp_path):
     folder = save_tiny_model(tmp_path, "qwen2_5_vl")
     visual = sum(
         tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items() if "visual" in name
@@ -44,22 +44,22 @@ def test_a_frozen_tower_does_not_learn(tmp_path):
 
     shape = shape_of(folder, freeze_vision_tower=True)
 
-    assert shape.params - shape.learning == visual > 0
+    assert shape.params - shape.trained == visual > 0
 
 
-def test_adapters_learn_in_float32_beside_weights_in_bf16(tmp_path):
+def test_adapters_are_trained_in_float32_on_weights_in_bf16(tmp_path):
     # Two layers; rank 4 for each linear of (in, out): 4 (in + out).
     # q 128 -> 128, k and v 128 -> 64, o 128 -> 128, gate and up 128 -> 256, down 256 -> 128.
     adapters = 2 * 4 * (256 + 192 + 192 + 256 + 384 + 384 + 384)
 
     shape = shape_of(save_tiny_model(tmp_path), lora=LoraConfig(rank=4))
 
-    assert shape.learning == adapters
-    assert shape.learning_stored == 4 * adapters
+    assert shape.trained == adapters
+    assert shape.trained_stored == 4 * adapters
     assert shape.stored == 2 * (shape.params - adapters) + 4 * adapters
 
 
-def test_a_value_model_has_a_score_in_place_of_the_head(tmp_path):
+def test_a_value_model_has_a_scalar_head(tmp_path):
     folder = save_tiny_model(tmp_path)
 
     assert shape_of(folder, head="scalar").vocab == 1
