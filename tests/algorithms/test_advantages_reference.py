@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.algorithms.advantage_batches import ROWS, TOKENS, inputs_for
-from verl.algorithms import advantage_passes
+from verl.algorithms import advantage_math
 from verl.algorithms.advantages import ADV_ESTIMATORS
 
 
@@ -247,8 +247,8 @@ def test_an_estimator_equals_its_formula_in_loops(name, options, seed):
 @pytest.mark.parametrize("name", REFERENCES)
 def test_an_estimator_does_not_feel_where_its_blocks_are_cut(name, monkeypatch):
     whole = ADV_ESTIMATORS[name](inputs_for(name, gamma=0.9))
-    monkeypatch.setattr(advantage_passes, "BLOCK_TOKENS", 5 * TOKENS)
-    monkeypatch.setattr(advantage_passes, "BLOCK_COLUMNS", 3)
+    monkeypatch.setattr(advantage_math, "BLOCK_TOKENS", 5 * TOKENS)
+    monkeypatch.setattr(advantage_math, "BLOCK_COLUMNS", 3)
 
     cut = ADV_ESTIMATORS[name](inputs_for(name, gamma=0.9))
 

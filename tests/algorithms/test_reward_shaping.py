@@ -23,6 +23,6 @@ def test_a_buffer_of_the_whole_length_charges_every_token():
 
 @pytest.mark.parametrize("buffer_length", [0, 11])
 def test_a_buffer_that_is_no_part_of_the_response_is_refused(buffer_length):
-    message = rf"overlong_buffer_length` must be from 1 to .* \(10\) to penalise, got {buffer_length}"
+    message = rf"overlong_buffer_length` must be from 1 to .* \(10\) to penalize, got {buffer_length}"
     with pytest.raises(ValueError, match=message):
         overlong_penalty(torch.tensor([3]), 10, buffer_length, 1.0)
