@@ -203,7 +203,7 @@ def test_union_refuses_different_values_under_one_key_and_then_changes_nothing()
         DataProto.from_dict(non_tensors={"labels": objects("abcdeX")}),
         DataProto.from_dict({"act": torch.zeros(6)}, meta_info={"info": "other"}),
     ):
-        with pytest.raises(ValueError, match="is in both batches with different values"):
+        with pytest.raises(ValueError, match="has different values in the two batches"):
             batch.union(other)
     with pytest.raises(ValueError, match="6 and 2 rows"):
         batch.union(make([1, 2]))
