@@ -278,7 +278,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     ended = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True)
 
     assert ended.returncode == 1
-    assert ended.stderr.startswith(f"rollout_viewer: {tmp_path} is no run and holds none")
+    assert ended.stderr.startswith(f"rollout_viewer: no run in {tmp_path}")
 
 
 def test_the_viewer_beside_a_run_ends_with_the_block(tmp_path):
@@ -319,7 +319,7 @@ def test_a_port_that_is_taken_is_named_by_its_option(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ValueError, match=rf"`trainer.viewer_port` \({port}\) cannot be had"),
+            pytest.raises(ValueError, match=rf"`trainer.viewer_port` \({port}\) is not available"),
             viewer_process(tmp_path, port),
         ):
             pass
