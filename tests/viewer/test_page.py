@@ -207,7 +207,7 @@ def test_the_page_follows_a_run_that_writes(page, tmp_path):
         expect(page.locator('figure[data-title="reward/overall"] canvas')).to_be_visible()
         expect(page.locator(".state")).to_have_text("live")
 
-    expect(page.locator(".state")).to_have_text("the server does not answer", timeout=10_000)
+    expect(page.locator(".state")).to_have_text("server not responding", timeout=10_000)
 
 
 def test_what_a_run_writes_leaves_the_part_of_a_chart_that_was_enlarged(page, tmp_path):
