@@ -233,7 +233,7 @@ def in_full(per_token):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
-def test_an_estimator_equals_its_formula_in_loops(name, options, seed):
+def test_an_estimator_equals_a_reference_loop(name, options, seed):
     inputs = inputs_for(name, seed, **options)
 
     expected = REFERENCES[name](Batch(inputs))
@@ -245,7 +245,7 @@ def test_an_estimator_equals_its_formula_in_loops(name, options, seed):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_an_estimator_does_not_feel_where_its_blocks_are_cut(name, monkeypatch):
+def test_block_boundaries_do_not_change_the_result(name, monkeypatch):
     whole = ADV_ESTIMATORS[name](inputs_for(name, gamma=0.9))
     monkeypatch.setattr(advantage_math, "BLOCK_TOKENS", 5 * TOKENS)
     monkeypatch.setattr(advantage_math, "BLOCK_COLUMNS", 3)
@@ -255,5 +255,5 @@ def test_an_estimator_does_not_feel_where_its_blocks_are_cut(name, monkeypatch):
     torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_every_registered_estimator_has_its_loops():
+def test_every_registered_estimator_has_a_reference_loop():
     assert sorted(REFERENCES) == ADV_ESTIMATORS.names()

@@ -187,7 +187,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, split)
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
-def test_nothing_comes_out_of_the_padding(name, dtype):
+def test_padding_has_no_loss_and_no_gradient(name, dtype):
     clean = make_inputs()
     padding = clean.response_mask == 0
     dirty = replace(

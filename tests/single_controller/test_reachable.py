@@ -81,7 +81,7 @@ def join(environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_a_cluster_that_is_gone_is_an_error_at_once_with_address_and_remedy(monkeypatch, no_session):
+def test_a_cluster_that_is_down_is_an_error_with_address_and_remedy(monkeypatch, no_session):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     start = time.monotonic()
 
@@ -94,7 +94,7 @@ def test_a_cluster_that_is_gone_is_an_error_at_once_with_address_and_remedy(monk
     assert "nothing answers there ([Errno 111] Connection refused)" in told
 
 
-def test_what_ray_start_left_of_a_cluster_that_is_gone_is_named(monkeypatch, tmp_path, no_session):
+def test_a_stale_address_file_of_ray_start_is_named(monkeypatch, tmp_path, no_session):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
@@ -108,7 +108,7 @@ def test_an_unknown_machine_is_an_error():
     assert "nothing answers there" in why_unreachable("no-such-machine.invalid:6379")
 
 
-def test_a_program_that_is_no_cluster_is_given_up_after_the_time_limit(monkeypatch, listener):
+def test_another_program_on_the_port_is_an_error_after_the_time_limit(monkeypatch, listener):
     monkeypatch.setattr(reachable, "ANSWER_S", 2.0)
     start = time.monotonic()
 
@@ -118,7 +118,7 @@ def test_a_program_that_is_no_cluster_is_given_up_after_the_time_limit(monkeypat
     assert not [child for child in psutil.Process().children() if listener in " ".join(child.cmdline())]
 
 
-def test_whoever_shows_the_token_joins(cluster):
+def test_the_right_token_joins(cluster):
     assert "NEW False" in join(cluster[1])
 
 
@@ -131,7 +131,7 @@ def test_whoever_shows_the_token_joins(cluster):
         ("stranger", "token", "and this machine has a different one: copy it from the machine"),
     ],
 )
-def test_a_cluster_that_asks_for_its_token_says_how_to_show_it(cluster, home, mode, remedy):
+def test_a_cluster_with_a_token_is_an_error_with_a_remedy(cluster, home, mode, remedy):
     folder, environment = cluster
     environment = environment | {"HOME": str(folder / home), "RAY_AUTH_MODE": mode or "disabled"}
     if mode is None:

@@ -78,7 +78,7 @@ def total(page):
     return page.locator(".pager output")
 
 
-def test_curves_of_both_runs_are_drawn_and_a_run_can_be_left_out(page, address):
+def test_curves_of_both_runs_are_drawn_and_a_run_can_be_hidden(page, address):
     page.goto(address)
 
     chart = page.locator('figure[data-title="reward/overall"]')
@@ -107,7 +107,7 @@ COLOURS_OF_CANVAS = """canvas => {
 }"""
 
 
-def test_the_table_filters_sorts_and_turns_pages(page, address):
+def test_the_table_filters_sorts_and_paginates(page, address):
     page.goto(f"{address}#rollouts")
     expect(total(page)).to_have_text("1 to 100 of 257")  # 30 steps of 8, 2 of 8, and one
     page.get_by_role("button", name="next").click()
@@ -149,7 +149,7 @@ def test_a_group_shows_prompt_image_frames_and_its_responses_side_by_side(page, 
     keep_picture(page, "viewer_group")
 
 
-def test_tokens_have_the_colour_of_what_is_chosen(page, tmp_path):
+def test_tokens_are_colored_by_the_selected_value(page, tmp_path):
     values = {
         "old_log_probs": [-0.0, -2.5, -9.0],
         "rollout_log_probs": [-0.0] * 3,
@@ -175,7 +175,7 @@ def test_tokens_have_the_colour_of_what_is_chosen(page, tmp_path):
         assert alphas() == pytest.approx([0.75, 0, 0.75], abs=0.01)
 
 
-def test_hostile_texts_are_shown_as_texts(page, address):
+def test_hostile_texts_are_shown_as_text(page, address):
     page.goto(f"{address}#rollouts")
     page.locator("input[name=text]").fill("window.hacked")
     expect(page.locator(".rollouts tbody tr")).to_have_count(1)
@@ -194,7 +194,7 @@ def test_hostile_texts_are_shown_as_texts(page, address):
     assert page.locator("script").count() == 2  # the page's own
 
 
-def test_the_page_follows_a_run_that_writes(page, tmp_path):
+def test_the_page_follows_a_running_run(page, tmp_path):
     write_log(tmp_path, range(1, 3))
     write_steps(tmp_path, range(1, 3))
     with viewer(tmp_path) as address:
@@ -210,7 +210,7 @@ def test_the_page_follows_a_run_that_writes(page, tmp_path):
     expect(page.locator(".state")).to_have_text("server not responding", timeout=10_000)
 
 
-def test_what_a_run_writes_leaves_the_part_of_a_chart_that_was_enlarged(page, tmp_path):
+def test_new_data_does_not_change_a_zoomed_chart(page, tmp_path):
     write_log(tmp_path, range(1, 41))
     with viewer(tmp_path) as address:
         page.goto(address)
