@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators that give every token of a response the same advantage."""
+"""Estimators with one advantage per response."""
 
 import math
 
@@ -169,7 +169,7 @@ def test_gdpo_normalizes_each_component_before_the_sum():
 
 
 def test_gdpo_weights_components_equally_by_default():
-    # (-Z + Z) and (Z - Z): what one component gives, the other takes.
+    # (-Z + Z) and (Z - Z): the components cancel.
     inputs = make_inputs([[0.0], [0.0]], [[1], [1]], [0, 0], reward_components=[[3.0, 2.0], [4.0, 1.0]])
 
     assert_advantages(gdpo(inputs), [[0.0], [0.0]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every advantage estimator."""
+"""Laws of all advantage estimators."""
 
 from dataclasses import fields, replace
 
@@ -218,7 +218,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(nam
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "prime"])
 def test_whitening_survives_a_large_mean(name):
-    # A mean a thousand times the deviation, as of an untrained critic: float32 sums of squares would lose it.
+    # A mean of a thousand deviations, as for an untrained critic: float32 sums of squares would lose it.
     mask = torch.ones(200, 8, dtype=torch.int64)
     noise = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
     rewards = torch.zeros(200, 8).index_fill(1, torch.tensor([7]), 1000.0) + noise

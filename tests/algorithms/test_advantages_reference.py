@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every estimator against a second one: Python floats and a loop for each sum."""
+"""Every estimator against a second implementation: Python floats and a loop for each sum."""
 
 import math
 import statistics
@@ -155,7 +155,7 @@ def token_baseline(batch, place_of, token_at):
         place = place_of(i, t)
         own = batch.to_go(batch.rewards, i, t)
         if all(place > place_of(j, batch.kept[j][-1]) for j in batch.peers(i) if j != i):
-            return own  # nobody is left to compare with
+            return own  # no other response
         met = [(j, token_at(j, place)) for j in batch.peers(i) if token_at(j, place) is not None]
         weights = [energy(j, s) for j, s in met]
         weighted = math.fsum(
@@ -191,7 +191,7 @@ def prime(batch):
     means = {i: statistics.fmean(rewards[i][t] for t in batch.kept[i]) for i in batch.rows}
     accuracies = inputs.accuracies.tolist()
 
-    def beside_others(own, of_row, i):
+    def leave_one_out(own, of_row, i):
         n = len(batch.peers(i))
         if n == 1:
             return own
@@ -200,8 +200,8 @@ def prime(batch):
     mixed = [[0.0] * TOKENS for _ in range(ROWS)]
     for i in batch.rows:
         for t in batch.kept[i]:
-            mixed[i][t] = inputs.process_coef * beside_others(rewards[i][t], means, i)
-        mixed[i][batch.kept[i][-1]] += inputs.accuracy_coef * beside_others(accuracies[i], accuracies, i)
+            mixed[i][t] = inputs.process_coef * leave_one_out(rewards[i][t], means, i)
+        mixed[i][batch.kept[i][-1]] += inputs.accuracy_coef * leave_one_out(accuracies[i], accuracies, i)
     returns = batch.per_token(lambda i, t: batch.to_go(mixed, i, t))
     return batch.whitened(returns), returns
 

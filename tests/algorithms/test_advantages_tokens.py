@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators in which a token answers for what comes after it."""
+"""Estimators with an advantage per token."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_the_optimal_token_baseline_squares_the_importance_weights():
 
 @pytest.mark.parametrize("estimator", [optimal_token_baseline, tir_optimal_token_baseline])
 def test_the_baseline_is_zero_past_the_second_longest_response(estimator):
-    # The first two positions as above; at the last two nobody is left to compare with.
+    # The first two positions as above; at the last two there is no other response.
     inputs = token_inputs([[0, 0, 0, 1.0], [0, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 0, 0]])
 
     torch.testing.assert_close(
@@ -131,8 +131,8 @@ def test_a_token_baseline_is_finite_for_tokens_of_probability_one(estimator):
 
 
 def test_the_tool_call_baseline_aligns_tokens_written_by_the_policy():
-    # The first response's second token stands at position 2, behind a tool's output; it meets the other's
-    # second token at position 1, as if the tool had said nothing. By position each stands alone: baseline G.
+    # The first response's second token is at position 2, after tool output; it is compared with the other's
+    # second token at position 1. By position each is alone: the baseline is G.
     inputs = token_inputs([[0, 5.0, 1.0], [0, 0, 0]], [[1, 0, 1], [1, 1, 0]])
 
     by_own_tokens = tir_optimal_token_baseline(inputs).advantages

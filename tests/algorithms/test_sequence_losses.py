@@ -66,7 +66,7 @@ def test_gspo_equals_gspo_token_for_equal_advantages_in_a_response(mode):
 
 
 def test_gspo_shares_a_tokens_gradient_with_its_response_and_gspo_token_does_not():
-    # Ratio 1, advantages 3 and -1: in gspo both are pushed by the mean 1, in gspo_token each by its own.
+    # Ratio 1, advantages 3 and -1: in gspo both follow the mean 1, in gspo_token each its own.
     inputs = make_inputs([[0.0, 0.0]], [[3.0, -1.0]], [[1, 1]])
 
     assert_close(gspo(inputs).per_token, [[-3.0, 1.0]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of their own: each of these runs in a process of its own, beside the tests' Ray session."""
+"""Separate clusters, each in its own process, next to the Ray session of the tests."""
 
 import re
 import signal
@@ -68,7 +68,7 @@ def run_driver(code):
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    """What a run on two raylets of this machine, one process each, prints."""
+    """Output of a run on two raylets of this machine, one process each."""
     driver = run_driver(TWO_NODES)
     output, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, output
@@ -77,7 +77,7 @@ def two_nodes():
 
 @pytest.fixture(scope="module")
 def interrupted():
-    """What a run of two processes prints until it is interrupted in the middle of a call, and after that."""
+    """Output of a run of two processes that is interrupted during a call."""
     driver = run_driver(INTERRUPTED)
     lines = []
     while not lines or not lines[-1].startswith("PIDS"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks find in their environment, by what it does."""
+"""Effects of the environment variables of ranks."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 class Multiplier(Worker):
     @register(Dispatch.ALL, phase="multiply")
     def growth(self) -> int:
-        """Bytes by which this process grows over 272 shapes that come once, after 128 others."""
+        """Growth of this process in bytes over 272 new shapes, after 128 others."""
         weight = torch.ones(256, 128, dtype=torch.bfloat16)
 
         def multiply(rows):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters that cannot be joined are told within seconds; each attempt is a process of its own."""
+"""Clusters that cannot be joined are reported within seconds; each attempt runs in its own process."""
 
 import os
 import shutil
@@ -31,20 +31,20 @@ except ClusterError as error:
 
 @pytest.fixture
 def listener():
-    """A port where somebody listens and says nothing."""
+    """A port with a silent listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
 def no_session(monkeypatch):
-    """The tests' Ray session is out of sight: nothing here gets as far as to join another."""
+    """Hide the Ray session of the tests."""
     monkeypatch.setattr("ray.is_initialized", lambda: False)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A head that asks for its token: the environment of who has it, and of a stranger."""
+    """A head that requires a token: environments with and without it."""
     folder = tmp_path_factory.mktemp("head")
     sockets = tempfile.mkdtemp(prefix="ray")  # a socket's path has 107 characters at most
     for home, token in (("own", "5" * 64), ("stranger", "6" * 64)):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a real browser: headless Chromium, driven by playwright, on the command's own server.
+"""The page in a real browser: headless Chromium, driven by playwright, with the command's server.
 
-With `VIEWER_SCREENSHOTS=docs/images` it leaves the pictures of the documentation there.
+With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentation.
 """
 
 import os
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.browser
 
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
 HUGE = HOSTILE + "\x00\x1b[31m\ufffd\u202e" + "long " * 200_000
-GONE = "net::ERR_CONNECTION_REFUSED"  # after a test has ended its server
-LOAD_S = 3.0  # what 100,000 rollouts may take
+GONE = "net::ERR_CONNECTION_REFUSED"  # after a test ended its server
+LOAD_S = 3.0  # limit for 100,000 rollouts
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A page that fails the test if it reports an error or asks another server for anything."""
+    """A page that fails the test on an error or a request to another server."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     page, faults = context.new_page(), []
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -87,18 +87,18 @@ def test_curves_of_both_runs_are_drawn_and_a_run_can_be_hidden(page, address):
     expect(page.locator('figure[data-title="time of first"] .u-label')).to_have_text(
         ["step", "gen", "update_actor"]
     )
-    colours = chart.locator("canvas").evaluate(COLOURS_OF_CANVAS)
-    assert {"37,99,235", "234,88,12"} <= set(colours)  # both lines are there in their colours
+    colors = chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
+    assert {"37,99,235", "234,88,12"} <= set(colors)  # both lines are there in their colors
     keep_picture(page, "viewer_curves")
 
     page.get_by_label("second").uncheck()
     expect(chart.locator(".u-legend .u-label")).to_have_count(0)  # one line needs no legend
-    assert "234,88,12" not in chart.locator("canvas").evaluate(COLOURS_OF_CANVAS)
+    assert "234,88,12" not in chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
     page.locator("input[name=metrics]").fill("timing_s/g")
     expect(page.locator("figure")).to_have_count(1)
 
 
-COLOURS_OF_CANVAS = """canvas => {
+COLORS_OF_CANVAS = """canvas => {
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     const found = new Set();
     for (let i = 0; i < pixels.length; i += 4)
@@ -223,15 +223,15 @@ def test_new_data_does_not_change_a_zoomed_chart(page, tmp_path):
         page.mouse.down()
         page.mouse.move(over["x"] + over["width"] * 0.5, place, steps=4)
         page.mouse.up()
-        enlarged = picture_of(chart)
+        zoomed = picture_of(chart)
         with page.expect_response(lambda answer: "/metrics" in answer.url, timeout=10_000):
             write_log(tmp_path, range(41, 81))
         page.wait_for_timeout(500)  # to draw it
 
-        assert whole != picture_of(chart) == enlarged  # the steps that came are beyond what is looked at
+        assert whole != picture_of(chart) == zoomed  # the new steps are outside of the zoomed range
         chart.locator(".u-over").dblclick()
         page.wait_for_timeout(500)
-        assert picture_of(chart) not in (whole, enlarged)  # they are there
+        assert picture_of(chart) not in (whole, zoomed)  # now they are visible
 
 
 def picture_of(chart):

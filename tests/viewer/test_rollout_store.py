@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of rollouts comes back as it was, whole files only."""
+"""Kept rollouts are read back unchanged, from complete files."""
 
 import logging
 import os

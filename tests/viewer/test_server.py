@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The viewer's command over real files, asked over HTTP."""
+"""The viewer's command on real files, over HTTP."""
 
 import os
 import signal

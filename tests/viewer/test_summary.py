@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary on a terminal: hand-made metrics, half-written files, and texts that would steer a terminal."""
+"""The summary on a terminal: known metrics, incomplete files, and texts with control codes."""
 
 import io
 import json

@@ -29,7 +29,7 @@ CUT_AT_TWO = Bounds(lower=None, upper=2.0)
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """How to correct the mismatch; by default it is only measured.
+    """Correction of the mismatch; by default it is only measured.
 
     Example::
 

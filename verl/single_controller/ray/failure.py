@@ -23,7 +23,7 @@ class WorkerError(RuntimeError):
 
     @property
     def may_go_away(self) -> bool:
-        """Whether a restart may succeed: the worker was lost, no exception was raised."""
+        """True if a restart may succeed: the worker was lost, no exception was raised."""
         return self.died or self.hung
 
 

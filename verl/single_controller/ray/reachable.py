@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 CONNECT_S = 5.0  # for the TCP connection
 ANSWER_S = 25.0  # for joining: a second, or several if the head is busy
@@ -60,13 +60,13 @@ def why_unreachable(address: str) -> str | None:
 def _try_to_join(address: str) -> Attempt:
     # Ray retries for minutes and cannot be interrupted, so another process tries and is killed if too slow.
     environment = {name: value for name, value in os.environ.items() if name != JOB}
-    command = [sys.executable, "-c", PROBE, address]
-    streams: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-    }
-    with subprocess.Popen(command, env=environment, **streams) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROBE, address],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+    ) as process:
         try:
             return _listen(process)
         finally:

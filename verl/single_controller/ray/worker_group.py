@@ -284,7 +284,7 @@ class RayWorkerGroup:
         """Kill the group; the cause is a rank that died, otherwise the first that raised."""
         failures = [first]
         deadline = time.monotonic() + GRACE_S
-        while not is_death(failures[-1]) and (waiting := self._waiting()):
+        while not is_death(failures[-1]) and time.monotonic() < deadline and (waiting := self._waiting()):
             ready = _first_ready(waiting, deadline - time.monotonic())
             if ready is None:
                 break
