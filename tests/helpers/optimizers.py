@@ -18,7 +18,7 @@ IN_BF16 = ("adamw_bf16", "adamw_bf16_sr")
 
 
 def has_torchao() -> bool:
-    """Whether `adamw_8bit` can be used here."""
+    """Return True if `adamw_8bit` is available."""
     return importlib.util.find_spec("torchao") is not None
 
 

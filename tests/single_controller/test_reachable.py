@@ -89,9 +89,9 @@ def test_a_cluster_that_is_down_is_an_error_with_address_and_remedy(monkeypatch,
         connect()
 
     assert time.monotonic() - start < 5
-    told = str(caught.value)
-    assert "cannot join the Ray cluster at 127.0.0.1:9 (from `RAY_ADDRESS`; unset it" in told
-    assert "nothing answers there ([Errno 111] Connection refused)" in told
+    message = str(caught.value)
+    assert "cannot join the Ray cluster at 127.0.0.1:9 (from `RAY_ADDRESS`; unset it" in message
+    assert "nothing answers there ([Errno 111] Connection refused)" in message
 
 
 def test_a_stale_address_file_of_ray_start_is_named(monkeypatch, tmp_path, no_session):
@@ -138,8 +138,8 @@ def test_a_cluster_with_a_token_is_an_error_with_a_remedy(cluster, home, mode, r
         del environment["RAY_AUTH_MODE"]
     start = time.monotonic()
 
-    told = join(environment)
+    message = join(environment)
 
-    assert "it requires a token" in told
-    assert remedy.format(folder=folder) in told
+    assert "it requires a token" in message
+    assert remedy.format(folder=folder) in message
     assert time.monotonic() - start < 20

@@ -64,11 +64,7 @@ REMEDIES = {
 
 
 def require_field(inputs: AdvantageInputs, estimator: str, field: str, like: Tensor | None = None) -> Tensor:
-    """Return an optional field, checked to have the shape of `like`.
-
-    Raises:
-        ValueError: The field is missing (the message names its source), or its shape differs.
-    """
+    """Return an optional field, checked for presence and for the shape of `like`."""
     value = getattr(inputs, field)
     if value is None:
         raise ValueError(f"`algorithm.adv_estimator` {estimator} needs `{field}`: {REMEDIES[field]}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.utils.masking import check_same_shape
 from verl.utils.registry import Registry
 
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32
+MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 MAX_LOW_VAR_KL = 10.0  # nats; one outlier token cannot outweigh a batch
 MAX_RELATIVE_ERROR = 0.2  # the adaptive controller moves the coefficient slowly
 FULL = "full"  # the only estimator of the KL over the vocabulary instead of the log-ratio
@@ -110,6 +110,11 @@ def straight_through(estimator: KLEstimator) -> KLEstimator:
 
 for _name, _estimator in (("kl", kl), ("abs", absolute), ("mse", mse), ("low_var_kl", low_var_kl)):
     KL_ESTIMATORS.register(f"{_name}+")(straight_through(_estimator))
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(log_ratio, -20, 20))."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 class KLController(Protocol):

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
 from verl.utils.masking import check_same_shape, masked_mean
 from verl.utils.registry import Registry
-
-MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def policy_terms(inputs: PolicyLossInputs) -> PolicyTerms:
     log_probs = inputs.log_probs.masked_fill(padding, 0)
     old_log_probs = inputs.old_log_probs.masked_fill(padding, 0)
     log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = ratio_of(log_ratio)
     advantages = inputs.advantages.masked_fill(padding, 0)
     return PolicyTerms(log_probs, old_log_probs, log_ratio, ratio, advantages, inputs.response_mask)
 

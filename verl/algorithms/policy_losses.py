@@ -232,8 +232,7 @@ def _inside_trust_region(terms: PolicyTerms, is_inside: Tensor, bound: float) ->
     return policy_loss(terms, per_token, pg_clipfrac_higher=~is_inside, pg_clipfrac_lower=ratio > bound)
 
 
-def _selected(inputs: PolicyLossInputs, name: str) -> Tensor:
-    """Return the selected response tokens, (B, R) bool."""
+def _selected(inputs: PolicyLossInputs, name: str) -> Tensor:  # (B, R) bool
     if inputs.selected is None:
         raise ValueError(
             f"`worker.actor.loss_type` {name} needs `selected`: the tokens that"

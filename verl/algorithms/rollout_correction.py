@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
 from verl.config.rollout_correction import Bounds, Rejection, parse_bounds, parse_rejections
 from verl.utils.masking import check_same_shape
 
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32
 SECTION = "algorithm.rollout_correction"
 CUT_AT_TWO = Bounds(lower=None, upper=2.0)
 
@@ -174,7 +174,7 @@ class _Tokens(NamedTuple):
 
 def _raw_weights(tokens: _Tokens, level: str) -> Tensor:
     """Weights before the bounds: (N,) by token, (B,) by sequence."""
-    return _exp(tokens.sums(tokens.log_ratio) if level == "sequence" else tokens.log_ratio)
+    return ratio_of(tokens.sums(tokens.log_ratio) if level == "sequence" else tokens.log_ratio)
 
 
 def _bounded(weights: Tensor, bounds: Bounds) -> Tensor:
@@ -220,7 +220,7 @@ def _difference_metrics(tokens: _Tokens, log_probs: Tensor) -> dict[str, Tensor]
     difference = tokens.means(tokens.log_ratio)[is_filled]
     rollout = training + difference
     log_ratio = tokens.log_ratio.double()
-    sequence_ratio = _exp(tokens.sums(log_ratio)[is_filled])
+    sequence_ratio = ratio_of(tokens.sums(log_ratio)[is_filled])
     return {
         "training_ppl": training.exp().mean(),
         "training_log_ppl": training.mean(),
@@ -233,7 +233,7 @@ def _difference_metrics(tokens: _Tokens, log_probs: Tensor) -> dict[str, Tensor]
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": (-difference.mean()).exp(),
-        "chi2_token": _exp(log_ratio).square().mean() - 1,
+        "chi2_token": ratio_of(log_ratio).square().mean() - 1,
         "chi2_seq": sequence_ratio.square().mean() - 1,
     }
 
@@ -281,7 +281,3 @@ def _statistics(prefix: str, values: Tensor) -> dict[str, Tensor]:
         f"{prefix}max": values.max(),
         f"{prefix}min": values.min(),
     }
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

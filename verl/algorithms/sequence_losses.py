@@ -8,8 +8,8 @@
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.algorithms.policy_loss_types import (
-    MAX_LOG_RATIO,
     POLICY_LOSSES,
     PolicyLoss,
     PolicyLossInputs,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_loss_types import MAX_LOG_RATIO, clipped_surrogate
+from verl.algorithms.kl import ratio_of
+from verl.algorithms.policy_loss_types import clipped_surrogate
 from verl.utils.masking import check_same_shape
 from verl.utils.registry import Registry
 
@@ -57,7 +58,7 @@ def clip_cov(inputs: SelectionInputs) -> Tensor:
     Source: as for the loss, `policy_losses.clip_cov`.
     """
     cov = covariances(inputs)  # (N,)
-    ratios = (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratios = ratio_of(inputs.log_probs - inputs.old_log_probs)
     _, is_clipped = clipped_surrogate(
         ratios, inputs.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high
     )
@@ -114,7 +115,6 @@ def token_hashes(inputs: SelectionInputs) -> Tensor:
 
 
 def _num_selected(inputs: SelectionInputs) -> int:
-    """Number of tokens to select."""
     return max(int(inputs.ratio * len(inputs.log_probs)), 1)
 
 

@@ -8,9 +8,8 @@ from collections import Counter
 
 import ray
 from ray.util import get_node_ip_address
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.single_controller.ray.resource_pool import ResourcePool, Slot
+from verl.single_controller.ray.resource_pool import ResourcePool, Slot, alive_nodes, run_on_node
 
 # Below Linux's ports for outgoing connections and above those of Ray's workers, so that a port is unlikely to
 # be taken between the choice and its use.
@@ -52,7 +51,7 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
 
 def cores_on(node_ip: str) -> int:
     """Return the CPU cores of a node: those given to Ray, and on this machine no more than it has."""
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == node_ip]
+    nodes = [node for node in alive_nodes() if node["NodeManagerAddress"] == node_ip]
     cores = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
     return min(cores, len(os.sched_getaffinity(0))) if node_ip == get_node_ip_address() else cores
 
@@ -76,5 +75,4 @@ def find_free_port() -> int:
 def _port_on(slot: Slot) -> int:
     if slot.node_ip == get_node_ip_address():
         return find_free_port()
-    there = NodeAffinitySchedulingStrategy(slot.node_id, soft=False)
-    return ray.get(ray.remote(num_cpus=0)(find_free_port).options(scheduling_strategy=there).remote())
+    return ray.get(run_on_node(slot.node_id, find_free_port))

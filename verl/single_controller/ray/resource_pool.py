@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resources of a Ray cluster that a run holds: the same number of processes on each of its nodes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 RESOURCE_OF_DEVICE = {"cuda": "GPU", "cpu": "CPU"}
 
@@ -57,14 +57,14 @@ class ResourcePool:
         """Number of processes that fit on each node of the cluster."""
         need = self.per_process()
         return [
-            min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in _alive_nodes()
+            min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in alive_nodes()
         ]
 
     def check(self) -> None:
         """Raise a ClusterError with found, needed and remedy unless the cluster is large enough."""
         if sum(capacity >= self.processes_per_node for capacity in self.capacities()) >= self.nnodes:
             return
-        nodes, need = _alive_nodes(), self.per_node()
+        nodes, need = alive_nodes(), self.per_node()
         amounts = [_amounts({name: node["Resources"].get(name, 0) for name in need}) for node in nodes]
         found = "; ".join(
             f"{node['NodeManagerAddress']}: {text}" for node, text in zip(nodes, amounts, strict=True)
@@ -121,8 +121,14 @@ class ResourcePool:
         ]
 
 
-def _alive_nodes() -> list[dict[str, Any]]:
+def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def run_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Start a function on a node; return Ray's reference to its result."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0)(function).options(scheduling_strategy=there).remote(*args)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import ray
 from ray import ObjectRefGenerator  # pyright: ignore[reportAttributeAccessIssue] - made by Cython
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import (
@@ -30,14 +29,8 @@ from verl.single_controller.dispatch import (
 )
 from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.failure import Failure, WorkerError, is_death, worker_error
-from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.worker import (
-    Worker,
-    WorkerInfo,
-    end_process,
-    is_stopped_process,
-    read_stacks,
-)
+from verl.single_controller.ray.resource_pool import ResourcePool, run_on_node
+from verl.single_controller.worker import Worker, WorkerInfo, end_process, is_stopped_process, read_stacks
 
 GRACE_S = 2.0  # after an exception, to learn of a death that may have caused it
 STREAM_WINDOW = 256  # unread items of a rank before its generator pauses
@@ -319,12 +312,11 @@ class RayWorkerGroup:
         here = socket.gethostname()
         found = {info.rank: _called(function, info) for info in chosen if info.host == here}
         slots = self.pool.slots()
-        task = ray.remote(num_cpus=0)(function)
-        references = {}  # Ray's reference -> rank
-        for info in chosen:
-            if info.rank not in found:
-                there = NodeAffinitySchedulingStrategy(slots[info.rank].node_id, soft=False)
-                references[task.options(scheduling_strategy=there).remote(info)] = info.rank
+        references = {
+            run_on_node(slots[info.rank].node_id, function, info): info.rank
+            for info in chosen
+            if info.rank not in found
+        }
         if references:
             ready, _ = ray.wait(list(references), num_returns=len(references), timeout=NODE_TIMEOUT_S)
             found |= {references[reference]: _called(ray.get, reference) for reference in ready}
