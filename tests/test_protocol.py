@@ -52,7 +52,7 @@ def test_objects_keeps_nested_lists_whole():
     assert array[1] == [3, 4]
 
 
-def test_a_batch_is_built_of_tensors_and_objects_with_the_same_rows():
+def test_a_batch_is_built_from_tensors_and_objects_with_equal_rows():
     assert len(make()) == 6
     assert len(DataProto.from_dict(non_tensors={"labels": objects("abc")})) == 3
     assert len(DataProto.from_single_dict({"obs": torch.zeros(2), "labels": objects("ab")})) == 2
@@ -74,7 +74,7 @@ def test_errors_of_a_batch_are_value_errors_and_the_assertion_errors_that_users_
             DataProto.from_dict({"obs": torch.zeros(3, 2)}, num_batch_dims=2)
 
 
-def test_an_integer_takes_a_row_and_anything_else_a_batch():
+def test_an_integer_selects_a_row_and_other_indices_a_batch():
     batch = make()
 
     assert isinstance(batch[0], DataProtoItem)
@@ -89,7 +89,7 @@ def test_an_integer_takes_a_row_and_anything_else_a_batch():
     assert content(batch[[]]) == ([], "")
 
 
-def test_a_slice_shares_memory_and_a_choice_of_rows_does_not():
+def test_a_slice_shares_memory_and_other_indices_do_not():
     batch = make()
 
     assert batch[1:3].batch["obs"].data_ptr() == batch.batch["obs"][1:].data_ptr()
@@ -97,7 +97,7 @@ def test_a_slice_shares_memory_and_a_choice_of_rows_does_not():
     assert content(batch)[0] == [1, 2, 3, 4, 5, 6]
 
 
-def test_select_leaves_the_batch_and_pop_takes_from_it():
+def test_select_keeps_the_batch_and_pop_modifies_it():
     batch = DataProto.from_dict(
         {"obs": torch.ones(2), "act": torch.zeros(2)}, {"uid": objects("ab")}, {"p": 1, "q": 2}
     )
@@ -129,7 +129,7 @@ def test_a_batch_without_its_last_tensor_keeps_its_length():
     assert batch.union(DataProto.from_dict({"act": torch.ones(3)})).keys() == ["act"]
 
 
-def test_chunks_are_equal_and_splits_keep_the_rest():
+def test_chunks_are_equal_and_the_last_split_may_be_shorter():
     assert [content(part) for part in make().chunk(2)] == [([1, 2, 3], "abc"), ([4, 5, 6], "def")]
     assert [content(part) for part in make().split(4)] == [([1, 2, 3, 4], "abcd"), ([5, 6], "ef")]
     with pytest.raises(BatchError, match="6 rows cannot be split into 5 equal chunks: pad it"):
@@ -143,7 +143,7 @@ def test_concat_undoes_chunk():
     assert joined.meta_info == {"info": "test"}
 
 
-def test_concat_refuses_batches_that_do_not_fit():
+def test_concat_rejects_incompatible_batches():
     with pytest.raises(BatchError, match="empty list"):
         DataProto.concat([])
     with pytest.raises(BatchError, match="batch 1 has the keys"):
@@ -182,7 +182,7 @@ def test_padding_repeats_rows_from_the_start_and_can_be_undone():
     assert unpad_dataproto(same, 0) is batch
 
 
-def test_union_adds_to_the_batch_and_merge_makes_a_new_one():
+def test_union_modifies_the_batch_and_merge_returns_a_new_one():
     batch, other = make(), DataProto.from_dict({"act": torch.zeros(6)}, meta_info={"more": 1})
 
     merged = batch.merge(other)
@@ -194,7 +194,7 @@ def test_union_adds_to_the_batch_and_merge_makes_a_new_one():
     assert batch.keys() == ["obs", "act", "labels"]
 
 
-def test_union_refuses_different_values_under_one_key_and_then_changes_nothing():
+def test_union_rejects_different_values_of_a_key_and_changes_nothing():
     batch = make()
 
     batch.union(make())
@@ -203,7 +203,7 @@ def test_union_refuses_different_values_under_one_key_and_then_changes_nothing()
         DataProto.from_dict(non_tensors={"labels": objects("abcdeX")}),
         DataProto.from_dict({"act": torch.zeros(6)}, meta_info={"info": "other"}),
     ):
-        with pytest.raises(ValueError, match="is in both batches with different values"):
+        with pytest.raises(ValueError, match="has different values in the two batches"):
             batch.union(other)
     with pytest.raises(ValueError, match="6 and 2 rows"):
         batch.union(make([1, 2]))
@@ -219,7 +219,7 @@ def test_union_compares_nested_objects_by_value():
     assert media().union(media()).keys() == ["media"]
 
 
-def test_changing_a_derived_batch_leaves_the_first_alone():
+def test_changing_a_derived_batch_keeps_the_original():
     batch = make()
     for derived in (batch.select(), batch[:], batch.chunk(1)[0]):
         derived.union(DataProto.from_dict({"act": torch.zeros(6)}))
@@ -231,14 +231,14 @@ def test_changing_a_derived_batch_leaves_the_first_alone():
     assert batch.meta_info == {"info": "test"}
 
 
-def test_rename_gives_tensors_other_names():
+def test_rename_renames_tensors():
     assert make().rename("obs", "seen").keys() == ["seen", "labels"]
     assert make().rename(["obs"], ["seen"]).keys() == ["seen", "labels"]
     with pytest.raises(KeyError, match="no tensor `nothing`"):
         make().rename("nothing", "else")
 
 
-def test_the_iterator_gives_every_row_once_an_epoch():
+def test_the_iterator_yields_every_row_once_per_epoch():
     batches = list(make().make_iterator(2, epochs=2))
     assert [content(batch) for batch in batches[:3]] == [([1, 2], "ab"), ([3, 4], "cd"), ([5, 6], "ef")]
     assert len(batches) == 6
@@ -267,13 +267,13 @@ def test_pickling_keeps_every_dtype_and_shape(dtype):
         assert back.meta_info == {"m": 1}
 
 
-def test_a_part_of_a_batch_pickles_only_its_own_rows():
+def test_a_slice_pickles_only_its_own_rows():
     batch = DataProto.from_dict({"a": torch.zeros(1000, 100)})
 
     assert len(pickle.dumps(batch[:10])) < 10 * 100 * 4 + 2000
 
 
-def test_tensors_leave_the_pickle_out_of_band_and_come_back_writable():
+def test_tensors_are_pickled_out_of_band_and_restored_writable():
     buffers = []
     data = pickle.dumps(
         DataProto.from_dict({"a": torch.zeros(1000)}), protocol=5, buffer_callback=buffers.append
@@ -287,14 +287,14 @@ def test_tensors_leave_the_pickle_out_of_band_and_come_back_writable():
     assert back.batch["a"].sum() == 1000
 
 
-def test_rows_that_share_an_object_pickle_it_once():
+def test_shared_objects_are_pickled_once():
     image = random.Random(0).randbytes(10_000)
     batch = DataProto.from_dict(non_tensors={"media": objects([image])}).repeat(8)
 
     assert len(pickle.dumps(batch)) < 15_000
 
 
-def test_a_batch_survives_the_disk(tmp_path):
+def test_a_batch_round_trips_through_the_disk(tmp_path):
     rows = [
         {"text": "x", "list": [1, 2.5, None, True], "tuple": (1, b"y")},
         {
@@ -319,20 +319,20 @@ def test_a_batch_survives_the_disk(tmp_path):
     assert second["number"] == 0.5
 
 
-def test_a_part_of_a_batch_stores_only_its_own_rows(tmp_path):
+def test_a_slice_stores_only_its_own_rows(tmp_path):
     DataProto.from_dict({"a": torch.zeros(1000, 100)})[:10].save_to_disk(tmp_path / "batch.pt")
 
     assert (tmp_path / "batch.pt").stat().st_size < 10_000
 
 
-def test_what_cannot_be_stored_safely_is_named(tmp_path):
+def test_an_unsafe_object_is_named(tmp_path):
     batch = DataProto.from_dict(non_tensors={"media": objects([None, {"images": [object()]}])})
 
     with pytest.raises(TypeError, match="`media`, row 1 holds a object, which cannot be stored safely"):
         batch.save_to_disk(tmp_path / "batch.pt")
 
 
-def test_loading_runs_no_code_from_the_file(tmp_path):
+def test_loading_executes_no_code_from_the_file(tmp_path):
     class Evil:
         def __reduce__(self):
             return (tmp_path.joinpath("harmed").touch, ())
@@ -358,7 +358,7 @@ def test_the_table_names_each_key_once_with_known_letters():
     assert {row.kind for row in BATCH_KEYS.values()} == {"int64", "float32", "mask", "object"}
 
 
-def test_a_batch_as_the_table_says_passes_the_check():
+def test_a_batch_that_matches_the_table_passes_the_check():
     full_batch().check()
     full_batch(position_ids=torch.zeros(2, 5, dtype=torch.int64)).check()
     full_batch(something_else=torch.zeros(2, 7)).check()
@@ -402,6 +402,6 @@ def test_a_batch_as_the_table_says_passes_the_check():
         ({"ground_truth": torch.zeros(2)}, "`ground_truth` must be an object array, got a tensor of float32"),
     ],
 )
-def test_a_key_that_breaks_the_table_is_named_with_what_was_expected_and_found(changes, message):
+def test_a_key_that_violates_the_table_is_an_error_with_expected_and_found(changes, message):
     with pytest.raises(BatchError, match=message):
         full_batch(**changes).check()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the keys that a batch may hold. To add a key, add a row to `BATCH_KEYS`.
+"""Table of the keys that a batch may hold. To add one, add a row to `BATCH_KEYS`.
 
-The letters of shapes, everywhere in the project:
+Shape letters, throughout the project:
 
     B  sequences in the batch      V  vocabulary            S  tokens on this rank under sequence parallelism
     P  prompt length, padded       H  attention heads       G  prompts (groups)
     R  response length, padded     D  head dimension        L  layers
     T  P + R                       N  packed tokens of all sequences
-    K  values of the reward function that are read one by one
+    K  separate values of the reward function
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from torch import Tensor
 
 
 class BatchError(ValueError, AssertionError):
-    """A batch that breaks a rule; also an `AssertionError`, which is what EasyR1's users catch."""
+    """An invalid batch; also an `AssertionError`, which EasyR1's users catch."""
 
 
 class BatchKey(NamedTuple):
     """One row of the table of batch keys."""
 
     name: str
-    dims: tuple[tuple[str | int, ...], ...]  # the shapes it may have, in the letters above
+    dims: tuple[tuple[str | int, ...], ...]  # allowed shapes, in the letters above
     kind: str  # "int64", "float32", "mask" (int64, zeros and ones) or "object"
     writer: str
     readers: str
@@ -76,18 +76,10 @@ BATCH_KEYS: dict[str, BatchKey] = {
 
 
 def check_columns(columns: Mapping[str, Tensor | np.ndarray], num_rows: int) -> None:
-    """Compare the columns of a batch with `BATCH_KEYS`; those that are not in the table pass.
-
-    Args:
-        columns: By key.
-        num_rows: Of the batch.
-
-    Raises:
-        BatchError: Names the key, what was expected and what was found.
-    """
+    """Raise unless the columns of a batch match `BATCH_KEYS`; keys outside of the table pass."""
     sizes: dict[str, tuple[int, str]] = {"B": (num_rows, "the batch")}
     rows = [row for name, row in BATCH_KEYS.items() if name in columns]
-    rows.sort(key=lambda row: "T" in row.dims[0])  # after those that say what P and R are
+    rows.sort(key=lambda row: "T" in row.dims[0])  # after the keys that define P and R
     for row in rows:
         value = columns[row.name]
         _check_dtype(row, value)
@@ -107,7 +99,7 @@ def _check_dtype(row: BatchKey, value: Tensor | np.ndarray) -> None:
 
 
 def _check_shape(row: BatchKey, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> None:
-    """Compare a shape with the table; `sizes` holds each letter's size and what set it, and is added to."""
+    """Check a shape; `sizes` collects the size of each letter and the key that defined it."""
     if "P" in sizes and "R" in sizes:
         sizes["T"] = (sizes["P"][0] + sizes["R"][0], f"{sizes['P'][1]} and {sizes['R'][1]}")
     expected = f"`{row.name}` must have shape " + " or ".join(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch that travels between stages; `batch_keys.py` has the table of the keys it may hold.
+"""The batch passed between stages; `batch_keys.py` lists the keys it may hold.
 
-`DataProto` keeps the public methods of EasyR1's class of the same name. `union`, `pop`, `rename`, `reorder`
-and `to` change the batch they are called on, as they do there; `merge`, `select`, indexing, `chunk`, `split`,
-`repeat` and `concat` return new batches that share tensors where they can.
+`DataProto` has the public methods of EasyR1's class. As there, `union`, `pop`, `rename`, `reorder` and `to`
+modify the batch in place; all others return new batches, which share tensors where possible.
 """
 
 import copy
@@ -39,7 +38,7 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """A batch: tensors and object arrays with the same number of rows, and what is said once about all rows.
+    """A batch: tensors and object arrays with the same number of rows, and metadata of the whole batch.
 
     Example::
 
@@ -57,7 +56,6 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        """Hold the parts; None for `batch` is a `TensorDict` without tensors and with the objects' rows."""
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
         rows = len(next(iter(self.non_tensor_batch.values()), ()))
@@ -66,7 +64,7 @@ class DataProto:
 
     def __len__(self) -> int:
         rows = self.batch.batch_size[0]
-        if rows == 0 and self.batch.is_empty():  # objects may have been put in since
+        if rows == 0 and self.batch.is_empty():  # objects may have been added since
             return len(next(iter(self.non_tensor_batch.values()), ()))
         return rows
 
@@ -77,25 +75,19 @@ class DataProto:
     def __getitem__(self, item: Index) -> "DataProto": ...
 
     def __getitem__(self, item: int | Index) -> "DataProto | DataProtoItem":
-        """Return one row for an integer, else a batch of the chosen rows (a view for a slice)."""
+        """Return one row for an integer, else a batch of the selected rows (a view for a slice)."""
         if isinstance(item, Tensor):
             item = item.tolist() if item.ndim == 0 else item.detach().cpu()
         tensors = TensorDict({}, batch_size=(len(self),)) if self.batch.is_empty() else self.batch
         if isinstance(item, (int, np.integer)):
-            return DataProtoItem(
-                tensors[int(item)],
-                {key: value[item] for key, value in self.non_tensor_batch.items()},
-                self.meta_info,
-            )
+            values = {key: value[item] for key, value in self.non_tensor_batch.items()}
+            return DataProtoItem(tensors[int(item)], values, self.meta_info)
         tensor_item, array_item = (item, item) if isinstance(item, slice) else _row_index(item)
-        return DataProto(
-            tensors[tensor_item],
-            {key: value[array_item] for key, value in self.non_tensor_batch.items()},
-            dict(self.meta_info),
-        )
+        arrays = {key: value[array_item] for key, value in self.non_tensor_batch.items()}
+        return DataProto(tensors[tensor_item], arrays, dict(self.meta_info))
 
     def __reduce__(self) -> tuple:
-        """Pickle tensors as NumPy arrays: Ray moves those through shared memory without another copy."""
+        # Ray moves NumPy arrays through shared memory without another copy.
         tensors = {key: _as_bytes(value) for key, value in self.batch.items()}
         return _unpickle, (tensors, len(self), self.non_tensor_batch, self.meta_info)
 
@@ -107,20 +99,7 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
     ) -> "DataProto":
-        """Build a batch from tensors and object arrays that share their first dimension.
-
-        Args:
-            tensors: By key; may be empty.
-            non_tensors: By key; lists are taken as well and become object arrays.
-            meta_info: What is said once about the whole batch.
-            num_batch_dims: Must be 1.
-
-        Returns:
-            The batch; it shares the tensors.
-
-        Raises:
-            BatchError: Lengths differ.
-        """
+        """Build a batch from tensors and object arrays (or lists) that share their first dimension."""
         if num_batch_dims != 1:
             raise BatchError(f"a batch has one batch dimension, got num_batch_dims={num_batch_dims}")
         arrays = {
@@ -138,20 +117,16 @@ class DataProto:
         cls, data: Mapping[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None
     ) -> "DataProto":
         """Build a batch from one dict whose values are tensors or object arrays."""
-        tensors, arrays = {}, {}
         for key, value in data.items():
-            if isinstance(value, Tensor):
-                tensors[key] = value
-            elif isinstance(value, np.ndarray):
-                arrays[key] = value
-            else:
+            if not isinstance(value, Tensor | np.ndarray):
                 raise BatchError(
                     f"`{key}` must be a tensor or an array made by `objects`, got {type(value).__name__}"
                 )
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info)
 
     def keys(self) -> list[str]:
-        """Every key, tensors first."""
         return [*_tensors(self), *self.non_tensor_batch]
 
     def select(
@@ -161,48 +136,43 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> "DataProto":
-        """Return a batch of the named keys; None keeps all of a kind. Tensors are shared."""
+        """Return a batch of the named keys; None keeps all. Only a missing tensor is an error."""
         tensors = _tensors(self)
         if batch_keys is not None:
             tensors = {key: self._require_tensor(key) for key in batch_keys}
-        arrays, meta_info = self.non_tensor_batch, self.meta_info
-        if non_tensor_batch_keys is not None:
-            wanted = set(non_tensor_batch_keys)
-            arrays = {key: value for key, value in arrays.items() if key in wanted}
-        if meta_info_keys is not None:
-            wanted = set(meta_info_keys)
-            meta_info = {key: value for key, value in meta_info.items() if key in wanted}
+        arrays = _only(self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = _only(self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         batch = TensorDict(tensors, batch_size=(len(self),)) if tensors else None
-        return DataProto(batch, dict(arrays), dict(meta_info))
+        return DataProto(batch, arrays, meta_info)
 
     def merge(self, other: "DataProto") -> "DataProto":
-        """Return a new batch with the keys of both; a key of both must be equal. Tensors are shared."""
+        """Return a new batch with the keys of both; common keys must be equal."""
         return self.select().union(other)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Return each row `repeat_times` times: a a b b if interleaved, else a b a b."""
+        """Repeat each row: a a b b if interleaved, else a b a b."""
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)]
 
     def chunk(self, chunks: int) -> list["DataProto"]:
-        """Split into `chunks` batches of equal length, in order. Tensors are views."""
+        """Split into `chunks` batches of equal length, in order."""
         if chunks < 1 or len(self) % chunks:
             raise BatchError(
                 f"a batch of {len(self)} rows cannot be split into {chunks} equal chunks:"
                 " pad it with `pad_dataproto_to_divisor`"
             )
         size = len(self) // chunks
-        return [self[start * size : (start + 1) * size] for start in range(chunks)]
+        return [self[index * size : (index + 1) * size] for index in range(chunks)]
 
     def split(self, split_size: int) -> list["DataProto"]:
-        """Split into batches of `split_size` rows; the last holds the rest. Tensors are views."""
+        """Split into batches of `split_size` rows; the last one may be shorter."""
         return [self[start : start + split_size] for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: list["DataProto"]) -> "DataProto":
-        """Join batches of the same keys, in order; `meta_info` is the first one's."""
+        """Concatenate batches with the same keys; `meta_info` is that of the first."""
         if not data:
             raise BatchError("cannot concatenate an empty list of batches")
         first = data[0]
@@ -211,9 +181,7 @@ class DataProto:
                 raise BatchError(
                     f"batch {number} has the keys {sorted(other.keys())}, batch 0 {sorted(first.keys())}"
                 )
-        tensors = {
-            key: _concat_tensors(key, [_tensors(part)[key] for part in data]) for key in _tensors(first)
-        }
+        tensors = {key: _concat_tensors(key, [part.batch[key] for part in data]) for key in _tensors(first)}
         arrays = {
             key: np.concatenate([part.non_tensor_batch[key] for part in data])
             for key in first.non_tensor_batch
@@ -228,19 +196,15 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator["DataProto"]:
-        """Yield mini-batches of `mini_batch_size` rows, `epochs` times over, through a torch `DataLoader`."""
+        """Yield mini batches over `epochs` passes through a torch `DataLoader`."""
         if len(self) % mini_batch_size:
             raise BatchError(
-                f"a batch of {len(self)} rows cannot be cut into mini-batches of {mini_batch_size} rows"
+                f"a batch of {len(self)} rows cannot be split into mini batches of {mini_batch_size} rows"
             )
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        loader = DataLoader(
-            range(len(self)),  # pyright: ignore[reportArgumentType] - any sequence serves as a data set
-            batch_size=mini_batch_size,
-            collate_fn=self.__getitem__,
-            generator=generator,
-            **(dataloader_kwargs or {}),
-        )
+        options = {**(dataloader_kwargs or {}), "batch_size": mini_batch_size, "collate_fn": self.__getitem__}
+        if seed is not None:
+            options["generator"] = torch.Generator().manual_seed(seed)
+        loader = DataLoader(range(len(self)), **options)  # pyright: ignore[reportArgumentType] - any sequence
         for _ in range(epochs):
             yield from loader
 
@@ -250,82 +214,68 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> "DataProto":
-        """Take the named keys out of this batch and return them as a batch."""
-        batch_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
-        tensors = {key: self._require_tensor(key) for key in batch_keys}
-        self.batch = self.batch.exclude(*batch_keys)
-        arrays = {key: self.non_tensor_batch.pop(key) for key in array_keys}
+        """Remove the named keys from this batch and return them as a batch."""
+        tensors = {key: self._require_tensor(key) for key in batch_keys or ()}
+        self.batch = self.batch.exclude(*tensors)
+        arrays = {key: self.non_tensor_batch.pop(key) for key in non_tensor_batch_keys or ()}
         meta_info = {key: self.meta_info.pop(key) for key in meta_info_keys or ()}
         return DataProto.from_dict(tensors, arrays, meta_info)
 
     def rename(self, old_keys: str | list[str], new_keys: str | list[str]) -> "DataProto":
-        """Rename tensors of this batch and return it."""
-        old_keys = [old_keys] if isinstance(old_keys, str) else old_keys
-        new_keys = [new_keys] if isinstance(new_keys, str) else new_keys
-        if len(old_keys) != len(new_keys):
-            raise BatchError(f"each key needs one new name, got {len(new_keys)} for {len(old_keys)} keys")
-        names = dict(zip(old_keys, new_keys, strict=True))
-        for key in old_keys:
+        old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
+        if len(old) != len(new):
+            raise BatchError(f"each key needs one new name, got {len(new)} for {len(old)} keys")
+        for key in old:
             self._require_tensor(key)
+        names = dict(zip(old, new, strict=True))
         tensors = {names.get(key, key): value for key, value in _tensors(self).items()}
         self.batch = TensorDict(tensors, batch_size=(len(self),))
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Add the keys of `other` to this batch and return it; a key of both must be equal."""
+        """Add the keys of `other` to this batch and return it; common keys must be equal."""
         if self.keys() and other.keys() and len(self) != len(other):
-            raise BatchError(f"cannot unite batches of {len(self)} and {len(other)} rows")
-        tensors = _united(_tensors(self), _tensors(other))
-        arrays = _united(self.non_tensor_batch, other.non_tensor_batch)
-        meta_info = _united(self.meta_info, other.meta_info)
+            raise BatchError(f"cannot combine batches of {len(self)} and {len(other)} rows")
         rows = len(other) if other.keys() else len(self)
-        self.batch = TensorDict(tensors, batch_size=(rows,))
-        self.non_tensor_batch, self.meta_info = arrays, meta_info
+        tensors = _union(_tensors(self), _tensors(other))
+        arrays = _union(self.non_tensor_batch, other.non_tensor_batch)
+        self.meta_info = _union(self.meta_info, other.meta_info)
+        self.batch, self.non_tensor_batch = TensorDict(tensors, batch_size=(rows,)), arrays
         return self
 
     def reorder(self, indices: Tensor) -> None:
-        """Put the rows of this batch into the order of `indices`."""
         ordered = self[indices]
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def to(self, device: torch.device | str) -> "DataProto":
-        """Move the tensors of this batch to `device` and return it."""
         self.batch = self.batch.to(device)
         return self
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to one file that `load_from_disk` reads without running code from it.
+        """Write one file that `load_from_disk` reads without executing code from it.
 
-        The format is a dict of tensors and plain objects in torch's `weights_only` format. Objects may be
-        built of None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, lists, tuples and
-        dicts; anything else is a `TypeError` that names the key.
+        Objects may contain None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, lists,
+        tuples and dicts; anything else is a `TypeError` that names the key.
         """
-        torch.save(
-            {
-                "format": DISK_FORMAT,
-                "tensors": {key: value.detach().cpu().clone() for key, value in _tensors(self).items()},
-                "objects": {
-                    key: [encode(value, f"`{key}`, row {row}") for row, value in enumerate(array)]
-                    for key, array in self.non_tensor_batch.items()
-                },
-                "meta_info": encode(self.meta_info, "`meta_info`"),
-            },
-            filepath,
-        )
+        tensors = {key: value.detach().cpu().clone() for key, value in _tensors(self).items()}
+        columns = {
+            key: [encode(value, f"`{key}`, row {row}") for row, value in enumerate(array)]
+            for key, array in self.non_tensor_batch.items()
+        }
+        meta_info = encode(self.meta_info, "`meta_info`")
+        # Torch's `weights_only` format.
+        data = {"format": DISK_FORMAT, "tensors": tensors, "objects": columns, "meta_info": meta_info}
+        torch.save(data, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> "DataProto":
-        """Read what `save_to_disk` wrote; object columns come back as object arrays."""
         data = torch.load(filepath, map_location="cpu", weights_only=True)
         if not isinstance(data, dict) or data.get("format") != DISK_FORMAT:
             raise ValueError(f"{filepath}: not a batch written by `DataProto.save_to_disk`")
-        arrays = {
-            key: objects([decode(value) for value in values]) for key, values in data["objects"].items()
-        }
+        arrays = {key: objects(map(decode, values)) for key, values in data["objects"].items()}
         return DataProto.from_dict(data["tensors"], arrays, decode(data["meta_info"]))
 
     def check_consistency(self) -> None:
-        """Check that everything in the batch has the same number of rows."""
         if len(self.batch.batch_size) != 1:
             raise BatchError(f"a batch has one batch dimension, got {tuple(self.batch.batch_size)}")
         for key, value in self.non_tensor_batch.items():
@@ -335,23 +285,16 @@ class DataProto:
                 raise BatchError(f"`{key}` has {len(value)} rows, the batch {len(self)}")
 
     def check(self) -> None:
-        """Compare every key with `BATCH_KEYS`: shapes that agree, dtypes, masks of 0 and 1, finite numbers.
-
-        Keys that are not in the table need only have one row for each sequence.
-
-        Raises:
-            BatchError: Names the key, what was expected and what was found.
-        """
+        """Check rows, and for keys in `BATCH_KEYS` also shapes, dtypes, masks and finite values."""
         self.check_consistency()
         check_columns({**_tensors(self), **self.non_tensor_batch}, len(self))
 
     def print_size(self, prefix: str = "") -> None:
-        """Log how much memory the batch takes."""
+        """Log the memory used by the batch."""
         tensors = sum(value.nbytes for value in _tensors(self).values()) / 2**30
         arrays = sum(value.nbytes for value in self.non_tensor_batch.values()) / 2**30
-        logger.info(
-            "%s batch: rows=%d tensors_gb=%.3f object_arrays_gb=%.3f", prefix, len(self), tensors, arrays
-        )
+        text = "%s batch: rows=%d tensors_gb=%.3f object_arrays_gb=%.3f"
+        logger.info(text, prefix, len(self), tensors, arrays)
 
     def _require_tensor(self, key: str) -> Tensor:
         if key not in self.batch:
@@ -360,7 +303,7 @@ class DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows from the batch's start until `size_divisor` divides its length; also return how many."""
+    """Append rows from the start until `size_divisor` divides the length; also return their number."""
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
@@ -370,7 +313,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Remove the rows that `pad_dataproto_to_divisor` appended."""
     return data[: len(data) - pad_size] if pad_size else data
 
 
@@ -378,10 +320,14 @@ def _tensors(data: DataProto) -> dict[str, Tensor]:
     return dict(data.batch.items())
 
 
+def _only(items: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
+    wanted = items.keys() if keys is None else set(keys)
+    return {key: value for key, value in items.items() if key in wanted}
+
+
 def _row_index(item: list | np.ndarray | Tensor) -> tuple[Tensor, np.ndarray]:
     index = torch.as_tensor(item)
-    if index.numel() == 0:
-        index = index.long()
+    index = index if index.numel() else index.long()  # an empty list becomes a tensor of floats
     return index, index.numpy()
 
 
@@ -392,29 +338,27 @@ def _concat_tensors(key: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _united(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _union(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     for key in theirs:
         if key in mine and not same(mine[key], theirs[key]):
-            raise BatchError(f"`{key}` is in both batches with different values")
+            raise BatchError(f"`{key}` has different values in the two batches")
     return {**mine, **theirs}
 
 
 def _as_bytes(tensor: Tensor) -> tuple[np.ndarray, tuple[int, ...], torch.dtype]:
-    """Return a tensor's bytes, shape and dtype: bytes because NumPy has no bfloat16."""
+    # Bytes, because NumPy has no bfloat16.
     tensor = tensor.detach().cpu().contiguous()
     return tensor.view(-1).view(torch.uint8).numpy(), tuple(tensor.shape), tensor.dtype
 
 
-def _unpickle(
-    tensors: dict[str, tuple], length: int, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
-) -> DataProto:
+def _unpickle(tensors: dict[str, tuple], length: int, *others: dict[str, Any]) -> DataProto:
     batch = TensorDict({key: _as_tensor(*value) for key, value in tensors.items()}, batch_size=(length,))
-    return DataProto(batch, arrays, meta_info)
+    return DataProto(batch, *others)
 
 
 def _as_tensor(data: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if data.size == 0:
         return torch.empty(shape, dtype=dtype)
-    # Memory shared by Ray is read-only and may be another rank's input too: torch must get its own copy.
+    # Ray's shared memory is read-only and may also be another rank's input: torch needs its own copy.
     data = data if data.flags.writeable else data.copy()
     return torch.from_numpy(data).view(dtype).view(shape)

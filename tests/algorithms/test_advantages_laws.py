@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every advantage estimator."""
+"""Laws of all advantage estimators."""
 
 from dataclasses import fields, replace
 
@@ -63,7 +63,7 @@ def test_results_are_finite_float32_without_gradient_and_zero_outside_of_the_res
 
 @every_estimator
 @pytest.mark.parametrize("filler", [0.0, float("inf"), -1e30])
-def test_what_stands_in_the_padding_does_not_matter(name, filler):
+def test_the_content_of_the_padding_does_not_matter(name, filler):
     inputs = inputs_for(name, gamma=0.9)  # with NaN
     others = {
         field: value.masked_fill(inputs.response_mask == 0, filler)
@@ -93,7 +93,7 @@ def test_wider_padding_does_not_matter(name):
 
 
 @every_estimator
-def test_a_bool_mask_is_as_good_as_ones_and_zeros(name):
+def test_a_bool_mask_equals_an_integer_mask(name):
     inputs = inputs_for(name)
 
     found = ADV_ESTIMATORS[name](replace(inputs, response_mask=inputs.response_mask.bool()))
@@ -113,7 +113,7 @@ def test_the_order_of_the_rows_does_not_matter(name):
 
 
 @every_estimator
-def test_a_row_without_a_response_token_takes_no_part(name):
+def test_a_row_without_a_response_token_is_ignored(name):
     inputs = inputs_for(name)
     kept = inputs.response_mask.any(-1).nonzero().flatten()
     assert 0 < len(kept) < len(inputs.group_ids)
@@ -127,7 +127,7 @@ def test_a_row_without_a_response_token_takes_no_part(name):
 
 
 @every_estimator
-def test_inputs_are_left_as_they_are(name):
+def test_inputs_are_not_modified(name):
     inputs = inputs_for(name, gamma=0.9)
     before = {field: value.clone() for field, value in tensors_of(inputs).items()}
 
@@ -137,7 +137,7 @@ def test_inputs_are_left_as_they_are(name):
 
 
 @every_estimator
-def test_a_batch_without_response_tokens_gives_zeros_or_says_what_it_needs(name):
+def test_a_batch_without_response_tokens_gives_zeros_or_a_clear_error(name):
     inputs = inputs_for(name)
     empty = replace(inputs, response_mask=torch.zeros_like(inputs.response_mask))
 
@@ -165,7 +165,7 @@ def test_a_single_token_cannot_be_whitened(name):
 
 
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name in NEEDS for field in NEEDS[name]])
-def test_a_missing_input_is_an_error_that_says_where_it_comes_from(name, field):
+def test_a_missing_input_is_an_error_that_names_its_source(name, field):
     inputs = replace(inputs_for(name), **{field: None})
 
     with pytest.raises(ValueError, match=rf"`algorithm.adv_estimator` {name} needs `{field}`: \w"):
@@ -173,7 +173,7 @@ def test_a_missing_input_is_an_error_that_says_where_it_comes_from(name, field):
 
 
 @pytest.mark.parametrize("name", sorted(set(ADV_ESTIMATORS.names()) - set(NEEDS)))
-def test_an_estimator_that_names_no_further_input_needs_none(name):
+def test_estimators_work_without_the_inputs_of_others(name):
     inputs = inputs_for(name)
 
     bare = AdvantageInputs(inputs.token_level_rewards, inputs.response_mask, inputs.group_ids)
@@ -218,7 +218,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(nam
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "prime"])
 def test_whitening_survives_a_large_mean(name):
-    # A mean a thousand times the deviation, as of an untrained critic: float32 sums of squares would lose it.
+    # A mean of a thousand deviations, as for an untrained critic: float32 sums of squares would lose it.
     mask = torch.ones(200, 8, dtype=torch.int64)
     noise = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
     rewards = torch.zeros(200, 8).index_fill(1, torch.tensor([7]), 1000.0) + noise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every estimator against a second one: Python floats and a loop for each sum."""
+"""Every estimator against a second implementation: Python floats and a loop for each sum."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.algorithms.advantage_batches import ROWS, TOKENS, inputs_for
-from verl.algorithms import advantage_passes
+from verl.algorithms import advantage_math
 from verl.algorithms.advantages import ADV_ESTIMATORS
 
 
@@ -155,7 +155,7 @@ def token_baseline(batch, place_of, token_at):
         place = place_of(i, t)
         own = batch.to_go(batch.rewards, i, t)
         if all(place > place_of(j, batch.kept[j][-1]) for j in batch.peers(i) if j != i):
-            return own  # nobody is left to compare with
+            return own  # no other response
         met = [(j, token_at(j, place)) for j in batch.peers(i) if token_at(j, place) is not None]
         weights = [energy(j, s) for j, s in met]
         weighted = math.fsum(
@@ -191,7 +191,7 @@ def prime(batch):
     means = {i: statistics.fmean(rewards[i][t] for t in batch.kept[i]) for i in batch.rows}
     accuracies = inputs.accuracies.tolist()
 
-    def beside_others(own, of_row, i):
+    def leave_one_out(own, of_row, i):
         n = len(batch.peers(i))
         if n == 1:
             return own
@@ -200,8 +200,8 @@ def prime(batch):
     mixed = [[0.0] * TOKENS for _ in range(ROWS)]
     for i in batch.rows:
         for t in batch.kept[i]:
-            mixed[i][t] = inputs.process_coef * beside_others(rewards[i][t], means, i)
-        mixed[i][batch.kept[i][-1]] += inputs.accuracy_coef * beside_others(accuracies[i], accuracies, i)
+            mixed[i][t] = inputs.process_coef * leave_one_out(rewards[i][t], means, i)
+        mixed[i][batch.kept[i][-1]] += inputs.accuracy_coef * leave_one_out(accuracies[i], accuracies, i)
     returns = batch.per_token(lambda i, t: batch.to_go(mixed, i, t))
     return batch.whitened(returns), returns
 
@@ -233,7 +233,7 @@ def in_full(per_token):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
-def test_an_estimator_equals_its_formula_in_loops(name, options, seed):
+def test_an_estimator_equals_a_reference_loop(name, options, seed):
     inputs = inputs_for(name, seed, **options)
 
     expected = REFERENCES[name](Batch(inputs))
@@ -245,15 +245,15 @@ def test_an_estimator_equals_its_formula_in_loops(name, options, seed):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_an_estimator_does_not_feel_where_its_blocks_are_cut(name, monkeypatch):
+def test_block_boundaries_do_not_change_the_result(name, monkeypatch):
     whole = ADV_ESTIMATORS[name](inputs_for(name, gamma=0.9))
-    monkeypatch.setattr(advantage_passes, "BLOCK_TOKENS", 5 * TOKENS)
-    monkeypatch.setattr(advantage_passes, "BLOCK_COLUMNS", 3)
+    monkeypatch.setattr(advantage_math, "BLOCK_TOKENS", 5 * TOKENS)
+    monkeypatch.setattr(advantage_math, "BLOCK_COLUMNS", 3)
 
     cut = ADV_ESTIMATORS[name](inputs_for(name, gamma=0.9))
 
     torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_every_registered_estimator_has_its_loops():
+def test_every_registered_estimator_has_a_reference_loop():
     assert sorted(REFERENCES) == ADV_ESTIMATORS.names()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators in which a token answers for what comes after it."""
+"""Estimators with an advantage per token."""
 
 import math
 
@@ -26,7 +26,7 @@ def assert_result(found, advantages, returns):
     torch.testing.assert_close(found.returns, torch.tensor(returns), atol=1e-6, rtol=1e-5)
 
 
-def test_gae_is_the_discounted_sum_of_what_the_critic_did_not_expect():
+def test_gae_is_the_discounted_sum_of_residuals():
     # Last token: delta 4 - 2 = 2. First: delta 0 + 0.5 * 2 - 1 = 0, A = 0 + 0.25 * 2 = 0.5. Returns A + V.
     # Whitened: 0.5 and 2 become -Z and Z.
     inputs = make_inputs([[0, 4.0]], [[1, 1]], [0], values=[[1.0, 2.0]], gamma=0.5, lam=0.5)
@@ -34,7 +34,7 @@ def test_gae_is_the_discounted_sum_of_what_the_critic_did_not_expect():
     assert_result(gae(inputs), [[-Z, Z]], [[1.5, 4.0]])
 
 
-def test_gae_passes_over_what_the_policy_did_not_write():
+def test_gae_skips_tokens_that_the_policy_did_not_write():
     inputs = make_inputs(
         [[0, 7.0, 4.0, NAN]], [[1, 0, 1, 0]], [0], values=[[1.0, NAN, 2.0, 5.0]], gamma=0.5, lam=0.5
     )
@@ -42,7 +42,7 @@ def test_gae_passes_over_what_the_policy_did_not_write():
     assert_result(gae(inputs), [[-Z, 0, Z, 0]], [[1.5, 0, 4.0, 0]])
 
 
-def test_gae_without_discount_learns_the_sum_of_the_rewards():
+def test_gae_returns_without_discount_are_the_sums_of_the_rewards():
     # gamma = lam = 1: returns are what is earned from here on, whatever the critic says.
     inputs = make_inputs(
         [[1.0, 2.0, 3.0], [4.0, 0, 0]],
@@ -71,7 +71,7 @@ def test_reinforce_plus_plus_carries_a_reward_over_a_tool_call(gamma, first):
     torch.testing.assert_close(reinforce_plus_plus(inputs).returns, torch.tensor([[first, 0, 0, 4.0]]))
 
 
-def test_remax_takes_off_the_score_of_the_greedy_response():
+def test_remax_subtracts_the_score_of_the_greedy_response():
     # Returns (3, 2) and 3; greedy scores 2 and 5.
     inputs = make_inputs([[1.0, 2.0], [3.0, 9.0]], [[1, 1], [1, 0]], [0, 1], reward_baselines=[2.0, 5.0])
 
@@ -87,7 +87,7 @@ def token_inputs(rewards, mask, **options):
     return make_inputs(rewards, mask, [0, 0], log_probs=log_probs, sum_squared_probs=squares, **options)
 
 
-def test_the_optimal_token_baseline_leans_to_the_responses_that_move_the_gradient_most():
+def test_the_optimal_token_baseline_weights_responses_by_gradient_norm():
     # W: (0.5, 1) and (1.25, 1.25). G: (1, 1) and (0, 0). Baselines 0.5 / 1.75 = 2/7 and 1 / 2.25 = 4/9.
     inputs = token_inputs([[0, 1.0], [0, 0]], [[1, 1], [1, 1]])
 
@@ -102,8 +102,8 @@ def test_the_optimal_token_baseline_squares_the_importance_weights():
 
 
 @pytest.mark.parametrize("estimator", [optimal_token_baseline, tir_optimal_token_baseline])
-def test_past_the_second_longest_response_of_a_group_the_baseline_is_zero(estimator):
-    # The first two positions as above; at the last two nobody is left to compare with.
+def test_the_baseline_is_zero_past_the_second_longest_response(estimator):
+    # The first two positions as above; at the last two there is no other response.
     inputs = token_inputs([[0, 0, 0, 1.0], [0, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 0, 0]])
 
     torch.testing.assert_close(
@@ -112,7 +112,7 @@ def test_past_the_second_longest_response_of_a_group_the_baseline_is_zero(estima
 
 
 @pytest.mark.parametrize("estimator", [optimal_token_baseline, tir_optimal_token_baseline])
-def test_a_response_without_peers_has_no_token_baseline(estimator):
+def test_a_lone_response_has_no_token_baseline(estimator):
     inputs = make_inputs(
         [[1.0, 2.0]], [[1, 1]], [0], log_probs=[[HALF, HALF]], sum_squared_probs=[[0.5, 0.5]]
     )
@@ -121,7 +121,7 @@ def test_a_response_without_peers_has_no_token_baseline(estimator):
 
 
 @pytest.mark.parametrize("estimator", [optimal_token_baseline, tir_optimal_token_baseline])
-def test_a_token_baseline_of_certain_tokens_stays_finite(estimator):
+def test_a_token_baseline_is_finite_for_tokens_of_probability_one(estimator):
     # w is 0 where the policy was certain: no gradient to reduce the variance of, and 0 / (0 + 1e-8).
     inputs = make_inputs(
         [[1.0], [0.0]], [[1], [1]], [0, 0], log_probs=[[0.0], [0.0]], sum_squared_probs=[[1.0], [1.0]]
@@ -130,9 +130,9 @@ def test_a_token_baseline_of_certain_tokens_stays_finite(estimator):
     assert_result(estimator(inputs), [[1.0], [0.0]], [[1.0], [0.0]])
 
 
-def test_the_baseline_with_tool_calls_compares_the_tokens_that_the_policy_wrote():
-    # The first response's second token stands at position 2, behind a tool's output; it meets the other's
-    # second token at position 1, as if the tool had said nothing. By position each stands alone: baseline G.
+def test_the_tool_call_baseline_aligns_tokens_written_by_the_policy():
+    # The first response's second token is at position 2, after tool output; it is compared with the other's
+    # second token at position 1. By position each is alone: the baseline is G.
     inputs = token_inputs([[0, 5.0, 1.0], [0, 0, 0]], [[1, 0, 1], [1, 1, 0]])
 
     by_own_tokens = tir_optimal_token_baseline(inputs).advantages
@@ -153,7 +153,7 @@ def prime_inputs(**options):
     )
 
 
-def test_prime_adds_process_rewards_and_accuracy_each_beside_its_peers():
+def test_prime_adds_process_rewards_and_accuracy_with_leave_one_out_baselines():
     # Means 1 and 0, n = 2: process 2 * q - 1 = 1 and -1 at every token; accuracy 2 * a - 1 = 1 and -1 at the
     # last one. Tokens (1, 2) and (-1, -2), returns (3, 2) and (-3, -2): mean 0, variance 26 / 3.
     inputs = prime_inputs(process_coef=1.0, accuracy_coef=1.0, normalize_process_rewards=False)
@@ -176,7 +176,7 @@ def test_prime_scales_the_process_rewards_by_their_largest_return():
     )
 
 
-def test_prime_leaves_a_response_without_peers_as_it_is():
+def test_prime_keeps_the_rewards_of_a_lone_response():
     # Returns: 1 * (q + q) + 2 * a and 1 * q + 2 * a, with q 0.5 and a 1.
     inputs = make_inputs(
         [[0, 0]],

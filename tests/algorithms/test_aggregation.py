@@ -50,7 +50,7 @@ def test_the_gradient_is_the_weight_of_each_token(mode, weights):
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("split", [[[0, 1, 2]], [[0], [1], [2]], [[2, 0], [], [1]], [[1, 2], [0]]])
-def test_shares_of_micro_batches_add_up_to_the_loss_of_the_mini_batch(mode, split):
+def test_micro_batch_losses_sum_to_the_mini_batch_loss(mode, split):
     denominators = denominators_of(MASK)
     whole = aggregate_loss(LOSS, MASK, mode, denominators)
 
@@ -103,7 +103,7 @@ def test_a_mini_batch_without_tokens_has_loss_zero(mode):
     assert aggregate_loss(LOSS, mask, mode, denominators_of(mask)) == 0
 
 
-def test_in_seq_sum_norm_the_other_responses_do_not_change_the_weight_of_a_token():
+def test_in_seq_sum_norm_token_weights_do_not_depend_on_other_responses():
     def weight(mask):
         loss = LOSS.clone().requires_grad_()
         value = aggregate_loss(loss, mask, "seq_sum_norm", denominators_of(mask))
@@ -115,7 +115,7 @@ def test_in_seq_sum_norm_the_other_responses_do_not_change_the_weight_of_a_token
 
 
 @pytest.mark.parametrize("max_length", [math.nan, 0.0, -1.0])
-def test_seq_sum_norm_needs_the_longest_response_that_is_allowed(max_length):
+def test_seq_sum_norm_needs_a_maximum_length(max_length):
     denominators = count_denominators(MASK)._replace(max_length=max_length)
 
     with pytest.raises(ValueError, match=r"seq_sum_norm divides by `data.max_response_length`"):

@@ -21,7 +21,7 @@ def test_the_weight_rises_while_entropy_is_low_and_stops_at_its_maximum():
     assert run(controller(), [0.1, 0.1, 0.19, 0.0]) == pytest.approx([0.001, 0.002, 0.003, 0.003])
 
 
-def test_there_is_no_bonus_while_entropy_is_at_the_target_or_above_but_the_weight_is_remembered():
+def test_there_is_no_bonus_at_or_above_the_target_but_the_weight_is_kept():
     # c goes 1, 2, 3 thousandths, down to 2 and 1 while paused, and is 2 when entropy is low again.
     entropies = [0.1, 0.1, 0.1, 0.2, 0.5, 0.1]
 
@@ -32,11 +32,11 @@ def test_the_weight_falls_no_lower_than_its_minimum():
     assert run(controller(0.001, minimum=0.001), [0.5, 0.5, 0.1]) == pytest.approx([0, 0, 0.002])
 
 
-def test_before_the_first_step_the_weight_is_the_options():
+def test_before_the_first_step_the_weight_is_that_of_the_options():
     assert controller(0.002).coef == 0.002
 
 
-def test_an_entropy_that_is_not_a_number_changes_nothing():
+def test_a_nan_entropy_changes_nothing():
     assert run(controller(), [0.1, float("nan"), 0.1]) == pytest.approx([0.001, 0.001, 0.002])
 
 
@@ -52,14 +52,14 @@ def test_an_adaptive_controller_resumes_where_it_stopped_paused_or_not(before):
     assert run(resumed, [0.1, 0.3, 0.1]) == run(unbroken, [0.1, 0.3, 0.1])
 
 
-def test_the_state_of_a_fixed_controller_leaves_an_adaptive_one_at_its_options():
+def test_an_adaptive_controller_ignores_the_state_of_a_fixed_one():
     adaptive = controller(0.002)
     adaptive.load_state_dict(FixedEntropyController(0.5).state_dict())
 
     assert adaptive.coef == 0.002
 
 
-def test_a_fixed_controller_stays_where_it_is():
+def test_a_fixed_controller_never_changes():
     fixed = FixedEntropyController(0.01)
     fixed.load_state_dict(controller(0.002).state_dict())
 
@@ -67,6 +67,6 @@ def test_a_fixed_controller_stays_where_it_is():
 
 
 @pytest.mark.parametrize(("coef", "minimum"), [(0.004, 0.0), (0.0, 0.001)])
-def test_a_start_outside_of_the_bounds_is_refused(coef, minimum):
+def test_an_initial_weight_outside_of_the_bounds_is_rejected(coef, minimum):
     with pytest.raises(ValueError, match=rf"`worker.actor.entropy_coef` \({coef}\) must lie between"):
         controller(coef, minimum)

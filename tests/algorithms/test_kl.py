@@ -62,7 +62,7 @@ def test_the_gradient_pulls_towards_the_reference(kind):
     assert torch.autograd.grad(loss, log_probs)[0].sign().tolist() == [[1, -1]]
 
 
-def test_low_var_kl_is_bounded_and_its_gradient_ends_at_the_bound():
+def test_low_var_kl_is_bounded_and_has_no_gradient_beyond_the_bound():
     log_probs = torch.tensor([[-50.0, 0.0]], requires_grad=True)
 
     kl = kl_divergence(log_probs, torch.tensor([[0.0, -50.0]]), ONES, "low_var_kl")
@@ -147,12 +147,12 @@ def test_full_is_the_given_divergence_on_response_tokens():
     assert torch.autograd.grad(kl.sum(), full_kl)[0].tolist() == [[1.0, 0.0], [1.0, 1.0]]
 
 
-def test_full_without_the_divergence_over_the_vocabulary_is_refused():
+def test_full_without_the_divergence_over_the_vocabulary_is_rejected():
     with pytest.raises(ValueError, match=r"`algorithm.kl_penalty` full needs the KL over the vocabulary"):
         kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2), ONES, "full")
 
 
-def test_an_estimator_without_the_references_log_probs_is_refused():
+def test_an_estimator_without_reference_log_probs_is_rejected():
     with pytest.raises(ValueError, match=r"kl needs `ref_log_probs`"):
         kl_divergence(torch.zeros(1, 2), None, ONES, "kl", torch.zeros(1, 2))
 
@@ -162,12 +162,12 @@ def test_a_full_divergence_that_would_broadcast_is_rejected():
         kl_divergence(torch.zeros(1, 2), None, ONES, "full", torch.zeros(1, 1))
 
 
-def test_an_unknown_estimator_is_answered_with_the_known_ones():
+def test_an_unknown_estimator_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"abs\+.*'full'.*'low_var_kl\+'.*got 'k3'"):
         kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2), ONES, "k3")
 
 
-def test_a_fixed_controller_stays_where_it_is():
+def test_a_fixed_controller_never_changes():
     controller = FixedKLController(0.01)
     controller.update(current_kl=9.0, n_steps=1000)
     controller.load_state_dict(AdaptiveKLController(0.5, target=0.1, horizon=100).state_dict())
@@ -193,7 +193,7 @@ def test_an_adaptive_controller_moves_towards_its_target(current_kl, expected):
     assert controller.kl_coef == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_divergence_that_is_not_a_number_leaves_an_adaptive_controller_as_it_is():
+def test_a_nan_kl_does_not_change_an_adaptive_controller():
     controller = AdaptiveKLController(0.2, target=0.1, horizon=1000)
 
     controller.update(float("nan"), n_steps=64)

@@ -83,7 +83,7 @@ def test_ppo_raises_good_tokens_and_lowers_bad_ones():
     assert grad.sign().tolist() == [[-1, -1, 1, 1]]
 
 
-def test_ppo_stops_pushing_where_a_bound_holds_and_only_there():
+def test_ppo_has_no_gradient_exactly_where_a_bound_is_active():
     #         above the upper bound   below the lower one     dual bound
     ratios = [[1.4, 1.4, 0.7, 0.7, 2.9, 3.1]]
     inputs = make_inputs(ratios, [[1.0, -1.0, 1.0, -1.0, -1.0, -1.0]])
@@ -100,7 +100,7 @@ def test_ppo_with_wide_bounds_is_the_surrogate_without_clipping():
     torch.testing.assert_close(gradient(inputs), torch.tensor([[-0.01, 0.5, -3.0, 20.0]]))
 
 
-def test_ppo_has_its_own_bound_on_each_side():
+def test_ppo_has_separate_bounds():
     inputs = make_inputs([[1.25, 0.75]], [[1.0, -1.0]])  # bounds 0.8 and 1.3
 
     assert ppo(inputs).statistics["pg_clipfrac_higher"].tolist() == [[0, 1]]
@@ -118,7 +118,7 @@ def test_ppo_stays_finite_for_ratios_that_overflow():
     assert gradient(inputs).isfinite().all()
 
 
-def test_ppo_lets_nothing_out_of_the_padding():
+def test_ppo_ignores_the_padding():
     dirty = PolicyLossInputs(
         torch.tensor([[-1.0, NAN, -1.0], [-2.0, -1.0, math.inf]], requires_grad=True),
         torch.tensor([[-1.1, -1.0, NAN], [-2.0, -1.0, 0.0]]),
@@ -203,7 +203,7 @@ def test_sapo_fades_with_the_distance_from_ratio_one():
     assert share[-1] < 1e-6
 
 
-def test_clip_cov_leaves_selected_tokens_out():
+def test_clip_cov_drops_selected_tokens():
     #   A   ratio   PPO without the dual bound
     #   1   1.1     -1.1
     #   1   1.1     selected: 0
@@ -220,7 +220,7 @@ def test_clip_cov_leaves_selected_tokens_out():
     assert statistics["pg_clipfrac_higher"].tolist() == [[0, 0, 1, 0]]
 
 
-def test_kl_cov_charges_selected_tokens_for_their_distance():
+def test_kl_cov_penalizes_the_log_ratio_of_selected_tokens():
     # The penalty is 0.1 |log ratio|, its gradient 0.1 towards the old policy.
     e = math.e
     selected = torch.tensor([[True, False, True]])
@@ -274,7 +274,7 @@ def test_dppo_kl_by_hand():
     assert statistics["pg_clipfrac_higher"].tolist() == [[0, 1, 0, 0, 1, 0]]
 
 
-def test_dppo_kl_measures_both_bounds_on_the_divergence():
+def test_dppo_kl_applies_both_bounds_to_the_divergence():
     # KL at 0.75 and 0.25 is 0.1438: on either side of bounds a little above and below.
     def is_clipped(bound):
         inputs = inputs_of_probabilities(
@@ -287,7 +287,7 @@ def test_dppo_kl_measures_both_bounds_on_the_divergence():
 
 
 @pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
-def test_dppo_is_finite_for_certain_and_for_impossible_tokens(loss):
+def test_dppo_is_finite_for_probabilities_of_one_and_zero(loss):
     inputs = PolicyLossInputs(
         torch.tensor([[0.0, -200.0, 0.0, -200.0]], requires_grad=True),
         torch.tensor([[0.0, 0.0, -200.0, -200.0]]),
@@ -307,7 +307,7 @@ def test_dro_by_hand():
     assert_close(gradient(inputs, dro), [[-1.75]])
 
 
-def test_dro_is_at_rest_where_the_log_ratio_is_the_advantage_over_beta():
+def test_dro_is_minimal_at_a_log_ratio_of_advantage_over_beta():
     inputs = make_inputs([[math.exp(3.0), math.exp(-1.5)]], [[6.0, -3.0]], dro_beta=2.0)
 
     assert_close(gradient(inputs, dro), [[0.0, 0.0]])
@@ -349,7 +349,7 @@ def test_weights_multiply_the_losses_of_tokens():
     assert found.statistics is loss.statistics
 
 
-def test_a_sequence_is_weighted_by_the_geometric_mean_of_its_tokens_weights():
+def test_a_sequence_weight_is_the_geometric_mean_of_its_token_weights():
     # Weights 1/2, 2, 8: the cube root of 8 is 2. A weight of zero makes the mean zero.
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
     loss = geo_mean(make_inputs([[1.0] * 3] * 3, [[1.0] * 3] * 3, mask=mask.tolist()))

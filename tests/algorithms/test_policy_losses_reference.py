@@ -43,7 +43,7 @@ def make_inputs(spread=0.8, rows=12, width=7):
 
 
 def bounded(ratio, a, dual=math.inf):
-    """-A ratio, where the bound on its side replaces the ratio by a number."""
+    """-A ratio, with the ratio replaced by its bound where one is active."""
     if a >= 0:
         return -a * (ratio if ratio < 1 + HIGH else 1 + HIGH)
     if ratio < 1 - LOW:
@@ -97,7 +97,7 @@ def reference_token(name, p, old, ratio, a, selected):
         "dppo_kl": lambda: reference_dppo(
             p, old, a, (kl <= HIGH or move <= 0) if a > 0 else (kl <= LOW or move >= 0)
         ),
-        # The square completed: it differs by what does not depend on the policy.
+        # The completed square differs by a term that does not depend on the policy.
         "dro": lambda: (a - 0.7 * ratio.log()) ** 2 / 1.4 - a * old.log() - a**2 / 1.4,
     }
     return losses[name]()
@@ -187,7 +187,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, split)
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
-def test_nothing_comes_out_of_the_padding(name, dtype):
+def test_padding_has_no_loss_and_no_gradient(name, dtype):
     clean = make_inputs()
     padding = clean.response_mask == 0
     dirty = replace(

@@ -41,7 +41,7 @@ def test_beta_enters_the_loss_once():
     assert loss.item() == pytest.approx(math.log(1 + math.e))
 
 
-def test_a_model_that_has_not_moved_holds_every_response_for_a_coin_toss():
+def test_an_unchanged_model_predicts_a_probability_of_one_half():
     log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
     rewards = process_rewards(log_probs, log_probs, torch.ones(2, 2), beta=0.05)
 
@@ -108,7 +108,7 @@ def test_large_scores_stay_finite():
     assert rewards.grad.flatten().tolist() == [1.0, -1.0]
 
 
-def test_tensors_that_would_broadcast_are_refused():
+def test_tensors_that_would_broadcast_are_rejected():
     with pytest.raises(ValueError, match=r"ref_log_probs \(2, 1\)"):
         process_rewards(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3), beta=1.0)
     with pytest.raises(ValueError, match=r"accuracies \(2, 1\)"):
@@ -116,7 +116,7 @@ def test_tensors_that_would_broadcast_are_refused():
 
 
 @pytest.mark.parametrize("wrong", [-0.5, 1.5, NAN])
-def test_an_accuracy_outside_of_zero_and_one_is_refused_by_its_key(wrong):
+def test_an_accuracy_outside_of_zero_and_one_is_an_error_that_names_its_key(wrong):
     check_accuracies(torch.tensor([0.0, 0.5, 1.0]), "accuracy")
 
     with pytest.raises(ValueError, match=r"`algorithm.prime_accuracy_key` \(points\) .* in 1 of 2 responses"):

@@ -58,7 +58,7 @@ def test_the_generator_alone_decides():
     assert torch.get_rng_state().equal(state)
 
 
-def test_a_generator_goes_on_where_it_stood():
+def test_a_restored_generator_continues_its_sequence():
     weights = torch.rand(64, generator=seeded(1))
     generator = seeded(2)
     resample(weights, generator)
@@ -81,6 +81,6 @@ def test_a_negative_power_is_an_error():
 
 
 @pytest.mark.parametrize("scores", [torch.ones(2, 2), torch.ones(0), torch.tensor([1.0, float("nan")])])
-def test_scores_that_are_no_list_of_numbers_are_an_error(scores):
+def test_scores_that_are_not_finite_vectors_are_an_error(scores):
     with pytest.raises(ValueError, match="scores to resample by must be"):
         resampling_weights(scores, "pow", 2.0)

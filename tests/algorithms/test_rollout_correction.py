@@ -52,18 +52,18 @@ def test_weights_by_hand(arguments, expected):
     assert_equal(weights(*arguments), [[float(value) for value in row] for row in expected])
 
 
-def test_normalised_token_weights_have_mean_one_over_response_tokens():
+def test_normalized_token_weights_have_mean_one_over_response_tokens():
     # Cut at 3: 2 + 0.5 + 3 + 0.125 + 2 = 7.625 over five tokens.
     assert_equal(weights("token", "3", True) * (7.625 / 5), [[2, 0.5, 3], [0.125, 0, 2], [0, 0, 0.0]])
 
 
-def test_normalised_sequence_weights_have_mean_one_over_sequences_not_tokens():
+def test_normalized_sequence_weights_have_mean_one_over_sequences():
     # Cut at 3: (3 + 0.25) / 2 = 1.625; the empty third sequence does not count.
     a, b = 3 / 1.625, 0.25 / 1.625
     assert_equal(weights("sequence", "3", True), [[a, a, a], [b, 0, b], [0, 0, 0]])
 
 
-def test_normalising_weights_that_are_all_dropped_leaves_zeros():
+def test_normalizing_all_zero_weights_leaves_zeros():
     assert weights("sequence", "0.9_1.1", True).eq(0).all()
 
 
@@ -105,7 +105,7 @@ def test_rejections_by_hand(names, thresholds, expected):
     assert kept(names, thresholds) == expected
 
 
-def test_rejections_compare_log_ratios_that_cannot_be_exponentiated():
+def test_rejections_handle_log_ratios_that_overflow():
     trainer, rollout = torch.tensor([[-500.0, 0.0]]), torch.tensor([[0.0, -500.0]])
 
     result = rejection_mask(
@@ -147,7 +147,7 @@ def loop_metrics(trainer, rollout, mask):
     }
 
 
-def test_the_differences_are_those_of_loops_over_tokens():
+def test_the_mismatch_metrics_equal_a_loop_over_tokens():
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(7, 9, generator=generator) * 3
     trainer = rollout + torch.randn(7, 9, generator=generator) * 0.2
@@ -163,7 +163,7 @@ def test_the_differences_are_those_of_loops_over_tokens():
     }
 
 
-def test_equal_policies_differ_in_nothing():
+def test_equal_policies_have_no_mismatch():
     metrics = correction_metrics(ROLLOUT, ROLLOUT, MASK, spec("token", "2", True, "token_k1", "2"))
 
     ones = {"ppl_ratio", "rollout_is_eff_sample_size", "rollout_is_batch_norm_factor"}
@@ -213,7 +213,7 @@ def test_statistics_of_sequence_weights_by_hand():
     assert metrics["rollout_corr/rollout_is_oob_ratio"] == 1
 
 
-def test_rejected_shares_of_tokens_and_sequences_for_each_rejection_and_all():
+def test_rejected_fractions_per_rejection_and_in_total():
     # token_k1 within 1/3_3 rejects one token of either sequence, seq_sum_k1 all of the second.
     metrics = correction_metrics(
         TRAINER, ROLLOUT, MASK, spec(rejections="token_k1,seq_sum_k1", thresholds="3,0.3_5")
@@ -247,7 +247,7 @@ def test_shapes_that_would_broadcast_are_rejected(function):
 
 
 @pytest.mark.parametrize("mask", [MASK.bool(), MASK.float()])
-def test_any_kind_of_mask_does(mask):
+def test_any_mask_dtype_works(mask):
     both = spec("sequence", "3", True, ",".join(REJECTIONS), ",".join(["3"] * len(REJECTIONS)))
 
     torch.testing.assert_close(
@@ -266,6 +266,6 @@ def test_any_kind_of_mask_does(mask):
         (("token", "2.0", False, "token_k1", "1"), "rollout_rs_threshold` of token_k1"),
     ],
 )
-def test_wrong_options_are_named(arguments, message):
+def test_invalid_options_are_named(arguments, message):
     with pytest.raises(ValueError, match=f"`algorithm.rollout_correction.{message}"):
         spec(*arguments)

@@ -48,7 +48,7 @@ def test_gspo_by_hand(loss):
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
-def test_gspo_and_gspo_token_are_equal_where_the_advantages_of_a_response_are(mode):
+def test_gspo_equals_gspo_token_for_equal_advantages_in_a_response(mode):
     generator = torch.Generator().manual_seed(0)
     log_ratios = (torch.randn(6, 5, generator=generator) * 0.3).tolist()
     advantages = torch.randn(6, 1, generator=generator).expand(6, 5).tolist()
@@ -65,8 +65,8 @@ def test_gspo_and_gspo_token_are_equal_where_the_advantages_of_a_response_are(mo
     assert grads[0].ne(0).any()
 
 
-def test_gspo_shares_the_push_of_a_token_with_its_response_and_gspo_token_does_not():
-    # Ratio 1, advantages 3 and -1: in gspo both are pushed by the mean 1, in gspo_token each by its own.
+def test_gspo_shares_a_tokens_gradient_with_its_response_and_gspo_token_does_not():
+    # Ratio 1, advantages 3 and -1: in gspo both follow the mean 1, in gspo_token each its own.
     inputs = make_inputs([[0.0, 0.0]], [[3.0, -1.0]], [[1, 1]])
 
     assert_close(gspo(inputs).per_token, [[-3.0, 1.0]])
@@ -133,7 +133,7 @@ def test_sppo_by_hand():
     assert is_sequence_level
 
 
-def test_sppo_is_at_rest_where_the_log_ratio_is_the_target():
+def test_sppo_is_minimal_at_the_target_log_ratio():
     inputs = make_inputs([[0.5, 1.5], [-1.0, -2.0]], [[1.0, 1.0], [-1.5, -1.5]], [[1, 1]] * 2, sppo_eta=2.0)
 
     assert_close(gradient(inputs, sppo), [[0.0, 0.0], [0.0, 0.0]])

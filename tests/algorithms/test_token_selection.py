@@ -57,7 +57,7 @@ def test_covariances_by_hand():
     assert covariances(inputs).tolist() == [2, 0, -2, 0]
 
 
-def test_kl_cov_takes_the_tokens_of_the_largest_covariance():
+def test_kl_cov_selects_the_largest_covariances():
     # Deviations of A 3, 1, -1, -3 and of the log-probs 1, -1, 1, -1: covariances 3, -1, -1, 3.
     # Three quarters of four tokens are three: both of 3, one of the two of -1.
     inputs = make_inputs([3.0, 1.0, -1.0, -3.0], [-1.0, -3.0, -1.0, -3.0], ratio=0.5)
@@ -68,11 +68,11 @@ def test_kl_cov_takes_the_tokens_of_the_largest_covariance():
 
 
 @pytest.mark.parametrize(("ratio", "number"), [(2e-4, 1), (0.0, 1), (0.0012, 4), (0.5, 2000), (1.0, 4000)])
-def test_kl_cov_takes_the_floor_of_the_share_and_at_least_one(ratio, number):
+def test_kl_cov_rounds_down_but_selects_at_least_one(ratio, number):
     assert kl_cov(random_inputs(ratio=ratio)).sum() == number
 
 
-def test_clip_cov_takes_only_unclipped_tokens_between_its_bounds():
+def test_clip_cov_selects_only_unclipped_tokens_between_its_bounds():
     # Deviations of A 4, 2, -1, -5 and of the log-probs 1, 1, -1, -1: covariances 4, 2, 1, 5.
     # The ratio of the second is e^0.5 with a positive advantage: clipped.
     inputs = make_inputs(
@@ -86,16 +86,16 @@ def test_clip_cov_takes_only_unclipped_tokens_between_its_bounds():
     assert chosen(clip_cov(replace(inputs, lower=0.5, upper=5.5))) == [0, 2, 3]
 
 
-def test_clip_cov_chooses_nothing_where_there_is_no_candidate():
+def test_clip_cov_without_candidates_selects_nothing():
     assert not clip_cov(random_inputs(lower=1e6, upper=1e7)).any()
 
 
 @pytest.mark.parametrize(("ratio", "number"), [(2e-4, 1), (0.0012, 4), (0.01, 40)])
-def test_clip_cov_takes_the_floor_of_the_share_of_all_tokens(ratio, number):
+def test_clip_cov_selects_a_fraction_of_all_tokens_rounded_down(ratio, number):
     assert clip_cov(random_inputs(ratio=ratio, lower=0.5)).sum() == number
 
 
-def test_clip_cov_takes_all_candidates_where_there_are_fewer_than_its_share():
+def test_clip_cov_selects_all_candidates_if_there_are_too_few():
     inputs = random_inputs(ratio=1.0, lower=1.0, upper=5.0)
     cov = covariances(inputs)
 
@@ -104,7 +104,7 @@ def test_clip_cov_takes_all_candidates_where_there_are_fewer_than_its_share():
 
 @pytest.mark.parametrize("name", list(TOKEN_SELECTIONS))
 @pytest.mark.parametrize("seed", range(5))
-def test_the_choice_does_not_depend_on_the_order_of_the_tokens(name, seed):
+def test_the_selection_does_not_depend_on_token_order(name, seed):
     inputs = random_inputs(seed=seed, ratio=0.01)  # rounded numbers: many covariances are equal
     order = torch.randperm(4000, generator=torch.Generator().manual_seed(seed))
 
@@ -115,7 +115,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_tokens(name, seed):
     assert torch.equal(covariances(permuted(inputs, order)), covariances(inputs)[order])
 
 
-def test_equal_tokens_are_chosen_by_the_seed():
+def test_ties_are_broken_by_the_seed():
     inputs = make_inputs([1.0, -1.0] * 500, [-1.0, -2.0] * 500, ratio=0.05)  # all covariances are 0.5
 
     first, again, other = (kl_cov(replace(inputs, seed=seed)) for seed in (1, 1, 2))
@@ -125,7 +125,7 @@ def test_equal_tokens_are_chosen_by_the_seed():
     assert first.sum() == other.sum() == 50
 
 
-def test_every_candidate_is_chosen_as_often_as_any_other():
+def test_candidates_are_selected_with_equal_probability():
     # 20 candidates, one chosen with each of 2000 seeds: 100 expected, standard deviation 9.7.
     inputs = make_inputs([1.0, -1.0] * 10, [-1.0, -2.0] * 10, ratio=0.05, lower=0.1)
 
@@ -136,7 +136,7 @@ def test_every_candidate_is_chosen_as_often_as_any_other():
 
 
 @pytest.mark.parametrize("seed", [0, 7, -3, 2**63 - 1, 10**30])
-def test_hashes_are_those_of_splitmix64(seed):
+def test_hashes_equal_splitmix64(seed):
     assert splitmix(0) == 0xE220A8397B1DCDAF  # the generator's first number from state 0
     row_ids = torch.tensor([0, 0, 5, 123456789])
     positions = torch.tensor([0, 1, 0, 4095])
@@ -149,11 +149,11 @@ def test_hashes_are_those_of_splitmix64(seed):
 
 
 @pytest.mark.parametrize("name", list(TOKEN_SELECTIONS))
-def test_a_mini_batch_without_tokens_has_no_choice(name):
+def test_a_mini_batch_without_tokens_selects_nothing(name):
     assert TOKEN_SELECTIONS[name](make_inputs([], [])).tolist() == []
 
 
-def test_a_row_that_the_batch_holds_twice_takes_part_twice():
+def test_a_duplicated_row_counts_twice():
     inputs = make_inputs([3.0, 1.0, -1.0, -3.0], [-1.0, -3.0, -1.0, -3.0], ratio=0.5)
     twice = permuted(inputs, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
 
@@ -169,5 +169,5 @@ def test_tensors_that_would_broadcast_are_rejected(name, field):
         TOKEN_SELECTIONS[name](replace(inputs, **{field: getattr(inputs, field)[:1]}))
 
 
-def test_every_selection_has_a_loss_of_its_name():
+def test_every_selection_has_a_loss_of_the_same_name():
     assert set(TOKEN_SELECTIONS) <= set(POLICY_LOSSES)

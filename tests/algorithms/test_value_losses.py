@@ -52,7 +52,7 @@ def test_the_value_loss_by_hand():
     torch.testing.assert_close(statistics["vpred_mean"], inputs.values.detach())
 
 
-def test_without_a_bound_it_is_half_the_squared_error():
+def test_the_value_loss_without_a_bound_is_half_the_squared_error():
     inputs = make_inputs([[5.0, -3.0]], [[0.0, 0.0]], [[1.0, 1.0]], cliprange_value=math.inf)
 
     torch.testing.assert_close(clipped_value_loss(inputs).per_token, torch.tensor([[8.0, 8.0]]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attempts for the supervisor that train nothing; a process of its own imports them, so without torch."""
+"""Attempts for the supervisor without any training; a separate process imports them, so no torch."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from verl.trainer.run.exit_status import ExitStatus
 
 WAIT_S = 7.0
 LOST = ExitStatus(1, "a worker was lost", 3, may_go_away=True)
-WRONG = ExitStatus(1, "an exception that would come again", 3)
+WRONG = ExitStatus(1, "an exception that would be raised again", 3)
 DONE = ExitStatus(0, step=5)
 
 
@@ -34,12 +34,12 @@ def be_wrong(config: RunTree, patience_s: float | None) -> ExitStatus:
 
 
 def patience_of(config: RunTree) -> list[str]:
-    """With which patience each attempt was made."""
+    """Return the patience of each attempt."""
     return _file(config).read_text().split()
 
 
 def _note(config: RunTree, patience_s: float | None) -> int:
-    """Write down that an attempt is made; returns how many there were."""
+    """Record an attempt; return the number of attempts so far."""
     with _file(config).open("a") as file:
         file.write(f"{patience_s}\n")
     return len(patience_of(config))

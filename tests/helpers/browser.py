@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real headless Chromium, or the reason why there is none."""
+"""A real headless Chromium for tests."""
 
 import os
 import shutil
@@ -15,12 +15,12 @@ ADVICE = "no Chromium: `apt-get install chromium`, or `python3 -m playwright ins
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Start the machine's Chromium, or playwright's own; skips the test where there is neither."""
+    """Start the installed Chromium or playwright's; skip the test if there is neither."""
     with sync_playwright() as playwright:
         found = next(filter(None, map(shutil.which, NAMES)), None) or playwright.chromium.executable_path
         if not os.path.exists(found):
             pytest.skip(ADVICE)
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses root a sandbox
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # no sandbox for root
         browser = playwright.chromium.launch(executable_path=found, args=arguments)
         yield browser
         browser.close()

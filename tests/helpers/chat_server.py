@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small real HTTP server that speaks the chat protocol, for tests of what a good server rarely does."""
+"""A small real HTTP server with the chat protocol, for tests of unusual replies."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Reply(NamedTuple):
-    """What the server answers to one request."""
+    """Reply to one request."""
 
     text: str | None = "Score: 7"
     status: int = 200
@@ -20,7 +20,7 @@ class Reply(NamedTuple):
 
 
 class ChatServer:
-    """Answers with `replies` in turn, the last one for ever; `requests` are the bodies it has seen."""
+    """Sends `replies` in turn and then repeats the last one; `requests` has the received bodies."""
 
     def __init__(self, *replies):
         self.replies = list(replies) or [Reply()]
@@ -71,7 +71,7 @@ class ChatServer:
                     self.end_headers()
                     self.wfile.write(body)
                 except (BrokenPipeError, ConnectionResetError):
-                    self.close_connection = True  # the client has given up
+                    self.close_connection = True  # the client disconnected
 
             def log_message(self, *_):
                 pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of single models, written at once."""
+"""Checkpoints of single models, written synchronously."""
 
 from verl.checkpoint.sharded import take_snapshot, write_snapshot
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function on several real gloo processes and collect what each rank returns."""
+"""Run a function on several real gloo processes and collect the result of each rank."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -47,10 +47,10 @@ def _enter(
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300
 ) -> list[Any]:
-    """Call `function(rank, world_size, *args)` on `world_size` processes; returns the results by rank.
+    """Call `function(rank, world_size, *args)` on `world_size` processes; return the results by rank.
 
-    The function is a module-level one and returns picklable values: numpy or plain numbers rather than
-    tensors. A rank that raises fails the test with its traceback, and the others are stopped.
+    The function must be defined at module level and return picklable values: NumPy or plain numbers instead
+    of tensors. A rank that raises fails the test with its traceback, and the others are stopped.
     """
     context = mp.get_context("spawn")
     results = context.Queue()

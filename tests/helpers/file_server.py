@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small real HTTP server of files, and of answers that no good server gives."""
+"""A small real HTTP server of files and of faulty responses."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FileServer:
-    """Answers `/NAME` by `answers[NAME]`: the bytes of a file, or a function of the handler.
+    """Responds to `/NAME` with `answers[NAME]`: the bytes of a file, or a function of the handler.
 
     `asked` counts the requests for each name.
     """
@@ -40,7 +40,7 @@ class FileServer:
                 try:
                     (answer if callable(answer) else content(answer))(self)
                 except (BrokenPipeError, ConnectionResetError):
-                    self.close_connection = True  # the client has given up
+                    self.close_connection = True  # the client disconnected
 
             def log_message(self, *_):
                 pass
@@ -49,7 +49,7 @@ class FileServer:
 
 
 def content(body, **headers):
-    """A file; a header `Content_Length` may say what is not true."""
+    """Send a file; the header `Content_Length` may be set to a wrong value."""
 
     def answer(handler):
         handler.send_response(200)
@@ -62,7 +62,7 @@ def content(body, **headers):
 
 
 def status(code, **headers):
-    """An answer without a file."""
+    """Send a status without a file."""
 
     def answer(handler):
         handler.send_response(code)
@@ -74,13 +74,13 @@ def status(code, **headers):
 
 
 def in_turn(*answers):
-    """One answer after another, the last one for ever."""
+    """Send the answers in turn, then repeat the last one."""
     left = list(answers)
     return lambda handler: (left.pop(0) if len(left) > 1 else left[0])(handler)
 
 
 def for_ever(piece, pause_s=0.0, start=b"HTTP/1.1 200 OK\r\n\r\n"):
-    """An answer without end."""
+    """Send an endless response."""
 
     def answer(handler):
         handler.wfile.write(start)
@@ -92,5 +92,5 @@ def for_ever(piece, pause_s=0.0, start=b"HTTP/1.1 200 OK\r\n\r\n"):
 
 
 def silence(handler):
-    """No answer."""
+    """Do not respond."""
     time.sleep(30)

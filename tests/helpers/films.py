@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos of any codec, container and length, whose every frame differs from its neighbours."""
+"""Videos of any codec, container and length, in which adjacent frames differ."""
 
 import itertools
 from fractions import Fraction
@@ -9,7 +9,7 @@ import av
 import numpy as np
 
 MILLISECOND = Fraction(1, 1000)
-FASTSTART = {"movflags": "faststart"}  # the index first, so that a file that is cut keeps it
+FASTSTART = {"movflags": "faststart"}  # index first, so that a truncated file keeps it
 UNEVEN = (20, 40, 41, 42, 80, 500)  # milliseconds from frame to frame
 
 
@@ -24,7 +24,7 @@ def save_film(
     fps: int = 24,
     size: tuple[int, int] = (56, 56),
 ) -> str:
-    """A pattern that moves by a pixel from frame to frame; `uneven` gives frames times of their own."""
+    """Save a pattern that moves by one pixel per frame; `uneven` makes the frame times irregular."""
     width, height = size
     pattern = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     pattern = pattern.repeat(8, 0).repeat(8, 1)
@@ -49,6 +49,6 @@ def save_film(
 
 
 def every_frame(path: str) -> list[np.ndarray]:
-    """All frames (height, width, 3) in order, by plain decoding."""
+    """Decode all frames (height, width, 3) in order."""
     with av.open(path) as container:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]

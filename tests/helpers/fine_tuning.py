@@ -28,7 +28,7 @@ SMALL = [
 
 
 def write_conversations(folder: Path, name: str, count: int, seed: int, with_images: bool = False) -> Path:
-    """The quickstart's questions with their answers; returns the file."""
+    """Write the quickstart's questions with their answers; return the file."""
     questions = write_questions(folder, name, count, seed=seed, with_images=with_images)
     rows = []
     for line in questions.read_text().splitlines():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures that end or hold up the process that reads them: a format of their own, which Pillow opens.
+"""Images that crash or block the process that reads them, in a custom format registered with Pillow.
 
-The decoder is real to everything that calls it. It is written here because files that crash the decoders of
-today are mended tomorrow.
+A custom decoder, because decoders get fixed: a file that crashes one today may not crash it tomorrow.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ from pathlib import Path
 from PIL import Image, ImageFile
 
 MARK = b"HOSTILE"
-DEEDS = {
+ACTIONS = {
     "abort": os.abort,
     "segfault": lambda: ctypes.string_at(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -24,33 +23,33 @@ DEEDS = {
 ENDINGS = {"abort": "SIGABRT", "segfault": "SIGSEGV", "kill": "SIGKILL"}
 
 
-def do(deed: str) -> None:
-    """Do a deed, without a stack on the screen."""
+def do(action: str) -> None:
+    """Perform an action without printing a stack."""
     faulthandler.disable()
-    DEEDS[deed]()
+    ACTIONS[action]()
 
 
 class HostileImage(ImageFile.ImageFile):
-    """56 x 56 black pixels, if anybody lives to see them."""
+    """56 x 56 black pixels, if the process survives."""
 
     format = "HOSTILE"
 
     def _open(self):
-        _, self.stage, self.deed = self.fp.read(64).decode().split()
+        _, self.stage, self.action = self.fp.read(64).decode().split()
         self._size, self._mode = (56, 56), "RGB"
         if self.stage == "header":
-            do(self.deed)
+            do(self.action)
 
     def load(self):
-        if self.deed == "kill_once":
+        if self.action == "kill_once":
             self.kill_once()
         else:
-            do(self.deed)
+            do(self.action)
         self.im = Image.new(self.mode, self.size).im
         return self.im.pixel_access(True)
 
     def kill_once(self):
-        """Die as one does of others' memory, but not of one's own."""
+        """Die only the first time, like a process killed for the memory use of others."""
         path = Path(f"{self.filename}.seen")
         if not path.exists():
             path.touch()
@@ -60,7 +59,7 @@ class HostileImage(ImageFile.ImageFile):
 Image.register_open(HostileImage.format, HostileImage, lambda prefix: prefix.startswith(MARK))
 
 
-def save_hostile(path: Path, deed: str, stage: str = "pixels") -> str:
-    """A picture that does a deed when its header or its pixels are read, `kill_once` a single time."""
-    path.write_bytes(b" ".join([MARK, stage.encode(), deed.encode()]))
+def save_hostile(path: Path, action: str, stage: str = "pixels") -> str:
+    """Save an image that performs an action when its header or its pixels are read."""
+    path.write_bytes(b" ".join([MARK, stage.encode(), action.encode()]))
     return str(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small real images and videos for tests, the same every time."""
+"""Small real images and videos for tests, deterministic."""
 
 import io
 from pathlib import Path
@@ -26,7 +26,7 @@ def image_bytes(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def save_video(path: Path, width: int, height: int, num_frames: int, fps: int = 8, seed: int = 0) -> str:
-    """A video whose every frame has its own grey level, coded by what PyAV brings along."""
+    """Save a video with a different gray level in every frame, using PyAV's codecs."""
     codec = "ffv1" if path.suffix == ".mkv" else "mpeg4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps)

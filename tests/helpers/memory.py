@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's model really takes beside what is planned for it: peaks of resident memory by phase."""
+"""Measured peaks of a worker's resident memory by phase, for comparison with the plan."""
 
 import gc
 import json
@@ -29,7 +29,7 @@ from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.sft import DataParallelSFT
 from verl.workers.sharded_model import Place, ShardedModel
 
-PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
+PAGES_OF_ITS_OWN = 1 << 16  # size in bytes above which the allocator maps each tensor separately
 PEAK, NOW = "VmHWM:", "VmRSS:"
 OF_THE_MODEL = ("weights", "first rank reads", "gradients", "optimizer", "gathered weights", "activations")
 FIRST_TOKEN, LAST_TOKEN = 10, 250  # of the tiny models' text
@@ -54,7 +54,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a rank: all of the full length, groups of `n` with the same prompt."""
+    """Rows of one rank, all of full length, in groups of `n` with the same prompt."""
 
     prompts: int = 2
     n: int = 2
@@ -67,27 +67,18 @@ Works = list[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What is measured of a kind of run.
+    """Measurement of one kind of run."""
 
-    Attributes:
-        phases: `load`, then those of `works`.
-        section: Class of `worker.actor`.
-        mini_batch: Of a rank, as the options count it.
-        planned: The run with such a section.
-        works: What the worker does with its model and rows.
-        options: Of the section beside.
-    """
-
-    phases: tuple[str, ...]
-    section: Callable[..., PolicyConfig]
-    mini_batch: int
+    phases: tuple[str, ...]  # `load`, then those of `works`
+    section: Callable[..., PolicyConfig]  # class of `worker.actor`
+    mini_batch: int  # of one rank, in the unit of the option
     planned: Callable[[PolicyConfig, Rows, int], PlannedRun]
     works: Callable[[PolicyConfig, Rows, ShardedModel, DataProto], Works]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # more options of the section
 
 
 class Case(NamedTuple):
-    """A model with its options, and the rows of a rank."""
+    """A model with its options, and the rows of one rank."""
 
     kind: Kind
     actor: PolicyConfig
@@ -101,12 +92,12 @@ def resident(name: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """The most since `forget_peak`: resident memory, or what tensors took of a GPU."""
+    """Peak since `forget_peak` of resident memory, or of tensors on a GPU."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else resident(PEAK)
 
 
 def forget_peak(device: str) -> int:
-    """Let the peak begin at what is there now, and return that."""
+    """Reset the peak to the current size, and return it."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -116,7 +107,7 @@ def forget_peak(device: str) -> int:
 
 
 def make_rows(rows: Rows) -> DataProto:
-    """Random rows with what an update reads."""
+    """Random rows with the inputs of an update."""
     generator = torch.Generator().manual_seed(0)
     total, width = rows.prompts * rows.n, rows.prompt_length + rows.response_length
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (total, width), generator=generator)
@@ -139,15 +130,9 @@ def make_rows(rows: Rows) -> DataProto:
 def make_case(
     kind: Kind, folder: str | Path, rows: Rows, *, checkpointing: bool, world_size: int = 1, rank: int = 0
 ) -> Case:
-    """`worker.actor` with several micro batches in an update, so that gradients add up.
+    """Build a `worker.actor` with several micro batches per update, so that gradients accumulate.
 
-    Args:
-        kind: Of the run.
-        folder: Of the model.
-        rows: Of a rank.
-        checkpointing: Activations are recomputed.
-        world_size: Ranks.
-        rank: Of adapters; 0 trains the weights.
+    `rank` is that of LoRA adapters; 0 trains the weights.
     """
     actor = kind.section(
         global_batch_size=kind.mini_batch * world_size,
@@ -162,7 +147,7 @@ def make_case(
 
 
 def planned_phases(case: Case, world_size: int = 1, device: str = "cpu") -> dict[str, int]:
-    """What the plan of a run with these options says of the model alone."""
+    """Planned bytes of the model alone in a run with these options, by phase."""
     run = case.kind.planned(case.actor, case.rows, world_size)
     plan = plan_memory(run, read_shape, find_machine(device, 100))
     return {
@@ -179,16 +164,10 @@ def planned_phases(case: Case, world_size: int = 1, device: str = "cpu") -> dict
 def measure_phases(
     cases: Sequence[Case], world_size: int = 1, *, keeps_freed: bool = False
 ) -> list[dict[str, int]]:
-    """Bytes above those of the process without models at the peak of each phase, the largest of all ranks.
+    """Measure the peak of each phase in bytes above the process without models, the maximum of all ranks.
 
-    A tiny model runs before all others, so that what code and libraries take is there before anything counts.
-    A tensor's memory goes back to the system when it is freed: glibc's own threshold, which rises as a
-    process runs, would leave some of it resident.
-
-    Args:
-        cases: Of one kind.
-        world_size: Ranks that share the model.
-        keeps_freed: Leave the allocator as it is.
+    A tiny model runs first, so that the memory of code and libraries does not count. Freed tensors are
+    returned to the system, unless `keeps_freed`: glibc's own threshold rises over time and keeps some.
     """
     threshold = {} if keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(PAGES_OF_ITS_OWN)}
     with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, threshold):
@@ -209,7 +188,7 @@ def _measure_cases(rank: int, world_size: int, tiny: Path, cases: list[Case]) ->
 
 
 def measure(case: Case, device: str, world_size: int = 1) -> dict[str, int]:
-    """Bytes of this process above what it had before, at the peak of each phase."""
+    """Measure the peak of each phase in bytes above the initial size of this process."""
     kind, config, rows = case
     batch, peaks = make_rows(rows), {}
     base = forget_peak(device)
@@ -262,7 +241,7 @@ def _planned_sft(actor: PolicyConfig, rows: Rows, world_size: int) -> PlannedRun
 
 
 def _sft_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: DataProto) -> Works:
-    """All tokens of a row but the first are learned; the second update finds the optimizer's state there."""
+    """Train on all tokens but the first; the second update already has optimizer state."""
     assert isinstance(config, SFTActorConfig)
     batch.batch["responses"] = batch.batch["input_ids"][:, 1:]
     batch.batch["response_mask"] = torch.ones_like(batch.batch["responses"])

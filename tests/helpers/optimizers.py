@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of parameters alone, of every kind that optimizers tell apart, and gradients for it."""
+"""A model with every kind of parameter that optimizers distinguish, and gradients for it."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ IN_BF16 = ("adamw_bf16", "adamw_bf16_sr")
 
 
 def has_torchao() -> bool:
-    """Whether `adamw_8bit` can be used here."""
+    """Return True if `adamw_8bit` is available."""
     return importlib.util.find_spec("torchao") is not None
 
 
@@ -29,7 +29,7 @@ MARKED_STRATEGIES = [
 
 
 class Parameters(nn.Module):
-    """Rows that two ranks share unevenly, three matrices that are not large, a stack, a table, a vector."""
+    """An embedding, matrices (one shards unevenly over two ranks), stacked experts and a vector."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -45,23 +45,23 @@ class Parameters(nn.Module):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard it in place, as one unit."""
+    """Shard in place, as one unit."""
     fully_shard(model, mesh=mesh)
     return model
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor over all ranks."""
+    """Gather the tensor from all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_values(model: nn.Module) -> dict[str, list]:
-    """Every parameter as numbers."""
+    """Return every parameter as numbers."""
     return {name: whole(param.detach()).float().tolist() for name, param in model.named_parameters()}
 
 
 def gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each trained parameter with a gradient that depends on its name and the step alone."""
+    """Yield each trained parameter with a gradient that depends only on its position and the step."""
     for number, param in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * step + number)
         grad = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -72,7 +72,7 @@ def gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter, Tenso
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, schedule: WarmupSchedule | None, steps: range
 ) -> None:
-    """Optimizer steps with the gradients of these steps."""
+    """Run optimizer steps with the gradients of these steps."""
     for step in steps:
         for param, grad in gradients(model, step):
             if isinstance(param, DTensor):

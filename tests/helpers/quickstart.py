@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a small run needs: the quickstart's questions, and a tiny model to learn them."""
+"""Inputs of a small run: the quickstart's questions and a tiny model."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,9 @@ from shapes import write_questions
 
 
 def make_folder(folder: Path, family: str = "qwen2", *, train: int = 16, val: int = 5) -> Path:
-    """Fill a folder with `model`, `train.jsonl` and `val.jsonl`; returns it.
+    """Fill a folder with `model`, `train.jsonl` and `val.jsonl`, and return it.
 
-    Args:
-        folder: To fill.
-        family: Of the tiny model; the questions are about images unless it is "qwen2".
-        train: Questions to learn.
-        val: Questions held out.
+    The questions have images unless the model's family is "qwen2".
     """
     save_tiny_model(folder / "model", family)
     for name, count, seed in (("train", train, 1), ("val", val, 2)):

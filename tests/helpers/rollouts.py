@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as folders, with logs and kept rollouts, without training."""
+"""Run folders with logs and kept rollouts, without training."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ WORDS = ["the", " red", " square", " is", " left", " of", " a", " circle", "."]
 
 
 def write_log(folder: Path, steps: range, offset: float = 0.0) -> None:
-    """A log of metrics whose reward is `offset` + step / 100."""
+    """Write a log of metrics with the reward `offset` + step / 100."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "experiment_log.jsonl").open("a") as file:
         for step in steps:
@@ -24,7 +24,7 @@ def write_log(folder: Path, steps: range, offset: float = 0.0) -> None:
 
 
 def rollout(step: int, group: int, sample: int, **changed: Any) -> dict[str, Any]:
-    """A row of the store: its score is 1 for even samples, else 0; it has 6 + `sample` tokens."""
+    """Build a row of the store with 6 + `sample` tokens and the score 1 for even samples, else 0."""
     random = np.random.default_rng([step, group, sample])
     tokens = [WORDS[number % len(WORDS)] for number in range(6 + sample)]
     log_probs = -random.exponential(1.0, len(tokens)).astype(np.float32)
@@ -55,7 +55,7 @@ def rollout(step: int, group: int, sample: int, **changed: Any) -> dict[str, Any
 
 
 def write_steps(folder: Path, steps: range, groups: int = 2, n: int = 4, **changed: Any) -> None:
-    """Steps of `groups` prompts with `n` responses each."""
+    """Write steps of `groups` prompts with `n` responses each."""
     store = RolloutStore(folder)
     for step in steps:
         rows = [rollout(step, group, sample, **changed) for group in range(groups) for sample in range(n)]
@@ -63,9 +63,9 @@ def write_steps(folder: Path, steps: range, groups: int = 2, n: int = 4, **chang
 
 
 def with_media(folder: Path) -> dict[str, Any]:
-    """What a row with an image and a video of three frames has of media: a square left of a circle."""
+    """Build the media columns of a row with an image and a video of three frames."""
     store = RolloutStore(folder)
-    image, *frames = [store.add_image(shapes(place)) for place in (40, 20, 30, 50)]
+    image, *frames = [store.add_image(shapes(left)) for left in (40, 20, 30, 50)]
     media = [
         {"kind": "image", "source": "shapes/7.png", "files": [image], "problem": None},
         {"kind": "video", "source": "films/7.mp4", "files": frames, "problem": None},
@@ -73,10 +73,10 @@ def with_media(folder: Path) -> dict[str, Any]:
     return {"media": media, "num_media": 2}
 
 
-def shapes(place: int) -> Image.Image:
-    """A red square, so many pixels from the left, and a blue circle."""
+def shapes(left: int) -> Image.Image:
+    """Draw a red square, `left` pixels from the left, and a blue circle."""
     image = Image.new("RGB", (320, 240), "#e2e8f0")
     draw = ImageDraw.Draw(image)
-    draw.rectangle((place, 90, place + 60, 150), fill="#dc2626")
+    draw.rectangle((left, 90, left + 60, 150), fill="#dc2626")
     draw.ellipse((210, 80, 280, 150), fill="#2563eb")
     return image

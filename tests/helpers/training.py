@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the trainer's command on tiny models, as a user would, and read what it logged."""
+"""Run the trainer's command on tiny models, as a user would, and read its log."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def quickstart_arguments(folder: Path, model: Path, *overrides: str) -> list[str
 
 
 def start_training(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run `python3 -m verl.trainer.main` to its end; output is kept, failures are returned."""
+    """Run `python3 -m verl.trainer.main` to its end; return its output and exit status."""
     return subprocess.run(
         [sys.executable, "-m", "verl.trainer.main", *arguments],
         cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=400,
@@ -57,10 +57,10 @@ def train(output: Path, *arguments: str, env: dict[str, str] | None = None) -> d
 
 
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
-    """The metrics that a run's file logger wrote, by step."""
+    """Read the metrics of a run's file logger, by step."""
     return {entry.pop("step"): entry for entry in read_log(output)}
 
 
 def learned(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics that follow from data and weights: without times and memory."""
+    """Keep the deterministic metrics: no times, no memory."""
     return {key: value for key, value in metrics.items() if not key.startswith(("timing_", "perf/"))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The viewer's command on its own process, and requests to it."""
+"""Run the viewer's command in a separate process, and send requests to it."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ COMMAND = [sys.executable, str(ROOT / "scripts/rollout_viewer.py")]
 
 
 class Answer(NamedTuple):
-    """What the server said."""
+    """A response of the server."""
 
     status: int
     headers: dict[str, str]
@@ -27,12 +27,12 @@ class Answer(NamedTuple):
 
     @property
     def json(self):
-        """The body as JSON, by its rules: no nan."""
+        """The body as strict JSON, without NaN."""
         return json.loads(self.body, parse_constant=lambda name: 1 / 0)
 
 
 def request(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    """Send one request with the path exactly as it is given, and the token of the address as a cookie."""
+    """Send one request with the verbatim path, and the token of the address as a cookie."""
     token = token_of(address)
     headers = {"Cookie": f"{cookie_name(token)}={token}"} | headers
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
@@ -44,13 +44,13 @@ def request(address: str, path: str, method: str = "GET", **headers: str) -> Ans
 
 
 def token_of(address: str) -> str:
-    """The token that an address ends in."""
+    """Return the token at the end of an address."""
     return parse_qs(urlsplit(address).query)["token"][0]
 
 
 @contextmanager
 def viewer(*folders: Path) -> Iterator[str]:
-    """Run the command over these folders; gives the address that it prints, and ends it by Ctrl-C."""
+    """Run the command on these folders; yield the printed address, and end it with Ctrl-C."""
     process = subprocess.Popen(
         [*COMMAND, *map(str, folders), "--port", "0"], stdout=subprocess.PIPE, text=True
     )

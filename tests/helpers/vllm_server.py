@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OpenAI-compatible server in a process of its own."""
+"""vLLM's OpenAI-compatible server in a separate process."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 @contextlib.contextmanager
 def vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Serve a model; gives the address that ends in /v1 once it answers."""
+    """Serve a model; yield the address that ends in /v1 once it responds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -26,7 +26,7 @@ def make_logger(terminal: bool) -> tuple[ConsoleLogger, io.StringIO]:
     return ConsoleLogger(RUN, Console(file=output, force_terminal=terminal, width=160)), output
 
 
-def test_the_time_left_is_the_mean_step_times_the_steps_left():
+def test_the_time_left_is_the_mean_step_time_times_the_remaining_steps():
     now = Clock()
     clock = StepClock(10, now)
     now.seconds = 100.0  # loading
@@ -56,7 +56,7 @@ def test_the_steps_before_a_resume_do_not_count_into_the_pace():
     assert clock.eta_s(finished_step=8) == 2 * 3.0
 
 
-def test_without_a_terminal_there_is_a_plain_line_for_each_step_and_area():
+def test_without_a_terminal_each_step_and_area_is_a_plain_line():
     logger, output = make_logger(terminal=False)
     logger.begin_step(1)
     logger.stage("gen")
@@ -76,7 +76,7 @@ def test_without_a_terminal_there_is_a_plain_line_for_each_step_and_area():
     assert "\x1b" not in output.getvalue()
 
 
-def test_without_a_terminal_a_long_stage_speaks_now_and_then(monkeypatch):
+def test_without_a_terminal_a_long_stage_prints_occasional_lines(monkeypatch):
     monkeypatch.setattr(console_module, "QUIET_S", 0.0)
     logger, output = make_logger(terminal=False)
     logger.begin_step(2)
@@ -112,7 +112,7 @@ def test_metrics_before_the_first_step_end_no_step():
     assert logger._clock.num_finished_steps == 0
 
 
-def test_generations_are_printed_as_they_are():
+def test_generations_are_printed_verbatim():
     logger, output = make_logger(terminal=False)
     logger.log_generations([Generation("1 + 1?", "[bold]2[/bold]", "2", 1.0)], 3)
 

@@ -50,7 +50,7 @@ def test_the_config_of_an_earlier_start_is_kept(tmp_path):
     assert kept == {"experiment_config.1.json": 1, "experiment_config.2.json": 2, "experiment_config.json": 3}
 
 
-def test_a_line_cut_off_by_a_kill_does_not_spoil_the_next_one(tmp_path):
+def test_a_truncated_line_does_not_corrupt_the_next_one(tmp_path):
     FileLogger(Run("p", "e", tmp_path)).log({"a/b": 1.0}, 1)
     with (tmp_path / "experiment_log.jsonl").open("a") as file:
         file.write('{"step": 2, "a": {"b"')
@@ -72,7 +72,7 @@ def test_the_log_is_strict_json_whatever_the_values(tmp_path):
     }
 
 
-def test_a_folder_that_cannot_be_written_is_named():
+def test_an_unwritable_folder_is_named():
     with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path`: cannot write to /proc/checkpoints"):
         FileLogger(Run("p", "e", Path("/proc/checkpoints")))
 

@@ -59,7 +59,7 @@ def test_console_and_file_log_the_same_run(tmp_path, capsys):
     }
 
 
-def test_tensorboard_holds_the_scalars_and_the_responses(tmp_path):
+def test_tensorboard_gets_scalars_and_responses(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log_a_run(["tensorboard"], tmp_path)

@@ -10,7 +10,7 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 
 @pytest.fixture(scope="session")
 def ray_session():
-    """One Ray cluster for the test session; more CPUs than cores, so that groups need not wait in turn."""
+    """One Ray cluster for the test session, with more CPUs than cores so that groups can run together."""
     connect(num_cpus=8)
     yield
     ray.shutdown()
@@ -18,14 +18,14 @@ def ray_session():
 
 @pytest.fixture(scope="module")
 def group(ray_session):
-    """Two workers that the tests of a module share: these tests must not end them."""
+    """Two workers shared by the tests of a module, which must not end them."""
     with RayWorkerGroup(ResourcePool(1, 2, "cpu"), EchoWorker, "hello", env={"COLOUR": "blue"}) as group:
         yield group
 
 
 @pytest.fixture
 def make_group(ray_session):
-    """Build groups that a test may break; whatever is left of them ends with the test."""
+    """Build groups that a test may break; they end with the test."""
     groups = []
 
     def make(worker_class, *args, processes=2, **kwargs):

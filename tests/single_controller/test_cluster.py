@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of their own: each of these runs in a process of its own, beside the tests' Ray session."""
+"""Separate clusters, each in its own process, next to the Ray session of the tests."""
 
 import re
 import signal
@@ -68,7 +68,7 @@ def run_driver(code):
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    """What a run on two raylets of this machine, one process each, prints."""
+    """Output of a run on two raylets of this machine, one process each."""
     driver = run_driver(TWO_NODES)
     output, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, output
@@ -77,7 +77,7 @@ def two_nodes():
 
 @pytest.fixture(scope="module")
 def interrupted():
-    """What a run of two processes prints until it is interrupted in the middle of a call, and after that."""
+    """Output of a run of two processes that is interrupted during a call."""
     driver = run_driver(INTERRUPTED)
     lines = []
     while not lines or not lines[-1].startswith("PIDS"):
@@ -90,7 +90,7 @@ def interrupted():
     return "".join(lines) + rest
 
 
-def test_two_raylets_on_one_machine_are_two_nodes_of_one_group(two_nodes):
+def test_two_raylets_form_one_group_of_two_nodes(two_nodes):
     assert "SUMS [3.0, 3.0]" in two_nodes
     assert "NODES 2" in two_nodes
 
@@ -103,11 +103,11 @@ def test_too_few_nodes_is_an_error_with_found_needed_and_remedy(two_nodes):
     assert "join nodes with `ray start --address=<head node>:6379`" in two_nodes
 
 
-def test_a_cluster_that_others_use_is_an_error_after_the_timeout(two_nodes):
+def test_a_busy_cluster_is_an_error_after_the_timeout(two_nodes):
     assert "only 0 CPUs are free in all of it after 1 seconds: end other runs on it" in two_nodes
 
 
-def test_ctrl_c_in_the_middle_of_a_call_ends_the_workers(interrupted):
+def test_ctrl_c_during_a_call_ends_the_workers(interrupted):
     pids = [int(pid) for pid in re.search("^PIDS (.*)$", interrupted, re.MULTILINE)[1].split()]
 
     deadline = time.monotonic() + 5
@@ -117,7 +117,7 @@ def test_ctrl_c_in_the_middle_of_a_call_ends_the_workers(interrupted):
     assert "KeyboardInterrupt" in interrupted
 
 
-def test_lines_of_workers_reach_the_console_with_their_rank_and_without_noise(interrupted):
+def test_worker_output_reaches_the_console_with_its_rank(interrupted):
     assert re.search(r"\(rank [01] pid=\d+\).*from a worker", interrupted)
     assert not [line for line in interrupted.splitlines() if "WARNING" in line or "usage stats" in line]
 
@@ -142,7 +142,7 @@ def test_too_few_gpus_is_an_error_with_found_and_needed(ray_session):
         ResourcePool(nnodes=1, processes_per_node=99, device="cuda").acquire()
 
 
-def test_the_meeting_port_is_free_and_outside_the_range_of_outgoing_connections():
+def test_the_rendezvous_port_is_free_and_not_ephemeral():
     port = find_free_port()
 
     assert port in PORTS
@@ -150,7 +150,7 @@ def test_the_meeting_port_is_free_and_outside_the_range_of_outgoing_connections(
         listener.bind(("127.0.0.1", port))
 
 
-def test_the_cluster_that_ray_start_made_is_found(tmp_path, monkeypatch):
+def test_the_cluster_of_ray_start_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert started_cluster() is None
 

@@ -4,10 +4,10 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import (
+    AxisRank,
     Dispatch,
-    Place,
     RemoteMethod,
-    check_places,
+    check_axis,
     join,
     register,
     remote_methods,
@@ -24,10 +24,10 @@ def values_of(parts):
 
 
 SHARDED = RemoteMethod("f", Dispatch.SHARD, "phase", streaming=False, axis="rollout")
-TP2_DP2 = [Place(0, 2, True), Place(0, 2, False), Place(1, 2, True), Place(1, 2, False)]
+TP2_DP2 = [AxisRank(0, 2, True), AxisRank(0, 2, False), AxisRank(1, 2, True), AxisRank(1, 2, False)]
 
 
-def test_a_batch_is_cut_into_equal_parts_in_order():
+def test_a_batch_is_split_into_equal_parts_in_order():
     assert values_of(shard(numbers(1, 2, 3, 4), 2, even=True)) == [[1, 2], [3, 4]]
 
 
@@ -36,11 +36,11 @@ def test_parts_that_may_be_uneven_differ_by_at_most_one_row():
     assert values_of(shard(numbers(9), 3, even=False)) == [[], [], [9]]
 
 
-def test_what_is_no_batch_goes_to_every_part():
+def test_other_values_are_repeated_for_every_part():
     assert shard([1, 2], 3, even=True) == [[1, 2]] * 3
 
 
-def test_an_uneven_batch_is_refused_with_the_remedy():
+def test_an_uneven_batch_is_an_error_with_a_remedy():
     with pytest.raises(
         ValueError, match=r"3 rows .* 2 data-parallel ranks: pad it with `pad_dataproto_to_divisor`"
     ):
@@ -55,17 +55,17 @@ def test_only_the_first_rank_of_a_model_parallel_group_counts():
 
 
 def test_results_are_joined_in_the_order_of_the_axis_not_of_the_ranks():
-    places = [Place(1, 2, True), Place(0, 2, True)]
+    axis_ranks = [AxisRank(1, 2, True), AxisRank(0, 2, True)]
 
-    assert join(SHARDED, ["late", "early"], places) == ["early", "late"]
+    assert join(SHARDED, ["late", "early"], axis_ranks) == ["early", "late"]
 
 
-def test_places_need_one_first_rank_for_each_index():
-    assert check_places("rollout", TP2_DP2) == TP2_DP2
+def test_an_axis_needs_one_first_rank_for_each_index():
+    assert check_axis("rollout", TP2_DP2) == TP2_DP2
     with pytest.raises(RuntimeError, match="one first rank for each index"):
-        check_places("rollout", [Place(0, 2, True), Place(0, 2, True)])
+        check_axis("rollout", [AxisRank(0, 2, True), AxisRank(0, 2, True)])
     with pytest.raises(RuntimeError, match=r"ranks \[1\] have not called `set_axis\('train'"):
-        check_places("train", [Place(0, 1, True), None])
+        check_axis("train", [AxisRank(0, 1, True), None])
 
 
 def test_registered_methods_are_found_in_base_classes_too():

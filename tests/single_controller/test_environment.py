@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks find in their environment, by what it does."""
+"""Effects of the environment variables of ranks."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 class Multiplier(Worker):
     @register(Dispatch.ALL, phase="multiply")
     def growth(self) -> int:
-        """Bytes by which this process grows over 272 shapes that come once, after 128 others."""
+        """Growth of this process in bytes over 272 new shapes, after 128 others."""
         weight = torch.ones(256, 128, dtype=torch.bfloat16)
 
         def multiply(rows):
@@ -30,14 +30,14 @@ class Multiplier(Worker):
         return multiply(range(129, 401)) - before
 
 
-def test_a_rank_on_cpu_does_not_grow_by_shapes_that_do_not_come_again(make_group):
+def test_a_cpu_rank_does_not_grow_with_new_shapes(make_group):
     # With the libraries' own bounds it grows by about 170 MiB where the CPU multiplies bf16 by oneDNN.
     (growth,) = make_group(Multiplier, processes=1).growth()
 
     assert growth < 60 * MIB
 
 
-def test_a_bound_that_the_user_sets_stays(make_group, monkeypatch):
+def test_a_cache_size_set_by_the_user_is_kept(make_group, monkeypatch):
     name = next(iter(CPU_CACHES))
     monkeypatch.setenv(name, "7")
 

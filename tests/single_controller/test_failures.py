@@ -51,7 +51,7 @@ def test_an_exception_on_one_rank_ends_the_run_while_the_other_waits_in_a_barrie
         joined.sum_of_ranks()
 
 
-def test_a_killed_rank_ends_the_run_and_is_named_although_its_partner_fails_too(joined):
+def test_a_killed_rank_is_named_although_its_partner_fails_too(joined):
     pids = [info.pid for info in joined.infos]
 
     error = failure_of(joined.die_while_others_wait, 0)
@@ -109,7 +109,7 @@ def test_a_hang_ends_after_the_timeout_with_the_stacks_of_all_ranks(joined):
     assert "in barrier" in str(caught.value)
 
 
-def test_a_stopped_rank_is_found_and_ended_although_no_timeout_is_set(joined):
+def test_a_stopped_rank_is_ended_even_without_a_timeout(joined):
     pids = [info.pid for info in joined.infos]
     call = joined.start("hang_while_others_wait", 0)
     os.kill(pids[1], signal.SIGSTOP)

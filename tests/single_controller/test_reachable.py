@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters that cannot be joined are told within seconds; each attempt is a process of its own."""
+"""Clusters that cannot be joined are reported within seconds; each attempt runs in its own process."""
 
 import os
 import shutil
@@ -31,20 +31,20 @@ except ClusterError as error:
 
 @pytest.fixture
 def listener():
-    """A port where somebody listens and says nothing."""
+    """A port with a silent listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
 def no_session(monkeypatch):
-    """The tests' Ray session is out of sight: nothing here gets as far as to join another."""
+    """Hide the Ray session of the tests."""
     monkeypatch.setattr("ray.is_initialized", lambda: False)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A head that asks for its token: the environment of who has it, and of a stranger."""
+    """A head that requires a token: environments with and without it."""
     folder = tmp_path_factory.mktemp("head")
     sockets = tempfile.mkdtemp(prefix="ray")  # a socket's path has 107 characters at most
     for home, token in (("own", "5" * 64), ("stranger", "6" * 64)):
@@ -81,7 +81,7 @@ def join(environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_a_cluster_that_is_gone_is_an_error_at_once_with_address_and_remedy(monkeypatch, no_session):
+def test_a_cluster_that_is_down_is_an_error_with_address_and_remedy(monkeypatch, no_session):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     start = time.monotonic()
 
@@ -89,18 +89,18 @@ def test_a_cluster_that_is_gone_is_an_error_at_once_with_address_and_remedy(monk
         connect()
 
     assert time.monotonic() - start < 5
-    told = str(caught.value)
-    assert "cannot join the Ray cluster at 127.0.0.1:9 (from `RAY_ADDRESS`; unset it" in told
-    assert "nothing answers there ([Errno 111] Connection refused)" in told
+    message = str(caught.value)
+    assert "cannot join the Ray cluster at 127.0.0.1:9 (from `RAY_ADDRESS`; unset it" in message
+    assert "nothing answers there ([Errno 111] Connection refused)" in message
 
 
-def test_what_ray_start_left_of_a_cluster_that_is_gone_is_named(monkeypatch, tmp_path, no_session):
+def test_a_stale_address_file_of_ray_start_is_named(monkeypatch, tmp_path, no_session):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9\n")
 
-    with pytest.raises(ClusterError, match="ray_current_cluster, which `ray start` left; `ray stop` ends"):
+    with pytest.raises(ClusterError, match="ray_current_cluster, written by `ray start`; `ray stop` removes"):
         connect()
 
 
@@ -108,38 +108,38 @@ def test_an_unknown_machine_is_an_error():
     assert "nothing answers there" in why_unreachable("no-such-machine.invalid:6379")
 
 
-def test_a_program_that_is_no_cluster_is_given_up_after_the_time_limit(monkeypatch, listener):
+def test_another_program_on_the_port_is_an_error_after_the_time_limit(monkeypatch, listener):
     monkeypatch.setattr(reachable, "ANSWER_S", 2.0)
     start = time.monotonic()
 
-    assert "let nobody join within 2 s" in why_unreachable(listener)
+    assert "did not let this machine join within 2 s" in why_unreachable(listener)
 
     assert time.monotonic() - start < 20
     assert not [child for child in psutil.Process().children() if listener in " ".join(child.cmdline())]
 
 
-def test_whoever_shows_the_token_joins(cluster):
+def test_the_right_token_joins(cluster):
     assert "NEW False" in join(cluster[1])
 
 
 @pytest.mark.parametrize(
     "home, mode, remedy",
     [
-        ("own", None, "which this process does not show: `export RAY_AUTH_MODE=token`"),
-        ("without", None, "with a copy of its token in {folder}/without/.ray/auth_token"),
-        ("without", "token", "there is none in {folder}/without/.ray/auth_token: copy that of the machine"),
-        ("stranger", "token", "and this machine has another one: copy that of the machine"),
+        ("own", None, "which this process does not send: `export RAY_AUTH_MODE=token`"),
+        ("without", None, "with a copy of the token in {folder}/without/.ray/auth_token"),
+        ("without", "token", "there is none in {folder}/without/.ray/auth_token: copy it from the machine"),
+        ("stranger", "token", "and this machine has a different one: copy it from the machine"),
     ],
 )
-def test_a_cluster_that_asks_for_its_token_says_how_to_show_it(cluster, home, mode, remedy):
+def test_a_cluster_with_a_token_is_an_error_with_a_remedy(cluster, home, mode, remedy):
     folder, environment = cluster
     environment = environment | {"HOME": str(folder / home), "RAY_AUTH_MODE": mode or "disabled"}
     if mode is None:
         del environment["RAY_AUTH_MODE"]
     start = time.monotonic()
 
-    told = join(environment)
+    message = join(environment)
 
-    assert "it asks for its token" in told
-    assert remedy.format(folder=folder) in told
+    assert "it requires a token" in message
+    assert remedy.format(folder=folder) in message
     assert time.monotonic() - start < 20

@@ -30,7 +30,7 @@ def names_of(group):
     return [Path(f"/proc/{info.pid}/comm").read_text().strip() for info in group.infos]
 
 
-def test_processes_are_named_after_what_they_do(group):
+def test_processes_are_named_after_their_phase(group):
     items = group.generate(numbers(8), pause_s=0.2)
     next(items)
 
@@ -67,7 +67,7 @@ def test_a_batch_is_split_along_the_axis_and_the_results_are_joined_in_order(gro
     assert group.length(numbers(6)) == [3, 3]
 
 
-def test_a_batch_comes_back_whole(group):
+def test_a_batch_is_returned_unchanged(group):
     batch = numbers(4)
 
     back = group.echo(batch)
@@ -77,14 +77,14 @@ def test_a_batch_comes_back_whole(group):
     assert back.meta_info == {"temperature": 1.0}
 
 
-def test_a_worker_that_changes_its_batch_in_place_changes_its_own_copy(group):
+def test_an_in_place_change_affects_only_the_workers_copy(group):
     batch = numbers(4)
 
     assert group.change_input(batch).batch["numbers"].tolist() == [1, 2, 3, 4]
     assert batch.batch["numbers"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(group):
+def test_a_batch_that_does_not_divide_is_rejected_before_anything_runs(group):
     with pytest.raises(ValueError, match="5 rows cannot be split evenly over 2 data-parallel ranks"):
         group.add_rank(numbers(5))
     assert group.say()[0] == (0, "hello", None)
@@ -100,7 +100,7 @@ def test_an_unregistered_method_is_an_attribute_error(group):
         group.set_axis("train", 0, 1, True)
 
 
-def test_a_stream_gives_every_item_of_every_rank_also_of_a_batch_that_does_not_divide(group):
+def test_a_stream_yields_all_items_even_of_an_uneven_batch(group):
     items = list(group.generate(numbers(5)))
 
     assert sorted(uid for _, uid in items) == [0, 1, 2, 3, 4]
@@ -139,7 +139,7 @@ def test_a_call_may_be_made_while_a_stream_is_open(group):
     assert len(list(stream)) == 1999
 
 
-def test_calls_started_together_all_give_their_results(group):
+def test_concurrent_calls_return_all_results(group):
     first, second = group.start("say", 1), group.start("say", 2)
 
     assert second.result() == [(0, "hello", 2), (1, "hello", 2)]

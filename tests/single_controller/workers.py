@@ -19,7 +19,7 @@ from verl.single_controller.worker import Worker
 
 
 class EchoWorker(Worker):
-    """Says what it was given; model-parallel groups of `model_parallel` ranks."""
+    """Returns its arguments; model-parallel groups of `model_parallel` ranks."""
 
     def __init__(self, word: str = "", model_parallel: int = 1) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class EchoWorker(Worker):
 
 
 class GlooWorker(Worker):
-    """Ranks joined in a gloo group, which fail in all the ways that workers fail."""
+    """Ranks in a gloo group that fail in all the ways that workers can fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class BrokenWorker(Worker):
 
 
 class UnpicklableError(Exception):
-    """An exception that cannot travel: its constructor needs two arguments."""
+    """An exception that cannot be pickled: its constructor needs two arguments."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -149,7 +149,7 @@ class UnpicklableError(Exception):
 
 
 class OddWorker(Worker):
-    """Raises what cannot be pickled, exits, prints."""
+    """Raises an unpicklable exception, exits, prints."""
 
     @register(Dispatch.ALL, phase="odd")
     def raise_unpicklable(self) -> None:

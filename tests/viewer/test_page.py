@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a real browser: headless Chromium, driven by playwright, on the command's own server.
+"""The page in a real browser: headless Chromium, driven by playwright, with the command's server.
 
-With `VIEWER_SCREENSHOTS=docs/images` it leaves the pictures of the documentation there.
+With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentation.
 """
 
 import os
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.browser
 
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
 HUGE = HOSTILE + "\x00\x1b[31m\ufffd\u202e" + "long " * 200_000
-GONE = "net::ERR_CONNECTION_REFUSED"  # after a test has ended its server
-LOAD_S = 3.0  # what 100,000 rollouts may take
+GONE = "net::ERR_CONNECTION_REFUSED"  # after a test ended its server
+LOAD_S = 3.0  # limit for 100,000 rollouts
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A page that fails the test if it reports an error or asks another server for anything."""
+    """A page that fails the test on an error or a request to another server."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     page, faults = context.new_page(), []
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -78,7 +78,7 @@ def total(page):
     return page.locator(".pager output")
 
 
-def test_curves_of_both_runs_are_drawn_and_a_run_can_be_left_out(page, address):
+def test_curves_of_both_runs_are_drawn_and_a_run_can_be_hidden(page, address):
     page.goto(address)
 
     chart = page.locator('figure[data-title="reward/overall"]')
@@ -87,18 +87,18 @@ def test_curves_of_both_runs_are_drawn_and_a_run_can_be_left_out(page, address):
     expect(page.locator('figure[data-title="time of first"] .u-label')).to_have_text(
         ["step", "gen", "update_actor"]
     )
-    colours = chart.locator("canvas").evaluate(COLOURS_OF_CANVAS)
-    assert {"37,99,235", "234,88,12"} <= set(colours)  # both lines are there in their colours
+    colors = chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
+    assert {"37,99,235", "234,88,12"} <= set(colors)  # both lines are there in their colors
     keep_picture(page, "viewer_curves")
 
     page.get_by_label("second").uncheck()
     expect(chart.locator(".u-legend .u-label")).to_have_count(0)  # one line needs no legend
-    assert "234,88,12" not in chart.locator("canvas").evaluate(COLOURS_OF_CANVAS)
+    assert "234,88,12" not in chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
     page.locator("input[name=metrics]").fill("timing_s/g")
     expect(page.locator("figure")).to_have_count(1)
 
 
-COLOURS_OF_CANVAS = """canvas => {
+COLORS_OF_CANVAS = """canvas => {
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     const found = new Set();
     for (let i = 0; i < pixels.length; i += 4)
@@ -107,7 +107,7 @@ COLOURS_OF_CANVAS = """canvas => {
 }"""
 
 
-def test_the_table_filters_sorts_and_turns_pages(page, address):
+def test_the_table_filters_sorts_and_paginates(page, address):
     page.goto(f"{address}#rollouts")
     expect(total(page)).to_have_text("1 to 100 of 257")  # 30 steps of 8, 2 of 8, and one
     page.get_by_role("button", name="next").click()
@@ -149,7 +149,7 @@ def test_a_group_shows_prompt_image_frames_and_its_responses_side_by_side(page, 
     keep_picture(page, "viewer_group")
 
 
-def test_tokens_have_the_colour_of_what_is_chosen(page, tmp_path):
+def test_tokens_are_colored_by_the_selected_value(page, tmp_path):
     values = {
         "old_log_probs": [-0.0, -2.5, -9.0],
         "rollout_log_probs": [-0.0] * 3,
@@ -175,7 +175,7 @@ def test_tokens_have_the_colour_of_what_is_chosen(page, tmp_path):
         assert alphas() == pytest.approx([0.75, 0, 0.75], abs=0.01)
 
 
-def test_hostile_texts_are_shown_as_texts(page, address):
+def test_hostile_texts_are_shown_as_text(page, address):
     page.goto(f"{address}#rollouts")
     page.locator("input[name=text]").fill("window.hacked")
     expect(page.locator(".rollouts tbody tr")).to_have_count(1)
@@ -194,7 +194,7 @@ def test_hostile_texts_are_shown_as_texts(page, address):
     assert page.locator("script").count() == 2  # the page's own
 
 
-def test_the_page_follows_a_run_that_writes(page, tmp_path):
+def test_the_page_follows_a_running_run(page, tmp_path):
     write_log(tmp_path, range(1, 3))
     write_steps(tmp_path, range(1, 3))
     with viewer(tmp_path) as address:
@@ -207,10 +207,10 @@ def test_the_page_follows_a_run_that_writes(page, tmp_path):
         expect(page.locator('figure[data-title="reward/overall"] canvas')).to_be_visible()
         expect(page.locator(".state")).to_have_text("live")
 
-    expect(page.locator(".state")).to_have_text("the server does not answer", timeout=10_000)
+    expect(page.locator(".state")).to_have_text("server not responding", timeout=10_000)
 
 
-def test_what_a_run_writes_leaves_the_part_of_a_chart_that_was_enlarged(page, tmp_path):
+def test_new_data_does_not_change_a_zoomed_chart(page, tmp_path):
     write_log(tmp_path, range(1, 41))
     with viewer(tmp_path) as address:
         page.goto(address)
@@ -223,15 +223,15 @@ def test_what_a_run_writes_leaves_the_part_of_a_chart_that_was_enlarged(page, tm
         page.mouse.down()
         page.mouse.move(over["x"] + over["width"] * 0.5, place, steps=4)
         page.mouse.up()
-        enlarged = picture_of(chart)
+        zoomed = picture_of(chart)
         with page.expect_response(lambda answer: "/metrics" in answer.url, timeout=10_000):
             write_log(tmp_path, range(41, 81))
         page.wait_for_timeout(500)  # to draw it
 
-        assert whole != picture_of(chart) == enlarged  # the steps that came are beyond what is looked at
+        assert whole != picture_of(chart) == zoomed  # the new steps are outside of the zoomed range
         chart.locator(".u-over").dblclick()
         page.wait_for_timeout(500)
-        assert picture_of(chart) not in (whole, enlarged)  # they are there
+        assert picture_of(chart) not in (whole, zoomed)  # now they are visible
 
 
 def picture_of(chart):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of rollouts comes back as it was, whole files only."""
+"""Kept rollouts are read back unchanged, from complete files."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from tests.helpers.rollouts import rollout
 from verl.viewer.rollout_store import LONGEST_SIDE, MEDIA_FILE, SCHEMA, RolloutStore, step_files
 
 
-def test_a_row_comes_back_with_every_column(tmp_path):
+def test_a_row_is_read_with_every_column(tmp_path):
     row = rollout(3, group=0, sample=1, media=[{"kind": "image", "source": "a.png", "files": ["f.jpg"]}])
 
     assert RolloutStore(tmp_path).write(3, [row])
@@ -33,7 +33,7 @@ def test_a_row_comes_back_with_every_column(tmp_path):
     assert kept["response_start"] == kept["response"]
 
 
-def test_a_step_that_is_repeated_replaces_what_it_wrote_before(tmp_path):
+def test_a_repeated_step_replaces_its_file(tmp_path):
     store = RolloutStore(tmp_path)
     store.write(10, [rollout(10, 0, sample) for sample in range(4)])
     store.write(2, [rollout(2, 0, 0)])
@@ -45,7 +45,7 @@ def test_a_step_that_is_repeated_replaces_what_it_wrote_before(tmp_path):
     assert sorted(path.name for path in store.folder.iterdir()) == ["step_10.parquet", "step_2.parquet"]
 
 
-def test_texts_that_are_no_unicode_and_texts_without_end_are_kept(tmp_path):
+def test_invalid_unicode_and_huge_texts_are_kept(tmp_path):
     hostile = "\ud800\x00<script>" + "x" * 1_000_000
     RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, prompt=hostile, response=hostile)])
 
@@ -55,7 +55,7 @@ def test_texts_that_are_no_unicode_and_texts_without_end_are_kept(tmp_path):
     assert kept["response_start"] == kept["response"][:160]
 
 
-def test_a_column_that_nobody_declared_is_named(tmp_path):
+def test_an_unknown_column_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no columns \['colour'\]"):
         RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, colour="red")])
 
@@ -74,7 +74,7 @@ def test_equal_images_share_a_small_file(tmp_path):
     assert image.size == (1000, 500)
 
 
-def test_a_disk_without_room_costs_the_step_and_is_said(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_skips_the_step_with_a_warning(tmp_path, monkeypatch, caplog):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     store = RolloutStore(tmp_path)
@@ -89,7 +89,7 @@ def test_a_disk_without_room_costs_the_step_and_is_said(tmp_path, monkeypatch, c
     assert list(store.folder.iterdir()) == []
 
 
-def test_numbers_are_stored_as_they_are_even_those_that_are_none(tmp_path):
+def test_numbers_are_stored_unchanged_even_nan(tmp_path):
     values = np.array([-np.inf, np.nan, -0.5], dtype=np.float32)
     RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, old_log_probs=values, score=None)])
 

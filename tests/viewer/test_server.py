@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The viewer's command over real files, asked over HTTP."""
+"""The viewer's command on real files, over HTTP."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def test_runs_are_found_inside_the_folder_and_damaged_files_are_named(address):
     assert list(second["problems"]) == ["step_3.parquet"]
 
 
-def test_metrics_come_as_columns(address):
+def test_metrics_are_columns(address):
     answer = request(address, "/api/runs/0/metrics").json
 
     assert answer["step"] == [1, 2, 3]
@@ -88,7 +88,7 @@ def test_filters_keep_the_rows_that_pass_all_of_them(address, query, expected):
     assert rows(address, query)["total"] == expected
 
 
-def test_pages_follow_each_other_in_the_order_that_was_asked_for(address):
+def test_pages_follow_the_requested_order(address):
     query = "run=0&run=1&sort=response_length&order=down&limit=10&offset="
     pages = [rows(address, f"{query}{offset}")["rows"] for offset in (0, 10, 20)]
 
@@ -99,7 +99,7 @@ def test_pages_follow_each_other_in_the_order_that_was_asked_for(address):
     assert len(set(keys)) == 29
 
 
-def test_rows_without_a_score_come_last_either_way(address):
+def test_rows_without_a_score_come_last_in_both_orders(address):
     for order in ("up", "down"):
         assert rows(address, f"run=1&sort=score&order={order}")["rows"][-1]["score"] is None
 
@@ -112,7 +112,7 @@ def test_histograms_count_the_rows_that_pass(address):
     assert len(answer["score"]["edges"]) == len(answer["score"]["counts"]["0"]) + 1
 
 
-def test_a_group_comes_in_full_with_numbers_that_json_has(address):
+def test_a_group_is_complete_with_json_numbers(address):
     group = request(address, "/api/runs/0/groups/2/step2-0-1").json
     assert [row["sample"] for row in group] == [0, 1, 2, 3]
     assert group[1]["response"] == "".join(group[1]["tokens"])
@@ -169,7 +169,7 @@ def test_nothing_else_is_served(address, path):
         ("run=0&colour=red", "colour"),
     ],
 )
-def test_a_query_that_is_wrong_is_refused_by_name(address, query, named):
+def test_an_invalid_query_is_rejected_by_name(address, query, named):
     answer = request(address, f"/api/rollouts?{query}")
 
     assert answer.status == 400 and named in answer.body.decode()
@@ -178,13 +178,13 @@ def test_a_query_that_is_wrong_is_refused_by_name(address, query, named):
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.1:80", "localhost.evil"]
 )
-def test_a_name_that_another_site_made_point_here_is_refused(address, host):
+def test_foreign_host_names_are_rejected(address, host):
     for path in ("/", "/api/runs"):
         answer = request(address, path, Host=host)
         assert answer.status == 400 and b"first" not in answer.body
 
 
-def test_this_machines_own_names_are_answered(address):
+def test_local_host_names_are_accepted(address):
     port = urlsplit(address).port
 
     for host in (f"localhost:{port}", f"127.0.0.1:{port}", "localhost:8901"):  # the last through a tunnel
@@ -194,7 +194,7 @@ def test_this_machines_own_names_are_answered(address):
 @pytest.mark.parametrize(
     "cookie", ["", "viewer_000000000000=guess", "viewer_{digest}=\xff", "viewer_{digest}="]
 )
-def test_who_does_not_know_the_token_gets_nothing(address, cookie):
+def test_requests_without_the_token_are_rejected(address, cookie):
     digest = cookie_name(token_of(address)).removeprefix("viewer_")
     for path in ("/", "/app.js", "/api/runs", "/media/1/x.jpg", "/?token=guess", "/?token="):
         answer = request(address, path, Cookie=cookie.format(digest=digest))
@@ -222,7 +222,7 @@ def test_two_viewers_keep_their_own_cookies(address, runs):
         assert request(other, f"/?token={token_of(address)}", Cookie="").status == 403
 
 
-def test_the_token_of_a_run_stands_in_no_argument_of_its_processes(tmp_path):
+def test_the_token_is_not_in_any_process_arguments(tmp_path):
     with viewer_process(tmp_path, 0) as address:
         shown = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
 
@@ -231,12 +231,12 @@ def test_the_token_of_a_run_stands_in_no_argument_of_its_processes(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_can_be_changed(address, method):
+def test_only_get_requests_are_allowed(address, method):
     for path in ("/", "/api/runs", "/api/rollouts", "/media/0/x.jpg"):
         assert request(address, path, method).status == 405
 
 
-def test_every_answer_forbids_scripts_of_others_and_lets_no_other_site_read(address):
+def test_every_response_blocks_foreign_scripts_and_sites(address):
     for path, status in [
         ("/", 200),
         ("/app.js", 200),
@@ -260,7 +260,7 @@ def test_it_listens_on_the_loopback_address_alone(address):
     assert [one for one in listening if one.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
 
 
-def test_what_a_run_writes_meanwhile_is_shown(tmp_path):
+def test_new_data_of_a_run_is_shown(tmp_path):
     write_steps(tmp_path, range(1, 3))
     with viewer(tmp_path) as address:
         (before,) = request(address, "/api/runs").json
@@ -274,14 +274,14 @@ def test_what_a_run_writes_meanwhile_is_shown(tmp_path):
         assert request(address, "/api/runs/0/metrics").json["step"] == [1]
 
 
-def test_a_folder_without_runs_is_refused(tmp_path):
+def test_a_folder_without_runs_is_an_error(tmp_path):
     ended = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True)
 
     assert ended.returncode == 1
-    assert ended.stderr.startswith(f"rollout_viewer: {tmp_path} is no run and holds none")
+    assert ended.stderr.startswith(f"rollout_viewer: no run in {tmp_path}")
 
 
-def test_the_viewer_beside_a_run_ends_with_the_block(tmp_path):
+def test_the_viewer_of_a_run_ends_with_the_block(tmp_path):
     with viewer_process(tmp_path, 0) as address:
         assert request(address, "/api/runs").json[0]["num_rollouts"] == 0
 
@@ -289,7 +289,7 @@ def test_the_viewer_beside_a_run_ends_with_the_block(tmp_path):
         request(address, "/api/runs")
 
 
-def test_the_viewer_beside_a_run_ends_when_the_run_is_killed(tmp_path):
+def test_the_viewer_of_a_run_ends_when_the_run_is_killed(tmp_path):
     code = (
         "import time; from pathlib import Path\n"
         "from verl.viewer.process import viewer_process\n"
@@ -319,7 +319,7 @@ def test_a_port_that_is_taken_is_named_by_its_option(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ValueError, match=rf"`trainer.viewer_port` \({port}\) cannot be had"),
+            pytest.raises(ValueError, match=rf"`trainer.viewer_port` \({port}\) is not available"),
             viewer_process(tmp_path, port),
         ):
             pass

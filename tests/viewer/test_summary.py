@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary on a terminal: hand-made metrics, half-written files, and texts that would steer a terminal."""
+"""The summary on a terminal: known metrics, incomplete files, and texts with control codes."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def log_lines(folder, *entries):
         file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
-def test_a_run_is_summed_up_by_last_step_speed_time_left_and_the_course_of_its_metrics(tmp_path):
+def test_a_summary_has_last_step_speed_time_left_and_metrics(tmp_path):
     # Rewards 0.2, 0.8, 0.5: first, last, best. 36 s a step: 100 an hour; 7 of 10 steps are left, 252 s.
     for step, reward in enumerate((0.2, 0.8, 0.5), start=1):
         log_lines(
@@ -58,7 +58,7 @@ def test_a_run_is_summed_up_by_last_step_speed_time_left_and_the_course_of_its_m
     assert line_of(text, "restarts") == ["0"]
 
 
-def test_runs_stand_side_by_side_and_go_below_where_the_width_ends(tmp_path):
+def test_runs_are_side_by_side_as_far_as_the_width_allows(tmp_path):
     for name in ("first", "second", "third"):
         write_log(tmp_path / name, range(1, 4))
 
@@ -87,7 +87,7 @@ def test_the_last_steps_best_and_worst_responses_are_shown(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_run_without_metrics_or_rollouts_and_values_that_are_no_numbers_are_shown_as_nothing(tmp_path):
+def test_missing_metrics_rollouts_and_nan_are_shown_as_nothing(tmp_path):
     write_steps(tmp_path / "rollouts alone", range(1, 2))
     log_lines(
         tmp_path / "strange",
@@ -118,7 +118,7 @@ def test_a_step_that_is_trained_again_counts_as_a_restart(tmp_path):
     assert line_of(text_of(tmp_path), "restarts") == ["2"]
 
 
-def test_hostile_texts_reach_the_terminal_as_characters_alone(tmp_path):
+def test_hostile_texts_reach_the_terminal_as_plain_characters(tmp_path):
     folder = tmp_path / "run\x1b[31m"
     log_lines(folder, {"step": 1, "timing_s/step": 1.0, f"timing_s/{BELL}": 1.0})
     rows = [rollout(1, 0, n, response=BELL + "huge " * 400_000, finish_reason=BELL) for n in range(2)]
@@ -132,7 +132,7 @@ def test_hostile_texts_reach_the_terminal_as_characters_alone(tmp_path):
     assert ".]0;owned..[2J.31m.gnp.exe" in text and "[red]plain[/red]" in text
 
 
-def test_colours_and_a_screen_of_its_own_are_for_terminals_and_ctrl_c_ends_watching(tmp_path):
+def test_only_terminals_get_colors_and_ctrl_c_ends_watching(tmp_path):
     write_log(tmp_path, range(1, 4))
     plain = subprocess.run([*COMMAND, str(tmp_path), "--text"], capture_output=True, text=True, check=True)
     main, other = pty.openpty()
@@ -155,7 +155,7 @@ def test_colours_and_a_screen_of_its_own_are_for_terminals_and_ctrl_c_ends_watch
     ("values", "expected"),
     [([], ""), ([3.0], "▁"), ([0, 7], "▁█"), ([1, 1, 1], "▁▁▁"), ([0, 0, 7, 7] * 4, "▁█▁█▁█▁█")],
 )
-def test_a_sparkline_is_the_means_of_neighbours_between_the_smallest_and_the_largest(values, expected):
+def test_a_sparkline_scales_means_between_minimum_and_maximum(values, expected):
     assert sparkline(values) == expected
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into an advantage estimator, what comes out, and the registry of all of them.
-
-Import the registry from `advantages.py`, which fills it.
-"""
+"""Inputs, outputs and registry of the advantage estimators; `advantages.py` fills the registry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +13,7 @@ from verl.utils.registry import Registry
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What estimators read. Rows are sequences; padding has `response_mask` 0 and may hold anything, NaN too.
-
-    A zero inside a response is a token that the policy did not write, as the output of a tool.
+    """Inputs of an estimator. Rows are sequences; padding (`response_mask` 0) may hold anything, even NaN.
 
     Example::
 
@@ -26,31 +21,31 @@ class AdvantageInputs:
     """
 
     token_level_rewards: Tensor  # (B, R) float32
-    response_mask: Tensor  # (B, R) int64 or bool, one on response tokens
-    group_ids: Tensor  # (B,) int64, dense from 0; the responses to one prompt share one
+    response_mask: Tensor  # (B, R) int64 or bool, one on response tokens; tool output inside has zeros
+    group_ids: Tensor  # (B,) int64, dense from 0; the responses to one prompt share an id
     norm_adv_by_std: bool = True  # divide by the group's standard deviation
     gamma: float = 1.0  # discount factor for each token
-    lam: float = 1.0  # gae: weight of far rewards against the critic's values
+    lam: float = 1.0  # gae: weight of later rewards relative to the critic's values
     values: Tensor | None = None  # (B, R) float32, the critic's; gae
     reward_baselines: Tensor | None = None  # (B,) float32, score of the prompt's greedy response; remax
     reward_components: Tensor | None = None  # (B, K) float32, parts of the score; gdpo
-    reward_weights: Tensor | None = None  # (K,) float32, of the parts, one each by default; gdpo
-    log_probs: Tensor | None = None  # (B, R) float32, of the policy that sampled; the token baselines
-    sum_squared_probs: Tensor | None = None  # (B, R) float32, over the vocabulary; the token baselines
-    importance_weights: Tensor | None = None  # (B, R) float32, trainer over engine; the token baselines
+    reward_weights: Tensor | None = None  # (K,) float32, default 1; gdpo
+    log_probs: Tensor | None = None  # (B, R) float32, of the sampling policy; token baselines
+    sum_squared_probs: Tensor | None = None  # (B, R) float32, over the vocabulary; token baselines
+    importance_weights: Tensor | None = None  # (B, R) float32, trainer over engine; token baselines
     process_rewards: Tensor | None = None  # (B, R) float32, of the process reward model; prime
-    accuracies: Tensor | None = None  # (B,) float32, one for a right answer; prime
+    accuracies: Tensor | None = None  # (B,) float32, 1 for a correct answer; prime
     process_coef: float = 5.0  # weight of the process rewards; prime
     accuracy_coef: float = 5.0  # weight of the accuracies; prime
-    normalize_process_rewards: bool = True  # so that their returns are within -1 and 1; prime
+    normalize_process_rewards: bool = True  # scale their returns to [-1, 1]; prime
     softmean_beta: float = 1.0  # sharpness of the soft mean of the scores, above 0; sppo
 
 
 class Advantages(NamedTuple):
-    """What estimators return; both are zero outside of the response mask."""
+    """Result of an estimator; both tensors are zero outside of the response mask."""
 
     advantages: Tensor  # (B, R) float32
-    returns: Tensor  # (B, R) float32, what a value function would learn
+    returns: Tensor  # (B, R) float32, target of a value function
 
 
 AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
@@ -68,12 +63,8 @@ REMEDIES = {
 }
 
 
-def required(inputs: AdvantageInputs, estimator: str, field: str, like: Tensor | None = None) -> Tensor:
-    """Return a field that this estimator cannot do without; if `like` is given, of its shape.
-
-    Raises:
-        ValueError: It is missing; the message says where it would come from. Or its shape is another.
-    """
+def require_field(inputs: AdvantageInputs, estimator: str, field: str, like: Tensor | None = None) -> Tensor:
+    """Return an optional field, checked for presence and for the shape of `like`."""
     value = getattr(inputs, field)
     if value is None:
         raise ValueError(f"`algorithm.adv_estimator` {estimator} needs `{field}`: {REMEDIES[field]}")

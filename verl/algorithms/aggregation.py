@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one loss for each token to the scalar that is minimised, for any split of a mini batch.
+"""Aggregation of per-token losses to a scalar, independent of how a mini batch is split.
 
-Every function returns the *share* of the given rows in the loss of their whole mini batch: it divides by the
-tokens or sequences of the mini batch over all ranks, so shares of micro batches and ranks add up to the same
-loss however the rows are split. To add an aggregation: one function here, registered under the name
-`worker.actor.loss_avg_mode` selects.
+Each function returns the contribution of the given rows to the loss of their mini batch: it divides by the
+token or sequence count of the whole mini batch on all ranks, so contributions of micro batches and ranks sum
+to the loss. Sequences without a response token contribute nothing, and N_sequences excludes them.
 
-Sequences without a response token (nothing but padding, or rejected as a whole) have no loss: they add
-nothing, and N_sequences does not count them.
+To add one, register a function here under the name that `worker.actor.loss_avg_mode` selects.
 """
 
 import math
@@ -22,11 +20,11 @@ from verl.utils.registry import Registry
 
 
 class LossDenominators(NamedTuple):
-    """What the loss of a mini batch is divided by: counts over all of its rows, on all ranks."""
+    """Counts over all rows of a mini batch, on all ranks."""
 
-    num_tokens: Tensor  # () float32, response tokens
+    num_tokens: Tensor  # () float32, response tokens; exact below 2**24 per rank
     num_sequences: Tensor  # () float32, sequences with at least one response token
-    max_length: float = math.nan  # tokens, `data.max_response_length`; only `seq_sum_norm` reads it
+    max_length: float = math.nan  # tokens, `data.max_response_length`; only for `seq_sum_norm`
 
 
 Aggregation = Callable[[Tensor, Tensor, LossDenominators], Tensor]
@@ -35,7 +33,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry("worker.actor.loss_avg_mode")
 
 @AGGREGATIONS.register("token")
 def token(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tensor:
-    """Mean over the response tokens of the mini batch: every token weighs the same.
+    """Mean over the response tokens of the mini batch: every token has equal weight.
 
         sum_{i,t} m[i,t] L[i,t] / N_tokens
 
@@ -46,7 +44,7 @@ def token(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Te
 
 @AGGREGATIONS.register("seq")
 def seq(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tensor:
-    """Mean over the sequences of their means over tokens: every response weighs the same.
+    """Mean over sequences of their token means: every response has equal weight.
 
         sum_i (sum_t m[i,t] L[i,t] / sum_t m[i,t]) / N_sequences
 
@@ -57,11 +55,9 @@ def seq(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tens
 
 @AGGREGATIONS.register("seq_sum")
 def seq_sum(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tensor:
-    """Mean over the sequences of their sums over tokens: the plain policy gradient of whole responses.
+    """Mean over sequences of their token sums; grows with the mean length of the mini batch.
 
         sum_{i,t} m[i,t] L[i,t] / N_sequences
-
-    Every token weighs the same, and the loss grows with the mean length of the mini batch.
 
     Source: "Understanding R1-Zero-Like Training", section 3.1 (https://arxiv.org/abs/2503.20783).
     """
@@ -70,17 +66,11 @@ def seq_sum(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> 
 
 @AGGREGATIONS.register("seq_sum_norm")
 def seq_sum_norm(per_token: Tensor, mask: Tensor, denominators: LossDenominators) -> Tensor:
-    """`seq_sum` on the scale of one token: divided by the longest response that is allowed (Dr. GRPO).
+    """`seq_sum` divided by the maximum response length: no response's length affects a weight (Dr. GRPO).
 
         sum_{i,t} m[i,t] L[i,t] / (N_sequences max_length)
 
-    The length of a response does not change the weight of its tokens, nor do the lengths of the other
-    responses of the mini batch, as they do in `token`.
-
-    Source: "Understanding R1-Zero-Like Training", section 3.2 and listing 1 (https://arxiv.org/abs/2503.20783).
-
-    Raises:
-        ValueError: `max_length` is not known, or not positive.
+    Source: "Understanding R1-Zero-Like Training", section 3.2, listing 1 (https://arxiv.org/abs/2503.20783).
     """
     if not denominators.max_length > 0:
         raise ValueError(
@@ -91,29 +81,12 @@ def seq_sum_norm(per_token: Tensor, mask: Tensor, denominators: LossDenominators
 
 
 def aggregate_loss(per_token: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
-    """Return the share of these rows in the loss of their mini batch.
-
-    Args:
-        per_token: Loss of each token, (B, R); what lies outside of the mask does not count, even if it is not
-            finite.
-        mask: One on response tokens, (B, R).
-        mode: A name in `AGGREGATIONS`.
-        denominators: Of the whole mini batch, summed over micro batches and ranks.
-
-    Returns:
-        A scalar; an empty mini batch gives zero.
-
-    Raises:
-        ValueError: Shapes differ, the mode is unknown, or the mode needs a `max_length` that is not given.
-    """
+    """Return the contribution of these rows (B, R) to the loss of their mini batch; 0 if that is empty."""
     check_same_shape(per_token=per_token, mask=mask)
     return AGGREGATIONS[mode](per_token, mask, denominators)
 
 
 def count_denominators(mask: Tensor) -> LossDenominators:
-    """Count the tokens and the non-empty sequences of a response mask (B, R).
-
-    Sum both over the ranks before use. Counts are float32, exact below 2**24 tokens for each rank.
-    """
+    """Count the tokens and non-empty sequences of a mask (B, R); sum both over the ranks before use."""
     lengths = mask.ne(0).sum(-1)  # (B,)
     return LossDenominators(lengths.sum().to(torch.float32), lengths.gt(0).sum().to(torch.float32))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the policy is from the reference, token by token, and the weight that keeps it near.
+"""KL between policy and reference: per-token estimators, and controllers of the penalty's weight.
 
-To add an estimator: a function of the log-ratio, registered under the name that `algorithm.kl_penalty`
-selects; it gets a straight-through form `<name>+` by one more line at the end of the estimators.
+To add an estimator, register a function of the log-ratio under the name that `algorithm.kl_penalty` selects,
+and list it in the loop below the estimators for a straight-through form `<name>+`.
 Background: "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html).
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from verl.utils.masking import check_same_shape
 from verl.utils.registry import Registry
 
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32
+MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 MAX_LOW_VAR_KL = 10.0  # nats; one outlier token cannot outweigh a batch
-MAX_RELATIVE_ERROR = 0.2  # of the adaptive controller: the coefficient moves slowly
-FULL = "full"  # the one name that reads the vocabulary's KL and not the sampled tokens' log-ratio
+MAX_RELATIVE_ERROR = 0.2  # the adaptive controller moves the coefficient slowly
+FULL = "full"  # the only estimator of the KL over the vocabulary instead of the log-ratio
 
 KLEstimator = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl_penalty")
@@ -32,20 +32,14 @@ def kl_divergence(
     kind: str,
     full_kl: Tensor | None = None,
 ) -> Tensor:
-    """KL(policy || reference) at every response token: estimated from the sampled tokens, or as given.
+    """KL(policy || reference) at each response token, in nats; zero and without gradient outside of the mask.
 
     Args:
-        log_probs: Of the sampled tokens under the policy, (B, R).
-        ref_log_probs: Under the reference, (B, R); only `full` does without.
-        response_mask: One on response tokens, (B, R).
+        log_probs: (B, R), sampled tokens under the policy.
+        ref_log_probs: (B, R), sampled tokens under the reference; `full` does not need it.
+        response_mask: (B, R), one on response tokens.
         kind: A name in `KL_ESTIMATORS`.
-        full_kl: Sum over the vocabulary (`verl.models.fused_log_probs.linear_kl`), (B, R); read by `full`.
-
-    Returns:
-        (B, R), nats; zero and without gradient outside of the mask.
-
-    Raises:
-        ValueError: Shapes differ, the estimator is unknown, or what it reads is missing.
+        full_kl: (B, R), KL over the vocabulary from `verl.models.fused_log_probs.linear_kl`; only for `full`.
     """
     estimator = KL_ESTIMATORS[kind]
     check_same_shape(
@@ -71,21 +65,21 @@ def kl(log_ratio: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("abs")
 def absolute(log_ratio: Tensor) -> Tensor:
-    """|d|: pulls every token's probability to the reference's, from both sides, with the same force."""
+    """|d|: pulls each token's probability towards the reference with constant force."""
     return log_ratio.abs()
 
 
 @KL_ESTIMATORS.register("mse")
 def mse(log_ratio: Tensor) -> Tensor:
-    """k2: d**2 / 2. Biased value, but on-policy its gradient is that of the KL divergence."""
+    """k2: d**2 / 2. Biased, but its on-policy gradient is that of the KL divergence."""
     return log_ratio.square() / 2
 
 
 @KL_ESTIMATORS.register("low_var_kl")
 def low_var_kl(log_ratio: Tensor) -> Tensor:
-    """k3: exp(-d) - 1 + d, never negative, an unbiased value; -d is clamped to +-20, the result to 10 nats.
+    """k3: exp(-d) - 1 + d, unbiased and never negative; -d is clamped to +-20, the result to 10 nats.
 
-    Where a clamp binds the gradient is zero. Source: DeepSeekMath, equation 4
+    The gradient is zero where a clamp is active. Source: DeepSeekMath, equation 4
     (https://arxiv.org/abs/2402.03300).
     """
     inverse = (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -94,15 +88,12 @@ def low_var_kl(log_ratio: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register(FULL)
 def full(divergence: Tensor) -> Tensor:
-    """The divergence itself, sum_v p_v log(p_v / q_v) over the vocabulary: exact, as is its gradient.
-
-    Costs a forward pass of the reference beside each of the policy, in the loss also at every update.
-    """
+    """sum_v p_v log(p_v / q_v) over the vocabulary, as given: exact value and gradient."""
     return divergence
 
 
 def straight_through(estimator: KLEstimator) -> KLEstimator:
-    """The value of `estimator` with the gradient of k2, which on-policy is that of the KL divergence.
+    """Combine the value of `estimator` with the gradient of k2, on-policy that of the KL divergence.
 
         k2(d) - sg(k2(d)) + sg(estimator(d))    with sg the stop-gradient
 
@@ -121,39 +112,38 @@ for _name, _estimator in (("kl", kl), ("abs", absolute), ("mse", mse), ("low_var
     KL_ESTIMATORS.register(f"{_name}+")(straight_through(_estimator))
 
 
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(log_ratio, -20, 20))."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 class KLController(Protocol):
-    """Owns the weight of the KL penalty inside the rewards; its state belongs into checkpoints."""
+    """Holds the weight of the KL penalty in the rewards; its state belongs in checkpoints."""
 
     kl_coef: float
-    kl_penalty: str | None  # a name in `KL_ESTIMATORS`; None: the rewards carry no penalty
+    kl_penalty: str | None  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt the weight after `n_steps` sequences whose mean KL was `current_kl` nats for each token."""
+        """Adapt the weight after `n_steps` sequences with a mean KL of `current_kl` nats per token."""
 
-    def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs."""
-        ...
+    def state_dict(self) -> dict[str, float]: ...
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a `state_dict`."""
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
 
 
 class FixedKLController:
-    """The same weight for the whole run; a resumed run takes the weight that its options give."""
+    """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
 
     def __init__(self, kl_coef: float, kl_penalty: str | None = "kl") -> None:
         self.kl_coef = kl_coef
         self.kl_penalty = kl_penalty
 
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Change nothing."""
+    def update(self, current_kl: float, n_steps: int) -> None: ...
 
     def state_dict(self) -> dict[str, float]:
-        """Return nothing: the weight is an option."""
         return {}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the weight that the options give."""
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
 
 
 class AdaptiveKLController:
@@ -167,26 +157,20 @@ class AdaptiveKLController:
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: float, kl_penalty: str = "kl") -> None:
-        """Start from `kl_coef`; `target` in nats for each token, `horizon` in sequences."""
         self.kl_coef = kl_coef
-        self.target = target
-        self.horizon = horizon
+        self.target = target  # nats per token
+        self.horizon = horizon  # sequences
         self.kl_penalty: str | None = kl_penalty
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Raise the weight where the KL is above the target, lower it below; `n_steps` in sequences.
-
-        NaN changes nothing: a weight that is not a number could never recover.
-        """
-        if math.isnan(current_kl):
+        if math.isnan(current_kl):  # a weight of NaN could never recover
             return
         error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         self.kl_coef *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return the weight reached so far."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a saved weight; the empty state of a fixed controller leaves the options' weight."""
+        # The state of a fixed controller is empty: keep the weight of the options.
         self.kl_coef = state.get("kl_coef", self.kl_coef)

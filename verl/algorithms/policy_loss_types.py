@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What policy losses read and return, their registry, and what several of them compute in the same way.
-
-Import the registry from `policy_losses.py`, which fills it.
-"""
+"""Inputs, outputs, registry and shared parts of the policy losses; `policy_losses.py` fills the registry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
 from verl.utils.masking import check_same_shape, masked_mean
 from verl.utils.registry import Registry
-
-MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What losses read. Rows are sequences; padding has `response_mask` 0 and may hold anything, NaN too.
-
-    Example::
-
-        PolicyLossInputs(log_probs, old_log_probs, advantages, response_mask, clip_ratio_high=0.28)
-    """
+    """Inputs of a loss. Rows are sequences; padding (`response_mask` 0) may hold anything, even NaN."""
 
     log_probs: Tensor  # (B, R) float32, under the weights being trained; carries the gradient
     old_log_probs: Tensor  # (B, R) float32
@@ -42,11 +33,11 @@ class PolicyLossInputs:
 
 
 class PolicyLoss(NamedTuple):
-    """What losses return."""
+    """Result of a loss."""
 
     per_token: Tensor  # (B, R); padding holds finite values without gradient
-    statistics: dict[str, Tensor]  # name -> (B, R) without gradient; means over response tokens are logged
-    is_sequence_level: bool = False  # one loss for each sequence, written at every token of its response
+    statistics: dict[str, Tensor]  # name -> (B, R), detached; means over response tokens are logged
+    is_sequence_level: bool = False  # one loss per sequence, repeated at every response token
 
 
 PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
@@ -54,7 +45,7 @@ POLICY_LOSSES: Registry[PolicyLossFunction] = Registry("worker.actor.loss_type")
 
 
 class PolicyTerms(NamedTuple):
-    """What losses are made of, (B, R) each; zero, the ratio one, and without gradient in the padding."""
+    """Common terms of the losses, (B, R) each; in the padding zero (ratio one) and without gradient."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -65,18 +56,14 @@ class PolicyTerms(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """The clipped surrogate loss, (B, R) or any other shape."""
+    """The clipped surrogate loss, in the shape of its inputs."""
 
     per_token: Tensor
-    is_clipped: Tensor  # bool; a bound makes the loss larger, so that the token has no gradient
+    is_clipped: Tensor  # bool; the bound increases the loss, so the token has no gradient
 
 
 def policy_terms(inputs: PolicyLossInputs) -> PolicyTerms:
-    """Return log-probs, ratios and advantages with the padding blanked out.
-
-    Raises:
-        ValueError: Shapes differ.
-    """
+    """Return log-probs, ratios and advantages with the padding zeroed, after checking shapes."""
     check_same_shape(
         log_probs=inputs.log_probs,
         old_log_probs=inputs.old_log_probs,
@@ -88,33 +75,20 @@ def policy_terms(inputs: PolicyLossInputs) -> PolicyTerms:
     log_probs = inputs.log_probs.masked_fill(padding, 0)
     old_log_probs = inputs.old_log_probs.masked_fill(padding, 0)
     log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = ratio_of(log_ratio)
     advantages = inputs.advantages.masked_fill(padding, 0)
     return PolicyTerms(log_probs, old_log_probs, log_ratio, ratio, advantages, inputs.response_mask)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
-    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`: PPO, equation 7 (https://arxiv.org/abs/1707.06347).
-
-    Args:
-        ratio: Any shape.
-        advantages: The same shape.
-        low: The ratio is clipped at 1 minus this.
-        high: The ratio is clipped at 1 plus this.
-    """
+    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`: PPO, equation 7 (https://arxiv.org/abs/1707.06347)."""
     unclipped = -advantages * ratio
     at_bounds = -advantages * ratio.clamp(1 - low, 1 + high)
     return Surrogate(torch.maximum(unclipped, at_bounds), at_bounds > unclipped)
 
 
 def policy_loss(terms: PolicyTerms, per_token: Tensor, **statistics: Tensor) -> PolicyLoss:
-    """Put a token-level loss together.
-
-    Args:
-        terms: Of the same inputs; `ppo_kl` is -log(ratio), whose mean estimates KL(old || new).
-        per_token: (B, R).
-        statistics: (B, R) each; bool becomes a share.
-    """
+    """Build the result of a token-level loss; `ppo_kl`, -log(ratio), estimates KL(old || new)."""
     clamped = terms.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return PolicyLoss(
         per_token,
@@ -123,10 +97,7 @@ def policy_loss(terms: PolicyTerms, per_token: Tensor, **statistics: Tensor) -> 
 
 
 def sequence_loss(terms: PolicyTerms, per_sequence: Tensor, **statistics: Tensor) -> PolicyLoss:
-    """Put a sequence-level loss (B,) together: its value stands at every response token.
-
-    Every sequence weighs the same under the aggregation `seq`, the others weigh sequences by their length.
-    """
+    """Build the result of a sequence-level loss (B,), repeated at every response token."""
     per_token = (
         per_sequence.unsqueeze(-1).expand_as(terms.log_ratio).masked_fill(terms.mask == 0, 0)
     )  # (B, R)
@@ -134,5 +105,5 @@ def sequence_loss(terms: PolicyTerms, per_sequence: Tensor, **statistics: Tensor
 
 
 def sequence_mean(values: Tensor, terms: PolicyTerms) -> Tensor:
-    """Mean over the response tokens of each sequence, (B,) from (B, R); zero where there is none."""
+    """Mean over the response tokens of each sequence, (B,) from (B, R); zero for an empty one."""
     return masked_mean(values, terms.mask, dim=-1)

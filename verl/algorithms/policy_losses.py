@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses: one number for each response token, whose mean falls when good responses become more likely.
+"""Token-level policy losses; `sequence_losses.py` has those of whole responses.
 
-Here are the losses of single tokens; `sequence_losses.py` has those that look at a whole response.
-To add one: a function from `PolicyLossInputs` to `PolicyLoss`, registered under the name that
+To add one, register a function from `PolicyLossInputs` to `PolicyLoss` under the name that
 `worker.actor.loss_type` selects. The actor aggregates `per_token` (see `aggregation.py`) and logs the mean of
-every entry of `statistics` over response tokens as `actor/<name>`, so neither needs a change elsewhere. A
-loss that treats a few tokens of the whole mini batch differently has a namesake in `token_selection.py`.
+each of the `statistics` as `actor/<name>`. A loss that selects tokens over the whole mini batch has a
+function of the same name in `token_selection.py`.
 """
 
 import torch
@@ -23,31 +22,24 @@ from verl.algorithms.policy_loss_types import (
 )
 from verl.utils.masking import check_same_shape, masked_mean
 
-PROBABILITY_EPS = 1e-8  # keeps the logarithm of the probability of all other tokens finite
+PROBABILITY_EPS = 1e-8  # keeps the log-probability of all other tokens finite
 
 
 @POLICY_LOSSES.register("default")
 def ppo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Clipped surrogate loss of PPO, a bound for each side, and a second bound for negative advantages.
+    """Clipped surrogate loss of PPO with separate bounds, and a second bound for negative advantages.
 
         ratio = exp(clamp(log_probs - old_log_probs, -20, 20))
         clipped = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))
         L = min(clipped, -A dual)    where A < 0
         L = clipped                  elsewhere
 
-    The gradient is zero where a bound holds; at ratio 1 it is the plain policy gradient -A grad(log_probs).
-    `pg_clipfrac_higher` counts tokens whose ratio is clipped (on either side), `pg_clipfrac_lower` tokens
-    with negative advantage at the dual bound, `ppo_kl` is -log(ratio), whose mean estimates KL(old || new).
+    The gradient is zero where a bound is active. `pg_clipfrac_higher` counts tokens clipped on either side,
+    `pg_clipfrac_lower` tokens with negative advantage at the dual bound.
 
     Source: PPO, equation 7 (https://arxiv.org/abs/1707.06347); unequal bounds: DAPO, section 3.1
     (https://arxiv.org/abs/2503.14476); dual clip: "Mastering Complex Control in MOBA Games", equation 5
     (https://arxiv.org/abs/1912.09729).
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_dual`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     clipped, is_clipped = clipped_surrogate(
@@ -61,20 +53,12 @@ def ppo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("gpg")
 def gpg(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Plain policy gradient: no ratio, no bound.
+    """Plain policy gradient without ratio and bounds.
 
         L = -A log_probs
 
-    Several updates with the same responses are several steps of REINFORCE: nothing holds them back.
-
     Source: "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", section 3
     (https://arxiv.org/abs/2504.02546).
-
-    Args:
-        inputs: Reads the tensors; `old_log_probs` for `ppo_kl` only.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     return policy_loss(terms, -terms.advantages * terms.log_probs)
@@ -86,17 +70,10 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLoss:
 
         L = -stop_gradient(clip(ratio, 1 - low, 1 + high)) A log_probs
 
-    No token is left out, so rare tokens that turn a chain of thought keep their gradient. The authors use
-    no lower bound (`clip_ratio_low` 1) and a high upper one. `pg_clipfrac_higher` counts tokens whose weight
-    is at a bound.
+    `pg_clipfrac_higher` counts tokens with a clipped weight. The authors use no lower bound (`clip_ratio_low`
+    1) and a high upper one.
 
     Source: MiniMax-M1, section 3.1, equations 4 and 5 (https://arxiv.org/abs/2506.13585).
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     ratio = terms.ratio.detach()
@@ -108,23 +85,16 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("sapo")
 def sapo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Soft bound on the ratio: the gradient fades with the distance from ratio 1 instead of stopping.
+    """Soft bound on the ratio: the gradient fades with the distance from ratio 1.
 
         L = -A s 4 / tau    with s = sigmoid(tau (ratio - 1))
         tau = tau_positive where A > 0, tau_negative elsewhere
 
-    Of the gradient of the surrogate -A ratio a share of 4 s (1 - s) is left: all of it at ratio 1. A larger
-    tau fades faster; for negative advantages it is larger by default, because lowering the probability of one
-    token raises that of many others. No token is clipped.
+    It keeps a fraction 4 s (1 - s) of the gradient of -A ratio. tau is larger for negative advantages by
+    default, because lowering the probability of one token raises that of many others.
 
     Source: "Soft Adaptive Policy Optimization" (https://arxiv.org/abs/2511.20347); the authors average over
     sequences: `worker.actor.loss_avg_mode` seq.
-
-    Args:
-        inputs: Reads the tensors and `tau_positive`, `tau_negative`, both above zero.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     tau = torch.where(terms.advantages > 0, inputs.tau_positive, inputs.tau_negative)  # (B, R)
@@ -134,23 +104,16 @@ def sapo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("clip_cov")
 def clip_cov(inputs: PolicyLossInputs) -> PolicyLoss:
-    """PPO without the dual bound, and without the few tokens that drive the entropy down most.
+    """PPO without the dual bound and without a few tokens that reduce the entropy most.
 
-        L = 0                                                        for selected tokens
-        L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))         elsewhere
+        L = 0                                                   for selected tokens
+        L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))    elsewhere
 
-    The entropy falls by the covariance of advantage and log-prob, which a small share of the tokens makes
-    up; a random choice among those takes no part. `token_selection.clip_cov` chooses over the mini batch.
-    `clip_cov_frac` is the selected share of the tokens, `pg_clipfrac_higher` that of PPO's bounds.
+    `token_selection.clip_cov` selects them by the covariance of advantage and log-prob. `clip_cov_frac` is
+    the selected fraction of the tokens, `pg_clipfrac_higher` that of PPO's bounds.
 
     Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.2
     (https://arxiv.org/abs/2505.22617).
-
-    Args:
-        inputs: Reads the tensors, `selected`, `clip_ratio_low`, `clip_ratio_high`.
-
-    Raises:
-        ValueError: Shapes differ, or `selected` is missing.
     """
     selected = _selected(inputs, "clip_cov")
     terms = policy_terms(inputs)
@@ -163,23 +126,16 @@ def clip_cov(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("kl_cov")
 def kl_cov(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Surrogate loss without bounds; the few tokens that drive the entropy down most are held back.
+    """Surrogate loss without bounds, with a KL penalty on the few tokens that reduce the entropy most.
 
         L = -A ratio + ppo_kl_coef |log_probs - old_log_probs|    for selected tokens
         L = -A ratio                                              elsewhere
 
-    `token_selection.kl_cov` chooses the tokens with the largest covariance of advantage and log-prob in the
-    mini batch. The penalty has no gradient while the policy is still the old one. `kl_cov_frac` is the
-    selected share of the tokens.
+    `token_selection.kl_cov` selects the tokens with the largest covariance of advantage and log-prob;
+    `kl_cov_frac` is their fraction. The penalty has no gradient at ratio 1.
 
     Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.2
     (https://arxiv.org/abs/2505.22617).
-
-    Args:
-        inputs: Reads the tensors, `selected`, `ppo_kl_coef`.
-
-    Raises:
-        ValueError: Shapes differ, or `selected` is missing.
     """
     selected = _selected(inputs, "kl_cov")
     terms = policy_terms(inputs)
@@ -189,24 +145,17 @@ def kl_cov(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("dppo_tv")
 def dppo_tv(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Policy gradient inside a trust region of probabilities: by how much the token's probability has moved.
+    """Policy gradient inside a trust region on the change of the token's probability.
 
         L = -A stop_gradient(min(ratio, dual)) log_probs M
         M = p - p_old <= high     where A > 0
         M = p - p_old >= -low     elsewhere        with p = exp(log_probs)
 
-    Rare tokens may change by large factors, frequent ones by small differences only; the bounds are
-    probabilities, not ratios. `pg_clipfrac_higher` counts tokens outside of the region (M = 0),
-    `pg_clipfrac_lower` tokens whose ratio is cut at `dual`.
+    The bounds are probabilities: rare tokens may change by large factors. `pg_clipfrac_higher` counts tokens
+    outside of the region (M = 0), `pg_clipfrac_lower` tokens with a ratio above `dual`.
 
     Source: "Rethinking the Trust Region in LLM Reinforcement Learning", Binary-TV
     (https://arxiv.org/abs/2602.04879).
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_dual`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     move = terms.log_probs.detach().exp() - terms.old_log_probs.exp()  # (B, R)
@@ -218,23 +167,17 @@ def dppo_tv(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("dppo_kl")
 def dppo_kl(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Policy gradient inside a trust region of the KL divergence between "this token" and "any other".
+    """Policy gradient inside a trust region on the KL divergence between "this token" and "any other".
 
         L = -A stop_gradient(min(ratio, dual)) log_probs M
         KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old + 1e-8) / (1 - p + 1e-8))
         M = KL <= high or p <= p_old    where A > 0
         M = KL <= low or p >= p_old     elsewhere        with p = exp(log_probs)
 
-    A token that is on its way back to the old policy always counts. Statistics as in `dppo_tv`.
+    A token moving back to the old policy always counts. Statistics as in `dppo_tv`.
 
     Source: "Rethinking the Trust Region in LLM Reinforcement Learning", Binary-KL
     (https://arxiv.org/abs/2602.04879).
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_dual`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     log_p, log_p_old = terms.log_probs.detach(), terms.old_log_probs
@@ -251,21 +194,14 @@ def dppo_kl(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("dro")
 def dro(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Regression of the log-ratio on the advantage: off-policy data without ratios.
+    """Regression of the log-ratio on the advantage: off-policy data without ratios or bounds.
 
         L = -(A log_probs - beta / 2 (log_probs - old_log_probs)^2)
 
-    Up to a constant this is (A - beta log_ratio)^2 / (2 beta), whose minimum is a policy that moved by
-    A / beta: the answer of a KL-regularised objective. There is no bound, and none is needed.
+    Up to a constant this is (A - beta log_ratio)^2 / (2 beta), minimal where log-probs moved by A / beta.
 
     Source: "Offline Regularised Reinforcement Learning for Large Language Models Alignment"
-    (https://arxiv.org/abs/2405.19107), here for each token, the advantage in place of reward less value.
-
-    Args:
-        inputs: Reads the tensors and `dro_beta`.
-
-    Raises:
-        ValueError: Shapes differ, or `dro_beta` is not above zero.
+    (https://arxiv.org/abs/2405.19107), per token, with the advantage instead of reward minus value.
     """
     beta = inputs.dro_beta
     if beta is None or not beta > 0:
@@ -275,20 +211,10 @@ def dro(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def weighted(loss: PolicyLoss, weights: Tensor | None, mask: Tensor) -> PolicyLoss:
-    """Multiply a loss by importance weights, through which no gradient flows.
+    """Multiply a loss by importance weights (B, R), without gradient; None changes nothing.
 
-        L[i,t] w[i,t]                                       for losses of tokens
-        L[i] exp(sum_t m[i,t] log w[i,t] / sum_t m[i,t])    for losses of sequences
-
-    The weight of a sequence is the geometric mean of its tokens' weights: zero if one of them is zero.
-
-    Args:
-        loss: Of a function in `POLICY_LOSSES`.
-        weights: (B, R), zero or more; None changes nothing. What lies in the padding does not count.
-        mask: One on response tokens, (B, R).
-
-    Raises:
-        ValueError: Shapes differ.
+    L[i,t] w[i,t]                                       for token-level losses
+    L[i] exp(sum_t m[i,t] log w[i,t] / sum_t m[i,t])    for sequence-level losses
     """
     if weights is None:
         return loss
@@ -300,14 +226,13 @@ def weighted(loss: PolicyLoss, weights: Tensor | None, mask: Tensor) -> PolicyLo
 
 
 def _inside_trust_region(terms: PolicyTerms, is_inside: Tensor, bound: float) -> PolicyLoss:
-    """Policy gradient with truncated importance weights, for the tokens inside of a trust region."""
+    """Policy gradient with truncated importance weights, for tokens inside the trust region."""
     ratio = terms.ratio.detach()
     per_token = (-terms.advantages * ratio.clamp(max=bound) * terms.log_probs).masked_fill(~is_inside, 0)
     return policy_loss(terms, per_token, pg_clipfrac_higher=~is_inside, pg_clipfrac_lower=ratio > bound)
 
 
-def _selected(inputs: PolicyLossInputs, name: str) -> Tensor:
-    """Return the selected response tokens, (B, R) bool."""
+def _selected(inputs: PolicyLossInputs, name: str) -> Tensor:  # (B, R) bool
     if inputs.selected is None:
         raise ValueError(
             f"`worker.actor.loss_type` {name} needs `selected`: the tokens that"

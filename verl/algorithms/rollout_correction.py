@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correction for the difference between the policy that sampled and the one that is trained.
+"""Correction for the mismatch between the sampling policy and the trained one.
 
-The rollout engine and the trainer give the same weights slightly different probabilities, and with stale
-samples or `bypass_mode` the weights differ too. With l = log_probs - rollout_log_probs, the log-ratio of
-trainer to engine at a sampled token, this module makes weights for the loss (`importance_weights`), leaves
-out what differs too much (`rejection_mask`), and measures the difference (`correction_metrics`).
-
-All three read (B, R) tensors and a response mask, and compute on the response tokens alone: what lies outside
-of the mask does not count, even if it is not finite. Sums over tokens are float64. Log-ratios are clamped to
-+-20 before they are exponentiated.
+Rollout engine and trainer compute slightly different probabilities from the same weights; with stale samples
+or `bypass_mode` the weights differ too. Here l = log_probs - rollout_log_probs is the log-ratio of trainer to
+engine at a sampled token. All tensors are (B, R); values outside of the response mask may be anything, even
+NaN. Sums over tokens are float64; log-ratios are clamped to +-20 before exponentiation.
 
 To add a rejection: its measure or level in `verl/config/rollout_correction.py` and here.
 
@@ -23,17 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
 from verl.config.rollout_correction import Bounds, Rejection, parse_bounds, parse_rejections
 from verl.utils.masking import check_same_shape
 
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32
 SECTION = "algorithm.rollout_correction"
 CUT_AT_TWO = Bounds(lower=None, upper=2.0)
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """What to do about the difference; as it is, nothing but to measure it.
+    """Correction of the mismatch; by default it is only measured.
 
     Example::
 
@@ -56,18 +52,7 @@ class RolloutCorrection:
         rejections: str | None,
         rejection_thresholds: str | None,
     ) -> "RolloutCorrection":
-        """Read the options of the section `algorithm.rollout_correction`.
-
-        Args:
-            importance_sampling: `rollout_is`.
-            threshold: `rollout_is_threshold`.
-            batch_normalize: `rollout_is_batch_normalize`.
-            rejections: `rollout_rs`.
-            rejection_thresholds: `rollout_rs_threshold`.
-
-        Raises:
-            ValueError: One of them is wrong; the message names it.
-        """
+        """Parse the options `rollout_is`, `_is_threshold`, `_is_batch_normalize`, `_rs`, `_rs_threshold`."""
         if importance_sampling not in (None, "token", "sequence"):
             raise ValueError(
                 f"`{SECTION}.rollout_is` must be token, sequence or null, got {importance_sampling!r}"
@@ -87,30 +72,15 @@ class RolloutCorrection:
 def importance_weights(
     log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, spec: RolloutCorrection
 ) -> Tensor:
-    """Weights of the tokens' losses that make up for sampling from another policy.
+    """Weights of the tokens' losses that correct for sampling from another policy, without gradient.
 
         token:     w[i,t] = exp(l[i,t])
         sequence:  w[i,t] = exp(sum_s m[i,s] l[i,s])    the same for each token of sequence i
 
-    Bounds with an upper end only cut: min(w, upper), truncated importance sampling. With both ends, weights
-    outside become zero (IcePop). `batch_normalize` then divides by the mean, over response tokens or over
-    sequences, so that the loss keeps its scale; an all-zero batch stays zero.
+    An upper bound alone truncates: min(w, upper). With two bounds, weights outside become zero (IcePop).
+    `batch_normalize` then divides by the mean. Without importance sampling the weights are the mask.
 
-    Source: token, truncated: https://fengyao.notion.site/off-policy-rl; two bounds: "Every Step Evolves",
-    section on IcePop (https://arxiv.org/abs/2510.18855).
-
-    Args:
-        log_probs: Under the trainer's policy, (B, R).
-        rollout_log_probs: As the engine reported them, (B, R).
-        mask: One on response tokens, (B, R).
-        spec: Reads `importance_sampling`, `bounds`, `batch_normalize`.
-
-    Returns:
-        (B, R) float32 without gradient, zero outside of the mask; ones on it if there is no sampling to
-        correct.
-
-    Raises:
-        ValueError: Shapes differ.
+    Source: truncation as in the module; IcePop: "Every Step Evolves" (https://arxiv.org/abs/2510.18855).
     """
     tokens = _Tokens.of(log_probs, rollout_log_probs, mask)
     if spec.importance_sampling is None:
@@ -128,29 +98,16 @@ def importance_weights(
 def rejection_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, spec: RolloutCorrection
 ) -> Tensor:
-    """The response mask without the tokens and sequences that any rejection leaves out.
+    """The response mask, (B, R) int64, without rejected tokens and sequences.
 
         k1 = l, compared with the logarithms of its bounds;  k2 = l**2 / 2;  k3 = exp(l) - 1 - l
 
-        token:     a token is kept where its k is within the bounds
-        seq_sum:   a sequence is kept if the sum of k over its tokens is; for k1 the ratio of the sequences
-        seq_mean:  ... if the mean is; for k1 the geometric mean of the tokens' ratios
-        seq_max:   ... if the largest is
+        token:     keeps a token whose k is within the bounds
+        seq_sum:   keeps a sequence whose sum of k is; for k1 the ratio of the sequences
+        seq_mean:  ... whose mean is; for k1 the geometric mean of the tokens' ratios
+        seq_max:   ... whose maximum is
 
-    Bounds belong to what is kept. A sequence without a token left has an empty mask: it then takes no part in
-    losses and counts.
-
-    Args:
-        log_probs: Under the trainer's policy, (B, R).
-        rollout_log_probs: As the engine reported them, (B, R).
-        mask: One on response tokens, (B, R).
-        spec: Reads `rejections`.
-
-    Returns:
-        (B, R) int64, ones and zeros.
-
-    Raises:
-        ValueError: Shapes differ.
+    Bounds are inclusive.
     """
     tokens = _Tokens.of(log_probs, rollout_log_probs, mask)
     kept = torch.ones_like(tokens.log_ratio, dtype=torch.int64)  # (N,)
@@ -162,35 +119,10 @@ def rejection_mask(
 def correction_metrics(
     log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, spec: RolloutCorrection
 ) -> dict[str, float]:
-    """How far trainer and engine are apart, and what the correction does about it.
+    """Measure the mismatch and the effect of the correction; empty without a response token.
 
-    Perplexities are of sequences: the exponential of minus the mean log-prob of a response's tokens; the
-    metrics are means over sequences. Sequences without a response token do not count.
-
-    - `training_ppl`, `rollout_ppl`, `training_log_ppl`, `rollout_log_ppl`; `log_ppl_diff` is rollout minus
-      training, with `_max` and `_min` over sequences and `log_ppl_abs_diff`; `ppl_ratio` is the geometric
-      mean of training to rollout.
-    - `kl` is the mean of -l over tokens and `k3_kl` of exp(l) - 1 - l, both estimate KL(engine || trainer);
-      `chi2_token` is E[exp(2 l)] - 1 over tokens, `chi2_seq` the same over sequences' ratios.
-    - With weights: `rollout_is_` `mean`, `std`, `max`, `min`, `eff_sample_size` (1 / mean((w / mean w)**2))
-      and the shares `ratio_fraction_high` (above the upper bound), `ratio_fraction_low` (below the lower,
-      or its inverse), `oob_ratio` (both), all of the weights before the bounds; `rollout_is_seq_mean`,
-      `_std`, `_max`, `_min`, `_max_deviation` from 1, `_fraction_high`, `_fraction_low` of each sequence's
-      mean weight; and `rollout_is_batch_norm_factor`, what normalisation divides by.
-    - With rejections: `rollout_rs_masked_fraction` of tokens and `rollout_rs_seq_masked_fraction` of
-      sequences that lose a token, for all rejections and, after `rollout_rs_<name>_`, for each.
-
-    Args:
-        log_probs: Under the trainer's policy, (B, R).
-        rollout_log_probs: As the engine reported them, (B, R).
-        mask: One on response tokens, (B, R).
-        spec: What is done about it.
-
-    Returns:
-        Names that start with `rollout_corr/`; empty if there is no response token.
-
-    Raises:
-        ValueError: Shapes differ.
+    Names start with `rollout_corr/`; docs/algorithms/rollout_correction.md explains each. Perplexities are
+    per sequence, exp(-mean log-prob), and averaged over non-empty sequences.
     """
     tokens = _Tokens.of(log_probs, rollout_log_probs, mask)
     if not len(tokens.log_ratio):
@@ -206,15 +138,14 @@ def correction_metrics(
 
 
 class _Tokens(NamedTuple):
-    """The response tokens of a batch, one sequence behind the other."""
+    """The response tokens of a batch, concatenated."""
 
     log_ratio: Tensor  # (N,) float32, trainer to engine
     lengths: Tensor  # (B,) int64
-    keep: Tensor  # (B, R) bool, where they stand
+    keep: Tensor  # (B, R) bool, the response mask
 
     @classmethod
     def of(cls, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "_Tokens":
-        """Pick them out of (B, R)."""
         check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
         keep = mask != 0
         log_ratio = log_probs.detach()[keep].float() - rollout_log_probs[keep].float()
@@ -225,7 +156,7 @@ class _Tokens(NamedTuple):
         return torch.segment_reduce(values.double(), "sum", lengths=self.lengths, initial=0)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Largest value of each sequence: (N,) to (B,), minus infinity for an empty one."""
+        """Maximum of each sequence: (N,) to (B,), minus infinity for an empty one."""
         return torch.segment_reduce(values, "max", lengths=self.lengths)
 
     def means(self, values: Tensor) -> Tensor:
@@ -233,17 +164,17 @@ class _Tokens(NamedTuple):
         return self.sums(values) / self.lengths.clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value: (B,) to (N,)."""
+        """Repeat each sequence's value for its tokens: (B,) to (N,)."""
         return values.repeat_interleave(self.lengths)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Put tokens' values back: (N,) to (B, R), zero where no token stands."""
+        """Undo the concatenation: (N,) to (B, R), zero outside of the mask."""
         return values.new_zeros(self.keep.shape).masked_scatter_(self.keep, values)
 
 
 def _raw_weights(tokens: _Tokens, level: str) -> Tensor:
     """Weights before the bounds: (N,) by token, (B,) by sequence."""
-    return _exp(tokens.sums(tokens.log_ratio) if level == "sequence" else tokens.log_ratio)
+    return ratio_of(tokens.sums(tokens.log_ratio) if level == "sequence" else tokens.log_ratio)
 
 
 def _bounded(weights: Tensor, bounds: Bounds) -> Tensor:
@@ -253,14 +184,14 @@ def _bounded(weights: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _mean_weight(weights: Tensor, tokens: _Tokens, level: str) -> Tensor:
-    """Mean over tokens, or over the sequences that have any, () float64; zero if there are none."""
+    """Mean over tokens or non-empty sequences, () float64; zero if there are none."""
     if level == "sequence":
         weights = weights[tokens.lengths > 0]
     return weights.sum(dtype=torch.float64) / max(len(weights), 1)
 
 
 def _within(tokens: _Tokens, rejection: Rejection) -> Tensor:
-    """Which tokens one rejection keeps, (N,) bool."""
+    """Mask of the tokens that one rejection keeps, (N,) bool."""
     values = _measure(tokens.log_ratio, rejection.measure)  # (N,), and (B,) for levels of sequences
     if rejection.level != "token":
         reduce = {"seq_sum": tokens.sums, "seq_mean": tokens.means, "seq_max": tokens.largest}
@@ -273,7 +204,7 @@ def _within(tokens: _Tokens, rejection: Rejection) -> Tensor:
 
 
 def _measure(log_ratio: Tensor, measure: str) -> Tensor:
-    """k1 (without its sign), k2 or k3 of each token, (N,)."""
+    """k1, k2 or k3 of each token, (N,)."""
     if measure == "k1":
         return log_ratio
     if measure == "k2":
@@ -289,7 +220,7 @@ def _difference_metrics(tokens: _Tokens, log_probs: Tensor) -> dict[str, Tensor]
     difference = tokens.means(tokens.log_ratio)[is_filled]
     rollout = training + difference
     log_ratio = tokens.log_ratio.double()
-    sequence_ratio = _exp(tokens.sums(log_ratio)[is_filled])
+    sequence_ratio = ratio_of(tokens.sums(log_ratio)[is_filled])
     return {
         "training_ppl": training.exp().mean(),
         "training_log_ppl": training.mean(),
@@ -302,7 +233,7 @@ def _difference_metrics(tokens: _Tokens, log_probs: Tensor) -> dict[str, Tensor]
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": (-difference.mean()).exp(),
-        "chi2_token": _exp(log_ratio).square().mean() - 1,
+        "chi2_token": ratio_of(log_ratio).square().mean() - 1,
         "chi2_seq": sequence_ratio.square().mean() - 1,
     }
 
@@ -332,7 +263,7 @@ def _weight_metrics(tokens: _Tokens, spec: RolloutCorrection, level: str) -> dic
 
 
 def _rejection_metrics(tokens: _Tokens, rejections: tuple[Rejection, ...]) -> dict[str, Tensor]:
-    """Shares of tokens and sequences that lose a token, () each."""
+    """Fractions of tokens and sequences that lose a token, () each."""
     rejected = {f"{rejection.name}_": ~_within(tokens, rejection) for rejection in rejections}  # (N,)
     rejected[""] = torch.stack(list(rejected.values())).any(0)
     num_sequences = (tokens.lengths > 0).sum()
@@ -350,7 +281,3 @@ def _statistics(prefix: str, values: Tensor) -> dict[str, Tensor]:
         f"{prefix}max": values.max(),
         f"{prefix}min": values.min(),
     }
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses that look at a response as a whole: its ratio is one number, whatever its length.
+"""Policy losses with one ratio per response, whatever its length. To add one, see `policy_losses.py`.
 
-`gspo` and `gspo_token` still have one loss for each token, because advantages may differ between tokens;
-`geo_mean` and `sppo` have one for each sequence, which stands at every token of the response.
-To add one: see `policy_losses.py`.
+`gspo` and `gspo_token` have a loss per token, because advantages may differ between tokens; `geo_mean` and
+`sppo` have one per sequence, repeated at every response token.
 """
 
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.algorithms.policy_loss_types import (
-    MAX_LOG_RATIO,
     POLICY_LOSSES,
     PolicyLoss,
     PolicyLossInputs,
@@ -32,17 +31,11 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLoss:
         s_i = exp(min(sum_t m (log_probs - old_log_probs) / sum_t m, 10))
         L = max(-A s_i, -A clip(s_i, 1 - low, 1 + high))
 
-    The ratio is the geometric mean of the tokens' ratios, so its bounds are much narrower than PPO's: the
-    authors use 3e-4 and 4e-4. `pg_clipfrac_higher` counts tokens of clipped responses.
+    The ratio is a geometric mean, so the bounds are much narrower than PPO's: the authors use 3e-4 and 4e-4.
+    `pg_clipfrac_higher` counts tokens of clipped responses.
 
     Source: "Group Sequence Policy Optimization", section 4.1 (https://arxiv.org/abs/2507.18071); the authors
     average over sequences: `worker.actor.loss_avg_mode` seq.
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     log_ratio = sequence_mean(terms.log_ratio, terms).unsqueeze(-1).expand_as(terms.log_ratio)  # (B, R)
@@ -51,21 +44,14 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("gspo_token")
 def gspo_token(inputs: PolicyLossInputs) -> PolicyLoss:
-    """GSPO whose gradient stays with its token: for advantages that differ inside a response.
+    """GSPO with a gradient per token, for advantages that differ inside a response.
 
         s_{i,t} = stop_gradient(s_i) exp(log_probs - stop_gradient(log_probs))
         L = max(-A s_{i,t}, -A clip(s_{i,t}, 1 - low, 1 + high))
 
-    Its value is that of `gspo`. There every token of a response is pushed by the mean of the advantages that
-    are not clipped, here by its own; where the advantages of a response are equal, so are the gradients.
+    Value and, for equal advantages inside each response, gradient are those of `gspo`.
 
     Source: "Group Sequence Policy Optimization", section 4.3 (https://arxiv.org/abs/2507.18071).
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     value = sequence_mean(terms.log_ratio, terms).detach().unsqueeze(-1)  # (B, 1)
@@ -75,24 +61,16 @@ def gspo_token(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("geo_mean")
 def geo_mean(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Geometric mean of the tokens' ratios, each clipped before it enters: outliers weigh little (GMPO).
+    """Geometric mean of the tokens' ratios, each clipped first, so that outliers have little weight (GMPO).
 
         d = min(log_ratio, high)     where A_i > 0
         d = max(log_ratio, -low)     elsewhere
-        L_i = -A_i exp(sum_t m d / sum_t m)
-        with A_i the mean of the response's advantages
+        L_i = -A_i exp(sum_t m d / sum_t m)    with A_i the mean of the response's advantages
 
-    A token's gradient is zero where its bound holds. The bounds are on the log-ratio: the authors use 0.4
-    and 0.4, ratios from e^-0.4 to e^0.4. `pg_clipfrac_higher` counts tokens at their bound. One loss for each
-    sequence: `worker.actor.loss_avg_mode` seq is the mean over responses of the source.
+    The bounds are on the log-ratio: the authors use 0.4 and 0.4. `pg_clipfrac_higher` counts clipped tokens.
+    `worker.actor.loss_avg_mode` seq gives the source's mean over responses.
 
     Source: "Geometric-Mean Policy Optimization", algorithm 1 (https://arxiv.org/abs/2507.20673).
-
-    Args:
-        inputs: Reads the tensors and `clip_ratio_low`, `clip_ratio_high`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     advantages = sequence_mean(terms.advantages, terms)  # (B,)
@@ -108,22 +86,15 @@ def geo_mean(inputs: PolicyLossInputs) -> PolicyLoss:
 
 @POLICY_LOSSES.register("sppo")
 def sppo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """Regression of a response's log-ratio on how much better it is than the policy's average response.
+    """Regression of a response's log-ratio on its advantage over the policy's average response.
 
-        L_i = (sum_t m (log_probs - old_log_probs) - eta A_i)^2
-        with A_i the mean of the response's advantages
+        L_i = (sum_t m (log_probs - old_log_probs) - eta A_i)^2    A_i: mean of the response's advantages
 
-    Made for the estimator `sppo`. The log-ratio is a sum over tokens: its gradient grows with the length of
-    the response. One loss for each sequence: `worker.actor.loss_avg_mode` seq is the mean of the source.
+    For the estimator `sppo`. The log-ratio is a sum over tokens, so its gradient grows with the length.
+    `worker.actor.loss_avg_mode` seq gives the source's mean over responses.
 
     Source: "Self-Play Preference Optimization for Language Model Alignment", section 4
     (https://arxiv.org/abs/2405.00675).
-
-    Args:
-        inputs: Reads the tensors and `sppo_eta`.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     terms = policy_terms(inputs)
     target = inputs.sppo_eta * sequence_mean(terms.advantages, terms)  # (B,)
@@ -131,7 +102,7 @@ def sppo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def _clipped_by_sequence(terms: PolicyTerms, log_ratio: Tensor, inputs: PolicyLossInputs) -> PolicyLoss:
-    """Return the clipped surrogate loss with the sequences' log-ratios, (B, R)."""
+    """Clipped surrogate loss with the sequences' log-ratios, (B, R)."""
     ratio = log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     per_token, is_clipped = clipped_surrogate(
         ratio, terms.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high

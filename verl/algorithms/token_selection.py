@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a whole mini batch a policy loss treats differently.
+"""Selection of the tokens in a mini batch that a policy loss treats differently.
 
-Covariances and shares need all response tokens of a mini batch at once, on all ranks, whatever micro batches
-the loss is then computed on. A loss that selects tokens has a function of the same name here; its result is
-what the loss reads as `PolicyLossInputs.selected`.
+Covariances and fractions need all response tokens of a mini batch on all ranks, however its loss is split. A
+loss that selects tokens has a function of the same name here; its result is `PolicyLossInputs.selected`.
 
-The result does not depend on the order of the tokens: sums run in the order of (row, position), and a random
-choice follows a hash of (seed, row, position). So every rank that has gathered the tokens selects the same.
-Tokens of one row and position, where a batch holds a row twice, are equal and stand for each other.
-To add one: a function from `SelectionInputs` to a mask, registered under the name of its loss.
+The result does not depend on the order of the tokens, so every rank that gathered them selects the same:
+sums run in the order of (row, position), and random choices follow a hash of (seed, row, position).
+To add one, register a function from `SelectionInputs` to a mask (N,) bool under the name of its loss.
 """
 
 from collections.abc import Callable
@@ -17,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_loss_types import MAX_LOG_RATIO, clipped_surrogate
+from verl.algorithms.kl import ratio_of
+from verl.algorithms.policy_loss_types import clipped_surrogate
 from verl.utils.masking import check_same_shape
 from verl.utils.registry import Registry
 
-# The multipliers and the increment of splitmix64, as signed 64-bit integers: arithmetic wraps around.
+# Increment and multipliers of splitmix64 as signed 64-bit integers; arithmetic wraps around.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
@@ -29,18 +28,18 @@ MIX_2 = 0x94D049BB133111EB - 2**64
 
 @dataclass(frozen=True)
 class SelectionInputs:
-    """The response tokens of a mini batch, N of them in any order; no padding."""
+    """The N response tokens of a mini batch in any order, without padding."""
 
     log_probs: Tensor  # (N,) float32, under the weights at the start of the update
     old_log_probs: Tensor  # (N,) float32
     advantages: Tensor  # (N,) float32
-    row_ids: Tensor  # (N,) int64, of the token's sequence: the same on every rank
-    positions: Tensor  # (N,) int64, in its response
-    seed: int  # changes the random choice; the same on every rank
+    row_ids: Tensor  # (N,) int64, the token's sequence; the same on every rank
+    positions: Tensor  # (N,) int64, in the response
+    seed: int  # for the random choice; the same on every rank
     clip_ratio_low: float = 0.2  # the ratio is clipped at 1 - low ...
     clip_ratio_high: float = 0.2  # ... and at 1 + high
-    ratio: float = 2e-4  # share of the tokens to select
-    lower: float = 1.0  # only tokens whose covariance is above this ...
+    ratio: float = 2e-4  # fraction of the tokens to select
+    lower: float = 1.0  # only tokens with a covariance above this ...
     upper: float = 5.0  # ... and below this (clip_cov)
 
 
@@ -51,51 +50,31 @@ TOKEN_SELECTIONS: Registry[TokenSelection] = Registry("worker.actor.loss_type")
 @TOKEN_SELECTIONS.register("clip_cov")
 @torch.no_grad()
 def clip_cov(inputs: SelectionInputs) -> Tensor:
-    """Choose tokens at random among those of high covariance that PPO's bounds leave alone.
+    """Select random tokens among those of high covariance that PPO's bounds do not clip.
 
         candidates: lower < cov < upper, and not clipped
-        number: max(floor(ratio N), 1), or all candidates where there are fewer
+        number: max(floor(ratio N), 1), or all candidates if there are fewer
 
-    Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.2
-    (https://arxiv.org/abs/2505.22617).
-
-    Args:
-        inputs: Reads all fields.
-
-    Returns:
-        (N,) bool, in the order of the tokens.
-
-    Raises:
-        ValueError: Shapes differ.
+    Source: as for the loss, `policy_losses.clip_cov`.
     """
     cov = covariances(inputs)  # (N,)
-    ratios = (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratios = ratio_of(inputs.log_probs - inputs.old_log_probs)
     _, is_clipped = clipped_surrogate(
         ratios, inputs.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high
     )
     is_candidate = (cov > inputs.lower) & (cov < inputs.upper) & ~is_clipped
-    return _choose(is_candidate, _number(inputs), token_hashes(inputs))
+    return _choose(is_candidate, _num_selected(inputs), token_hashes(inputs))
 
 
 @TOKEN_SELECTIONS.register("kl_cov")
 @torch.no_grad()
 def kl_cov(inputs: SelectionInputs) -> Tensor:
-    """Choose the tokens of the largest covariance: max(floor(ratio N), 1) of them, equal ones at random.
+    """Select the max(floor(ratio N), 1) tokens of the largest covariance, ties at random.
 
-    Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.2
-    (https://arxiv.org/abs/2505.22617).
-
-    Args:
-        inputs: Reads all fields but `lower`, `upper` and those of the bounds.
-
-    Returns:
-        (N,) bool, in the order of the tokens.
-
-    Raises:
-        ValueError: Shapes differ.
+    Source: as for the loss, `policy_losses.kl_cov`.
     """
     cov = covariances(inputs)  # (N,)
-    number = min(_number(inputs), len(cov))
+    number = min(_num_selected(inputs), len(cov))
     if not number:
         return torch.zeros_like(cov, dtype=torch.bool)
     smallest = cov.topk(number).values[-1]
@@ -105,15 +84,9 @@ def kl_cov(inputs: SelectionInputs) -> Tensor:
 
 
 def covariances(inputs: SelectionInputs) -> Tensor:
-    """What each token adds to the covariance of advantage and log-prob over the mini batch, times N.
+    """Contribution of each token to the covariance of advantage and log-prob, times N: (N,) float64.
 
-        cov = (A - mean(A)) (log_prob - mean(log_prob))
-
-    Returns:
-        (N,) float64.
-
-    Raises:
-        ValueError: Shapes differ.
+    cov = (A - mean(A)) (log_prob - mean(log_prob))    means over the mini batch
     """
     check_same_shape(
         log_probs=inputs.log_probs,
@@ -131,7 +104,8 @@ def covariances(inputs: SelectionInputs) -> Tensor:
 def token_hashes(inputs: SelectionInputs) -> Tensor:
     """Hash (seed, row, position) to int64, (N,): splitmix64's mixing function, once for each of the three.
 
-    Source: "Fast Splittable Pseudorandom Number Generators", figure 14 (https://doi.org/10.1145/2660193.2660195).
+    Source: "Fast Splittable Pseudorandom Number Generators", figure 14
+    (https://doi.org/10.1145/2660193.2660195).
     """
     signed_seed = (inputs.seed + 2**63) % 2**64 - 2**63
     hashes = torch.full_like(inputs.row_ids, signed_seed)
@@ -140,8 +114,7 @@ def token_hashes(inputs: SelectionInputs) -> Tensor:
     return hashes
 
 
-def _number(inputs: SelectionInputs) -> int:
-    """How many tokens to select."""
+def _num_selected(inputs: SelectionInputs) -> int:
     return max(int(inputs.ratio * len(inputs.log_probs)), 1)
 
 
@@ -155,11 +128,11 @@ def _choose(is_candidate: Tensor, number: int, hashes: Tensor) -> Tensor:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers; the shifts fill with zeros, as those of unsigned numbers do."""
     values = (values ^ _shifted(values, 30)) * MIX_1
     values = (values ^ _shifted(values, 27)) * MIX_2
     return values ^ _shifted(values, 31)
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
+    # Logical shift: `>>` on int64 would copy the sign bit.
     return (values >> bits) & ((1 << (64 - bits)) - 1)

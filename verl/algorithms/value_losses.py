@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a value function: how far its values are from the returns, with a bound on their moves."""
+"""Loss of the critic."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,20 +12,20 @@ from verl.utils.masking import check_same_shape
 
 @dataclass(frozen=True)
 class ValueLossInputs:
-    """What the value loss reads. Padding has `response_mask` 0 and may hold anything, NaN too."""
+    """Inputs of the value loss. Padding (`response_mask` 0) may hold anything, even NaN."""
 
-    values: Tensor  # (B, R) float32, of the critic being trained; carries the gradient
-    old_values: Tensor  # (B, R) float32, of the critic that the advantages were computed with
+    values: Tensor  # (B, R) float32, from the critic being trained; carries the gradient
+    old_values: Tensor  # (B, R) float32, used for the advantages
     returns: Tensor  # (B, R) float32
     response_mask: Tensor  # (B, R), one on response tokens
-    cliprange_value: float = 0.5  # values count as moved by at most this
+    cliprange_value: float = 0.5  # bound on the change of a value
 
 
 class ValueLoss(NamedTuple):
-    """What the value loss returns."""
+    """Result of the value loss."""
 
     per_token: Tensor  # (B, R); padding holds zeros without gradient
-    statistics: dict[str, Tensor]  # name -> (B, R) without gradient; means over response tokens are logged
+    statistics: dict[str, Tensor]  # name -> (B, R), detached; means over response tokens are logged
 
 
 def clipped_value_loss(inputs: ValueLossInputs) -> ValueLoss:
@@ -34,17 +34,10 @@ def clipped_value_loss(inputs: ValueLossInputs) -> ValueLoss:
         clipped = clip(values, old_values - c, old_values + c)
         L = 1/2 max((values - returns)^2, (clipped - returns)^2)
 
-    The gradient is zero where a value has moved by more than c and has come nearer to its return by it; a
-    value that moved away from its return is always pulled back.
-    `vf_clipfrac` counts the tokens where the clipped error is the larger one, `vpred_mean` is the value.
+    The gradient is zero where a value has moved towards its return by more than c. `vf_clipfrac` counts
+    tokens with the larger clipped error, `vpred_mean` is the mean value.
 
     Source: "Implementation Matters in Deep RL", section 2 (https://arxiv.org/abs/2005.12729).
-
-    Args:
-        inputs: Reads all fields.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     check_same_shape(
         values=inputs.values,

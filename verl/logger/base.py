@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a logger is. To add one: a subclass of `Logger`, registered under its name in `trainer.logger`.
+"""Interface of a logger. To add one, register a subclass of `Logger` under its name in `trainer.logger`.
 
-console.py    progress on a terminal, lines elsewhere
-file.py       the run's folder
+console.py    progress on a terminal, plain lines elsewhere
+file.py       files in the run's folder
 services.py   tensorboard, wandb, swanlab, mlflow
 tracker.py    all loggers of a run as one
 """
@@ -21,11 +21,11 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Run:
-    """What loggers know of a run."""
+    """Description of a run for its loggers."""
 
     project_name: str
     experiment_name: str
-    directory: Path  # where its checkpoints are, too
+    directory: Path  # also holds its checkpoints
     config: dict[str, Any] = field(default_factory=dict)  # nested plain values
     total_steps: int | None = None
 
@@ -40,41 +40,33 @@ class Generation(NamedTuple):
 
 
 class Logger:
-    """Where the metrics of a run go; by default nowhere.
+    """Destination of a run's metrics; the methods here do nothing."""
 
-    Attributes:
-        module: What it imports when it is asked for, which not every installation has; "" for nothing.
-    """
-
-    module: ClassVar[str] = ""
+    module: ClassVar[str] = ""  # optional package that it imports on use
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def log(self, metrics: Metrics, step: int) -> None:
-        """Log the metrics of a step."""
+    def log(self, metrics: Metrics, step: int) -> None: ...
 
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Log responses of the validation at a step."""
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None: ...
 
-    def begin_step(self, step: int) -> None:
-        """A step begins."""
+    def begin_step(self, step: int) -> None: ...
 
     def stage(self, name: str) -> None:
-        """The step is doing this from now on."""
+        """Announce what the step does from now on."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """The stage has done so many of its units (responses, micro-batches)."""
+        """Report that the stage has completed `done` of its units, such as responses or micro batches."""
 
     def close(self, failed: bool = False) -> None:
-        """The run is over; `failed` if an exception ended it."""
+        """End the run; `failed` if an exception ended it."""
 
 
 LOGGERS: Registry[type[Logger]] = Registry("trainer.logger")
 
 
 def import_optional(package: str, logger: str) -> ModuleType:
-    """Import what one logger needs and a run without that logger does not."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -99,7 +91,7 @@ def nest(flat: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """The inverse of `nest`; an empty folder stays as an empty dict."""
+    """Undo `nest`; an empty folder stays an empty dict."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the person who started a run sees.
+"""Console output of a run.
 
-On a terminal a bar stays at the bottom and says what the step is doing:
+On a terminal a bar stays at the bottom:
 
     step 12/100 ----        gen 96/256 responses 4 s . elapsed 0:03:10, eta 0:24:05 . reward 0.81 . val 0.7
 
-Elsewhere (a file, a pipe, CI) there are plain lines: one for each step, and one now and then in a long stage.
+Elsewhere (a file, a pipe, CI) there are plain lines: one per step, and occasional ones in a long stage.
 """
 
 import time
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run
 
-KEY_METRICS = {  # what the bar shows: metric -> its short name
+KEY_METRICS = {  # metrics in the bar -> their short names
     "reward/overall": "reward",
     "val/reward_score": "val",
     "response_length/mean": "length",
@@ -29,11 +29,11 @@ KEY_METRICS = {  # what the bar shows: metric -> its short name
     "val/loss": "val loss",
     "perf/throughput": "tokens/s",
 }
-QUIET_S = 30.0  # without a terminal: the longest silence in a stage that reports its progress
+QUIET_S = 30.0  # without a terminal: longest silence of a stage that reports progress
 
 
 class StepClock:
-    """How long a run has taken and will take, and what its step is doing. Knows nothing of consoles."""
+    """Times of a run and of its current step, independent of any console."""
 
     def __init__(self, total_steps: int | None, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -43,49 +43,37 @@ class StepClock:
         self.units = ""  # "96/256 responses"
         self._started = self._stage_started = self._step_started = now()
         self._seconds_of_steps = 0.0
-        self.num_finished_steps = 0  # in this run, those before a resume not counted
+        self.num_finished_steps = 0  # since the start or resume
 
     def begin_step(self, step: int) -> None:
-        """A step begins; what comes before the first one is not counted as a step's time."""
         self.step = step
         self._step_started = self._now()
         self.stage("")
 
     def stage(self, name: str) -> None:
-        """The step is doing this from now on."""
         self.stage_name, self.units = name, ""
         self._stage_started = self._now()
 
     def end_step(self) -> float:
-        """A step is over. Returns its seconds."""
+        """End the step and return its seconds."""
         seconds = self._now() - self._step_started
         self._seconds_of_steps += seconds
         self.num_finished_steps += 1
         self.stage("")
         return seconds
 
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a step is under way."""
-        return self._step_started >= 0 and self.step > 0
-
     def elapsed_s(self) -> float:
-        """Seconds since the run began."""
         return self._now() - self._started
 
     def stage_s(self) -> float:
-        """Seconds since the stage began."""
         return self._now() - self._stage_started
 
     def eta_s(self, finished_step: int) -> float | None:
-        """Seconds left, at the mean pace so far; None before the first step is over or without an end.
-
-        Args:
-            finished_step: The last step that is over; a running one has used up its part of the estimate.
-        """
+        """Seconds left at the mean pace so far; None before the first step ends or without a total."""
         if not self.num_finished_steps or self.total_steps is None:
             return None
         mean = self._seconds_of_steps / self.num_finished_steps
+        # A running step has used up part of its own estimate.
         running = self._now() - self._step_started if self.step > finished_step else 0.0
         return max(0.0, (self.total_steps - finished_step) * mean - min(running, mean))
 
@@ -99,55 +87,50 @@ class ConsoleLogger(Logger):
         self._console = console or Console()
         self._clock = StepClock(run.total_steps)
         self._finished_step = 0
-        self._metrics: dict[str, float] = {}  # the last value of each
+        self._metrics: dict[str, float] = {}  # last values
         self._last_line = time.monotonic()
         self._bar: Progress | None = None
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), _Status(self._status))
             self._bar = Progress(*columns, console=self._console, refresh_per_second=2, transient=True)
-            self._task = self._bar.add_task(self._place(), total=run.total_steps, completed=0)
+            self._task = self._bar.add_task(self._step_text(), total=run.total_steps, completed=0)
             self._bar.start()
 
     def begin_step(self, step: int) -> None:
-        """Show the new step."""
         if not self._clock.num_finished_steps:
-            self._finished_step = step - 1  # of a resumed run
+            self._finished_step = step - 1  # a resumed run starts later than 1
         self._clock.begin_step(step)
         self._refresh()
 
     def stage(self, name: str) -> None:
-        """Show the new stage."""
         self._clock.stage(name)
         self._refresh()
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show how far the stage is."""
         self._clock.units = f"{done}/{total} {unit}"
         if self._bar is None and time.monotonic() - self._last_line >= QUIET_S:
-            self._print(f"{self._place()}: {self._status()}")
+            self._print(f"{self._step_text()}: {self._status()}")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Print the metrics, one line for each area; those of the step that is under way end it."""
+        """Print one line per area; the metrics of the running step end it."""
         self._metrics |= metrics
         ends_step = step == self._clock.step and step > self._finished_step
         heading = f"step {step}"
         if ends_step:
             seconds = self._clock.end_step()
             self._finished_step = step
-            heading = f"{self._place()}: {seconds:.1f} s, {self._times()}"
+            heading = f"{self._step_text()}: {seconds:.1f} s, {self._times()}"
         self._print(heading, style="bold")
         self._print("\n".join(f"  {area:<16} {line}" for area, line in _lines_by_area(metrics).items()))
         self._refresh()
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Print each response."""
         for number, generation in enumerate(generations, start=1):
             self._print(f"validation at step {step}, response {number}/{len(generations)}", style="bold")
             for name, value in generation._asdict().items():
                 self._print(f"  [{name}] {value}")
 
     def close(self, failed: bool = False) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -155,15 +138,14 @@ class ConsoleLogger(Logger):
         self._console.print(Text(text, style=style), soft_wrap=True)
         self._last_line = time.monotonic()
 
-    def _place(self) -> str:
+    def _step_text(self) -> str:
         total = f"/{self.run.total_steps}" if self.run.total_steps else ""
         return f"step {max(self._clock.step, self._finished_step)}{total}"
 
     def _times(self) -> str:
         eta = self._clock.eta_s(self._finished_step)
-        return f"elapsed {_hours(self._clock.elapsed_s())}" + (
-            f", eta {_hours(eta)}" if eta is not None else ""
-        )
+        elapsed = f"elapsed {_hours(self._clock.elapsed_s())}"
+        return elapsed if eta is None else f"{elapsed}, eta {_hours(eta)}"
 
     def _status(self) -> str:
         shown = [f"{self._clock.stage_name} {self._clock.units}".strip()]
@@ -176,7 +158,7 @@ class ConsoleLogger(Logger):
 
     def _refresh(self) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=self._place(), completed=self._finished_step)
+            self._bar.update(self._task, description=self._step_text(), completed=self._finished_step)
 
 
 class _Status(ProgressColumn):

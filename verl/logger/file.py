@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log that lies beside the checkpoints, and its reader.
+"""Log files next to the checkpoints, and their reader.
 
-    experiment_config.json   the resolved config; an earlier start's is kept as experiment_config.1.json
-    experiment_log.jsonl     one line for each step: {"step": 3, "actor": {"pg_loss": ...}, ...}
+    experiment_config.json   the resolved config; that of an earlier start becomes experiment_config.1.json
+    experiment_log.jsonl     one line per step: {"step": 3, "actor": {"pg_loss": ...}, ...}
     generations.log          validation responses
 
-A resumed run goes on in the same files. Steps that it repeats stand there twice; the later line counts.
+A resumed run appends to the same files. Steps that it repeats appear twice; the later line counts.
 """
 
 import json
@@ -37,14 +37,11 @@ class FileLogger(Logger):
             ) from error
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Append one line."""
-        values = {
-            key: value if math.isfinite(value) else None for key, value in metrics.items()
-        }  # JSON has no nan
+        # JSON has no NaN.
+        values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         _append(self.run.directory / METRICS_FILE, json.dumps({"step": step} | nest(values)) + "\n")
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Append each response with its prompt, ground truth and score."""
         for generation in generations:
             fields = {"step": step, **generation._asdict()}
             text = "\n".join(f"[{name}] {value}" for name, value in fields.items())
@@ -52,16 +49,13 @@ class FileLogger(Logger):
 
 
 def read_log(directory: Path) -> list[dict[str, Any]]:
-    """Read what `FileLogger` wrote: for each step, in order, `{"step": 3, "actor/pg_loss": ...}`.
-
-    Of a step that was logged twice, because a run resumed before it, the later line counts for each metric.
-    """
+    """Read the log of a `FileLogger`: one `{"step": 3, "actor/pg_loss": ...}` per step, in order."""
     steps: dict[int, dict[str, Any]] = {}
     for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
-            continue  # a run was killed while it wrote
+            continue  # the run was killed while writing
         steps.setdefault(entry["step"], {}).update(flatten(entry))
     return [steps[step] for step in sorted(steps)]
 
@@ -72,14 +66,13 @@ def _write_config(directory: Path, config: dict[str, Any]) -> None:
     if path.exists():
         if path.read_text(encoding="utf-8") == text:
             return
-        path.rename(
-            directory / f"experiment_config.{len(list(directory.glob('experiment_config.*.json'))) + 1}.json"
-        )
+        number = len(list(directory.glob("experiment_config.*.json"))) + 1
+        path.rename(directory / f"experiment_config.{number}.json")
     path.write_text(text, encoding="utf-8")
 
 
 def _end_last_line(path: Path) -> None:
-    """Begin on a new line after a run that was killed while it wrote."""
+    # A run that was killed while writing leaves an incomplete line.
     if path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
         _append(path, "\n")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers that need a package of their own; it is imported when the logger is asked for.
+"""Loggers that need an optional package, imported only on use.
 
 Each is configured by the environment variables of its package: `WANDB_MODE`, `SWANLAB_MODE`,
 `SWANLAB_API_KEY`, `MLFLOW_TRACKING_URI`, and `TENSORBOARD_DIR` for tensorboard.
@@ -13,8 +13,8 @@ from pathlib import Path
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, import_optional
 
 GENERATIONS_KEY = "val/generations"
-MLFLOW_PARAMS_PER_CALL = 100  # its limit
-MLFLOW_MAX_PARAM_LENGTH = 500  # characters, the lowest limit of its versions and stores
+MLFLOW_PARAMS_PER_CALL = 100  # limit of MLflow
+MLFLOW_MAX_PARAM_LENGTH = 500  # characters, the lowest limit of all versions and stores
 
 
 @LOGGERS.register("tensorboard")
@@ -32,25 +32,21 @@ class TensorBoardLogger(Logger):
         self._writer.add_text("config", _as_code(json.dumps(run.config, indent=2, default=str)))
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Add one scalar for each metric."""
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Add one text."""
-        self._writer.add_text(
-            GENERATIONS_KEY, _as_code("\n\n".join(_as_text(one) for one in generations)), step
-        )
+        text = "\n\n".join(_as_text(one) for one in generations)
+        self._writer.add_text(GENERATIONS_KEY, _as_code(text), step)
 
     def close(self, failed: bool = False) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
 @LOGGERS.register("wandb")
 class WandbLogger(Logger):
-    """A run of Weights & Biases; validation responses of all steps are one table."""
+    """A Weights & Biases run; validation responses of all steps form one table."""
 
     module = "wandb"
 
@@ -61,23 +57,21 @@ class WandbLogger(Logger):
         self._wandb.init(project=run.project_name, name=run.experiment_name, config=run.config)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log the metrics."""
         self._wandb.log(dict(metrics), step=step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Log a table of all rows so far; a table cannot grow after it was logged, so it is a new one."""
+        # A logged table cannot grow, so each step logs a new one with all rows.
         self._rows.extend([step, *generation] for generation in generations)
         table = self._wandb.Table(columns=["step", *Generation._fields], data=self._rows)
         self._wandb.log({GENERATIONS_KEY: table}, step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Finish the run."""
         self._wandb.finish(exit_code=int(failed))
 
 
 @LOGGERS.register("swanlab")
 class SwanlabLogger(Logger):
-    """An experiment of SwanLab; validation responses are texts."""
+    """A SwanLab experiment; validation responses are texts."""
 
     module = "swanlab"
 
@@ -95,23 +89,20 @@ class SwanlabLogger(Logger):
         )
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log the metrics."""
         self._swanlab.log(dict(metrics), step=step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Log one text for each response."""
         texts = [self._swanlab.Text(_as_text(one), caption=f"score {one.score:g}") for one in generations]
         if texts:
             self._swanlab.log({GENERATIONS_KEY: texts}, step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Finish the experiment."""
         self._swanlab.finish()
 
 
 @LOGGERS.register("mlflow")
 class MlflowLogger(Logger):
-    """A run of MLflow; validation responses of a step are a JSON artifact."""
+    """An MLflow run; validation responses of a step are a JSON artifact."""
 
     module = "mlflow"
 
@@ -120,24 +111,18 @@ class MlflowLogger(Logger):
         self._mlflow = import_optional(self.module, "mlflow")
         self._mlflow.set_experiment(run.project_name)
         self._mlflow.start_run(run_name=run.experiment_name)
-        params = {
-            key: str(value)[:MLFLOW_MAX_PARAM_LENGTH] for key, value in flatten(run.config, ".").items()
-        }
-        names = list(params)
-        for start in range(0, len(names), MLFLOW_PARAMS_PER_CALL):
-            part = names[start : start + MLFLOW_PARAMS_PER_CALL]
-            self._mlflow.log_params({name: params[name] for name in part})
+        flat = flatten(run.config, ".").items()
+        params = [(key, str(value)[:MLFLOW_MAX_PARAM_LENGTH]) for key, value in flat]
+        for start in range(0, len(params), MLFLOW_PARAMS_PER_CALL):
+            self._mlflow.log_params(dict(params[start : start + MLFLOW_PARAMS_PER_CALL]))
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log the metrics."""
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Store the responses as one file."""
         self._mlflow.log_dict([one._asdict() for one in generations], f"{GENERATIONS_KEY}/step_{step}.json")
 
     def close(self, failed: bool = False) -> None:
-        """End the run."""
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
@@ -146,5 +131,4 @@ def _as_text(generation: Generation) -> str:
 
 
 def _as_code(text: str) -> str:
-    """Indented, so that Markdown shows it as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return "\n".join(f"    {line}" for line in text.splitlines())  # Markdown shows indented text verbatim

@@ -8,19 +8,14 @@ from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, import_o
 
 
 def check_loggers(loggers: str | Sequence[str]) -> None:
-    """Check, before anything is started, that the packages of these loggers are installed.
-
-    Raises:
-        ValueError: A name is unknown.
-        ModuleNotFoundError: Names the package and the command that installs it.
-    """
+    """Raise unless the names are known and their packages installed; call before anything starts."""
     for name in [loggers] if isinstance(loggers, str) else loggers:
         if LOGGERS[name].module:
             import_optional(LOGGERS[name].module, name)
 
 
 class Tracker:
-    """Hands metrics, validation responses and progress to every logger named in `trainer.logger`.
+    """Passes metrics, validation responses and progress to every logger in `trainer.logger`.
 
     Example::
 
@@ -32,17 +27,8 @@ class Tracker:
     """
 
     def __init__(self, loggers: str | Sequence[str], run: Run) -> None:
-        """Open the loggers.
-
-        Raises:
-            ValueError: A name is unknown.
-            ModuleNotFoundError: A logger's package is not installed.
-            OSError: The run's folder cannot be written.
-        """
         names = [loggers] if isinstance(loggers, str) else list(loggers)
-        classes = [
-            LOGGERS[name] for name in dict.fromkeys(names)
-        ]  # all names are right before the first one opens
+        classes = [LOGGERS[name] for name in dict.fromkeys(names)]  # checks all names before the first opens
         self._loggers: list[Logger] = []
         try:
             for logger_class in classes:
@@ -52,32 +38,26 @@ class Tracker:
             raise
 
     def begin_step(self, step: int) -> None:
-        """A step begins."""
         for logger in self._loggers:
             logger.begin_step(step)
 
     def stage(self, name: str) -> None:
-        """The step is doing this from now on, for example "gen" or "update_actor"."""
         for logger in self._loggers:
             logger.stage(name)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """The stage has done so many of its units."""
         for logger in self._loggers:
             logger.progress(done, total, unit)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log the metrics of a step, plain floats named `area/name`."""
         for logger in self._loggers:
             logger.log(metrics, step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Log responses of a validation."""
         for logger in self._loggers:
             logger.log_generations(generations, step)
 
     def close(self, failed: bool = False) -> None:
-        """Close every logger; `failed` if an exception ended the run."""
         while self._loggers:
             self._loggers.pop().close(failed)
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arguments of a call split over ranks and how the results join: pure functions, no Ray.
-
-A worker's method says it once, with `@register`; the worker group reads it from the class.
+"""Splitting of arguments over ranks and joining of results: pure functions, no Ray.
 
 Example::
 
@@ -23,42 +21,39 @@ ATTRIBUTE = "remote_method"
 
 
 class Dispatch(Enum):
-    """What each rank is given."""
+    """Distribution of a call's arguments."""
 
-    ALL = "all"  # the same arguments; the results come back as a list in rank order
-    SHARD = "shard"  # its part of each batch along an axis; the results of the parts are joined in order
+    ALL = "all"  # the same arguments on every rank; the results are a list in rank order
+    SHARD = "shard"  # a part of each batch along an axis; the results are joined in order
 
 
 @dataclass(frozen=True)
 class RemoteMethod:
-    """What `@register` says about a method."""
+    """Metadata that `@register` attaches to a method."""
 
     name: str
     dispatch: Dispatch
-    phase: str  # what the errors of this call say the worker was doing
+    phase: str  # name of the work, for error messages
     streaming: bool
     axis: str
 
 
-class Place(NamedTuple):
-    """Where one rank stands on a named axis: ranks with the same index form a model-parallel group."""
+class AxisRank(NamedTuple):
+    """Position of one rank on a named axis; ranks with the same index form a model-parallel group."""
 
     index: int
     size: int
-    is_first: bool  # of its model-parallel group: its results count for the group
+    is_first: bool  # in its model-parallel group: its results count for the group
 
 
 def register(
     dispatch: Dispatch, phase: str, *, streaming: bool = False, axis: str = "train"
 ) -> Callable[[F], F]:
-    """Declare that a worker group may call the method.
+    """Declare that a worker group may call the method; `phase` names its work in error messages.
 
-    Args:
-        dispatch: How arguments split and results join.
-        phase: The name of what happens here, for errors.
-        streaming: The method is a generator: the caller gets each item when it is there, from all ranks.
-            Batches then need not divide evenly: parts differ by at most one row and may be empty.
-        axis: "train" or "rollout": the axis `Dispatch.SHARD` splits along.
+    A streaming method is a generator whose items reach the caller as they arrive, from all ranks. Its batches
+    need not divide evenly: parts differ by at most one row and may be empty. `Dispatch.SHARD` splits along
+    `axis`, "train" or "rollout".
     """
 
     def decorator(method: F) -> F:
@@ -78,21 +73,21 @@ def remote_methods(worker_class: type) -> dict[str, RemoteMethod]:
     return found
 
 
-def check_places(axis: str, places: Sequence[Place | None]) -> list[Place]:
-    """Return the ranks' places on an axis, or say what is wrong with them."""
-    missing = [rank for rank, place in enumerate(places) if place is None]
+def check_axis(axis: str, axis_ranks: Sequence[AxisRank | None]) -> list[AxisRank]:
+    """Return the ranks' positions on an axis, or raise if they are incomplete or inconsistent."""
+    missing = [rank for rank, known in enumerate(axis_ranks) if known is None]
     if missing:
         raise RuntimeError(f"the workers of ranks {missing} have not called `set_axis({axis!r}, ...)`")
-    known = [place for place in places if place is not None]
-    sizes = {place.size for place in known}
-    first = sorted(place.index for place in known if place.is_first)
+    known = [one for one in axis_ranks if one is not None]
+    sizes = {one.size for one in known}
+    first = sorted(one.index for one in known if one.is_first)
     if len(sizes) != 1 or first != list(range(known[0].size)):
         raise RuntimeError(f"axis {axis!r} must have one first rank for each index from 0, got {known}")
     return known
 
 
 def shard(value: Any, size: int, even: bool) -> list[Any]:
-    """Return the `size` parts of a batch in order, or the value itself `size` times if it is not a batch."""
+    """Return the `size` parts of a batch in order; any other value is repeated."""
     if not isinstance(value, DataProto):
         return [value] * size
     if even and len(value) % size:
@@ -104,11 +99,11 @@ def shard(value: Any, size: int, even: bool) -> list[Any]:
     return [value[start:stop] for start, stop in pairwise(bounds)]
 
 
-def join(method: RemoteMethod, results: list[Any], places: Sequence[Place] | None) -> Any:
-    """Join the ranks' results: all of them, or those of the first rank of each place, concatenated."""
-    if method.dispatch is Dispatch.ALL or places is None:
+def join(method: RemoteMethod, results: list[Any], axis_ranks: Sequence[AxisRank] | None) -> Any:
+    """Concatenate the results of the first rank of each model-parallel group, or return all as a list."""
+    if method.dispatch is Dispatch.ALL or axis_ranks is None:
         return results
-    by_index = {place.index: result for place, result in zip(places, results, strict=True) if place.is_first}
+    by_index = {one.index: result for one, result in zip(axis_ranks, results, strict=True) if one.is_first}
     ordered = [by_index[index] for index in range(len(by_index))]
     if all(isinstance(result, DataProto) for result in ordered):
         return DataProto.concat(ordered)

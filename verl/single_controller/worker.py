@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of what runs in each worker process: one process for each device.
+"""Base class of the worker processes, one per device.
 
-While a process runs a call its name is the call's phase: `top` and `ps -o pid,comm` show `update_actor`.
-
-Subclass it, mark with `@register` what the controller may call, and hand the class to a worker group. To
-split batches (`Dispatch.SHARD`), call `set_axis` before the first such call.
+Subclass it, mark the methods that the controller may call with `@register`, and pass the class to a worker
+group. Call `set_axis` before the first call that splits batches (`Dispatch.SHARD`).
 """
 
 import faulthandler
@@ -17,102 +15,84 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.single_controller.dispatch import Place
+from verl.single_controller.dispatch import AxisRank
 
-STACKS_WAIT_S = 0.5  # a worker has this long to write where it stands
-NAME = Path("/proc/self/comm")  # of this process; the kernel keeps 15 characters, Ray puts its own back
+STACKS_WAIT_S = 0.5  # for a worker to write its stacks
+# Process name: `top` shows the running phase. The kernel keeps 15 characters; Ray restores its own name.
+NAME = Path("/proc/self/comm")
 
 
 class WorkerInfo(NamedTuple):
-    """Who and where a worker is, for errors."""
+    """Identity of a worker process, for errors and for signals to it."""
 
     rank: int
     pid: int
     host: str
-    stacks_fd: int  # its descriptor of the file that SIGUSR1 makes it write all its threads' stacks to
+    stacks_fd: int  # file to which SIGUSR1 makes it write the stacks of its threads
 
 
 class Worker:
-    """One process of a worker group.
-
-    Attributes:
-        rank: Among all processes of the group.
-        world_size: The number of processes.
-        local_rank: The index of this process's device among those it sees; on CPU its index on the node.
-        phase: What the running call does, "" between calls.
-    """
+    """One process of a worker group; `phase` is the running call, "" between calls."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
+        # Index of the device among the visible ones; on CPU the index on the node.
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.phase = ""
-        self._places: dict[str, Place] = {}
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process, and nameless
+        self._axes: dict[str, AxisRank] = {}
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
     def __repr__(self) -> str:
-        """Return the prefix of this worker's lines on the console."""
         return f"rank {os.environ['RANK']}"
 
     def set_axis(self, name: str, index: int, size: int, is_first: bool) -> None:
-        """Say which part of a batch this rank gets.
+        """Set this rank's data-parallel index on the axis "train" or "rollout".
 
-        Args:
-            name: "train" or "rollout".
-            index: Its place on the data-parallel axis.
-            size: The number of places.
-            is_first: Whether it is the first of the ranks with this index: its result counts for all of them.
+        With `is_first`, the rank is the first with this index and its result counts for all of them.
         """
-        self._places[name] = Place(index, size, is_first)
+        self._axes[name] = AxisRank(index, size, is_first)
 
-    def axes(self) -> dict[str, Place]:
-        """Return where this rank stands on each axis."""
-        return dict(self._places)
+    def axes(self) -> dict[str, AxisRank]:
+        return dict(self._axes)
 
     def info(self) -> WorkerInfo:
-        """Return who and where this worker is."""
         return WorkerInfo(self.rank, os.getpid(), socket.gethostname(), self._stacks.fileno())
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method and return its result."""
         self._show(phase)
         result = getattr(self, name)(*args, **kwargs)
         self._show("")
         return result
 
     def stream(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Run a generator method and yield its items."""
         self._show(phase)
-        items = getattr(self, name)(*args, **kwargs)
-        for item in items:  # noqa: UP028 - Ray sends values into generators, which not every iterator takes
+        for item in getattr(self, name)(*args, **kwargs):  # noqa: UP028 - Ray sends values into generators
             yield item
         self._show("")
 
     def drain(self, name: str, phase: str, *args: Any, **kwargs: Any) -> None:
-        """Run a generator method to its end: its items are another rank's too."""
+        """Run a generator method to its end; another rank returns the same items."""
         for _ in self.stream(name, phase, *args, **kwargs):
             pass
 
     def _show(self, phase: str) -> None:
-        """Say what this process does from now on; "" is nothing."""
         self.phase = phase
         NAME.write_text(phase or "idle")
 
 
 def read_stacks(info: WorkerInfo) -> str:
-    """Return the stacks of all threads of a worker on this machine, also of one stuck in native code."""
+    """Return the stacks of all threads of a worker on this machine, even of one stuck in native code."""
     os.kill(info.pid, signal.SIGUSR1)
     time.sleep(STACKS_WAIT_S)
     return Path(f"/proc/{info.pid}/fd/{info.stacks_fd}").read_text()
 
 
 def is_stopped_process(info: WorkerInfo) -> bool:
-    """Whether somebody stopped a worker on this machine by SIGSTOP: it lives and does nothing."""
     state = Path(f"/proc/{info.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "T"
+    return state == "T"  # by SIGSTOP: alive, but not running
 
 
 def end_process(info: WorkerInfo) -> None:
-    """Kill a worker on this machine; a stopped one too."""
-    os.kill(info.pid, signal.SIGKILL)
+    os.kill(info.pid, signal.SIGKILL)  # ends stopped processes too

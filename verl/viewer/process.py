@@ -1,46 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The viewer beside a run: a process of its own, which ends with the one that started it.
+"""View runs in a browser: curves, rollouts, images, scores and log-probs of tokens.
 
-The page of 100,000 rollouts takes no time from the training: another process reads and sorts them. It reads
-its standard input: a line with the token, which arguments would show to every account of the machine, then
-until the end, which comes when its parent closes it or dies.
+    python3 scripts/rollout_viewer.py checkpoints/math/first checkpoints/math/second
+
+Each folder is a run or contains runs. The page is served to this machine only; from another one, forward the
+port first: `ssh -L 8901:127.0.0.1:8901 HOST`. Without a browser, `--text` prints a summary and `--watch`
+refreshes it.
 """
 
+import argparse
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
-from verl.utils.rank_logger import get_logger
-from verl.viewer.runs import RunFolder
-from verl.viewer.server import address_of, loopback_socket, new_token, serve
+from rich.console import Console
 
-END_S = 10.0  # for answers that are under way
+from verl.utils.rank_logger import get_logger
+from verl.viewer.runs import RunFolder, open_runs
+from verl.viewer.server import address_of, loopback_socket, new_token, serve
+from verl.viewer.summary import show
+
+PORT = 8901
+REFRESH_S = 5.0  # for `--watch`
+END_S = 10.0  # for pending responses
 
 logger = get_logger(__name__)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until Ctrl-C, or print a summary."""
+    parser = argparse.ArgumentParser(
+        prog="rollout_viewer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder of runs")
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=f"port on 127.0.0.1 (default {PORT}); 0 picks a free one"
+    )
+    parser.add_argument("--text", action="store_true", help="print a summary instead of serving a page")
+    parser.add_argument("--watch", action="store_true", help=f"refresh it every {REFRESH_S:g} seconds")
+    options = parser.parse_args(arguments)
+    try:
+        runs = open_runs(options.folders)
+        if options.text or options.watch:
+            _print_summary(runs, is_watched=options.watch)
+            return
+        listening = loopback_socket(options.port)
+    except (ValueError, OSError, OverflowError) as error:
+        parser.exit(1, f"rollout_viewer: {error}\n")
+    token = new_token()
+    sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
+    sys.stdout.flush()
+    with suppress(KeyboardInterrupt):
+        serve(runs, listening, token)
+
+
 @contextmanager
 def viewer_process(run_folder: Path, port: int) -> Iterator[str]:
-    """Show a run while the block runs.
+    """Serve a run from a separate process while the block runs; yield the address, which is also logged.
 
-    Args:
-        run_folder: Of the run; nothing needs to be in it yet.
-        port: Of 127.0.0.1; 0 takes a free one.
-
-    Yields:
-        The address, which is also logged.
+    The run's folder may still be empty. Port 0 picks a free one.
 
     Raises:
-        ValueError: The port cannot be had.
+        ValueError: The port is not available.
     """
+    # A separate process, so that reading and sorting 100,000 rollouts takes no time from training. It reads
+    # its standard input: a line with the token, which other accounts could see among arguments, then until
+    # the end, which comes when its parent closes the pipe or dies.
     try:
         listening = loopback_socket(port)
     except OSError as error:
         raise ValueError(
-            f"`trainer.viewer_port` ({port}) cannot be had: {error.strerror}; 0 takes a free port"
+            f"`trainer.viewer_port` ({port}) is not available: {error.strerror}; 0 picks a free port"
         ) from error
     with listening:
         token = new_token()
@@ -49,36 +83,36 @@ def viewer_process(run_folder: Path, port: int) -> Iterator[str]:
             [sys.executable, "-m", "verl.viewer.process", str(handle), str(run_folder)],
             stdin=subprocess.PIPE,
             pass_fds=[handle],
-            start_new_session=True,  # Ctrl-C is for the run, which ends the viewer when it is saved
+            start_new_session=True,  # Ctrl-C goes to the run, which ends the viewer after saving
         )
     assert process.stdin is not None, "it is a pipe"
-    with suppress(BrokenPipeError):  # it died at once: the run goes on without
+    with suppress(BrokenPipeError):  # it died at once: the run continues without it
         process.stdin.write(f"{token}\n".encode())
         process.stdin.flush()
     logger.info("the run can be watched: address=%s", address)
     try:
         yield address
     finally:
-        _end(process)
+        process.stdin.close()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def _end(process: subprocess.Popen) -> None:
-    assert process.stdin is not None, "it is a pipe"
-    process.stdin.close()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _print_summary(runs: Sequence[RunFolder], *, is_watched: bool) -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for terminals without block characters
+    with suppress(KeyboardInterrupt, BrokenPipeError):  # a pipe may be closed early, as by `| head`
+        show(runs, Console(highlight=False), REFRESH_S if is_watched else None)
 
 
-def main(arguments: list[str]) -> None:
-    """Serve one run on a socket that was opened by the parent."""
-    handle, folder = arguments
+def _serve_for_parent(handle: str, folder: str) -> None:
     run = RunFolder(Path(folder), Path(folder).name)
     token = sys.stdin.buffer.readline().decode().strip()
     serve([run], socket.socket(fileno=int(handle)), token, until=sys.stdin.buffer)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _serve_for_parent(*sys.argv[1:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rollouts the page asks for: read from the address, checked, and answered on Arrow tables.
+"""Queries of the page: parsed from the address, checked, and executed on Arrow tables.
 
 To add a filter: a field of `RolloutQuery`, a line in `from_params` and one in `_conditions`.
 """
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from verl.viewer.rollout_index import TABLE_SCHEMA, plain
 from verl.viewer.runs import RunFolder
 
-LARGEST_PAGE = 500  # rows
+MAX_PAGE = 500  # rows
 BINS = 30
 SHOWN_DISTRIBUTIONS = ("score", "response_length")
 SORTABLE = ("run", *(name for name in TABLE_SCHEMA.names if not name.endswith("_start")))
@@ -24,37 +24,21 @@ SORTABLE = ("run", *(name for name in TABLE_SCHEMA.names if not name.endswith("_
 
 @dataclass(frozen=True)
 class RolloutQuery:
-    """Filters, order and page; None does not filter.
+    """Filters, order and page; None disables a filter."""
 
-    Attributes:
-        runs: Numbers of the runs.
-        text: In the prompt, the response or the ground truth.
-        bounds: Smallest and largest value of a column, both included: {"step": (3, None)}.
-        equal: Value of a column of text: {"finish_reason": "length"}.
-        has_media: Whether the prompt has images or videos.
-        sort: Column; ties stay in the order of run, step, group and sample.
-        is_descending: Whether the largest comes first.
-        offset: Rows before the page.
-        limit: Rows of the page.
-    """
-
-    runs: tuple[int, ...]
-    text: str
-    bounds: Mapping[str, tuple[float | None, float | None]]
-    equal: Mapping[str, str]
+    runs: tuple[int, ...]  # indices of the runs
+    text: str  # in the prompt, the response or the ground truth
+    bounds: Mapping[str, tuple[float | None, float | None]]  # column -> inclusive minimum and maximum
+    equal: Mapping[str, str]  # column -> value: {"finish_reason": "length"}
     has_media: bool | None
-    sort: str
+    sort: str  # column; ties are in the order of run, step, group and sample
     is_descending: bool
-    offset: int
-    limit: int
+    offset: int  # rows before the page
+    limit: int  # rows of the page
 
     @classmethod
     def from_params(cls, params: Sequence[tuple[str, str]], num_runs: int) -> "RolloutQuery":
-        """Read the query of an address; a parameter without text counts as left out.
-
-        Raises:
-            ValueError: A name or a value is wrong.
-        """
+        """Parse the parameters of an address; an empty one counts as missing."""
         numbers = [_number(name, text, 0, num_runs - 1) for name, text in params if name == "run"]
         given = {name: text for name, text in params if name != "run" and text}
         take = given.pop
@@ -72,7 +56,7 @@ class RolloutQuery:
             sort=_one_of("sort", take("sort", "step"), SORTABLE),
             is_descending=_one_of("order", take("order", "up"), ("up", "down")) == "down",
             offset=_number("offset", take("offset", "0"), 0, 2**31),
-            limit=_number("limit", take("limit", "100"), 1, LARGEST_PAGE),
+            limit=_number("limit", take("limit", "100"), 1, MAX_PAGE),
         )
         if given:
             raise ValueError(f"unknown parameters {sorted(given)}")
@@ -80,7 +64,7 @@ class RolloutQuery:
 
 
 def select(runs: Sequence[RunFolder], query: RolloutQuery) -> pa.Table:
-    """The rows of the chosen runs that pass the filters, with the column `run`; not sorted."""
+    """Return the matching rows of the chosen runs, unsorted, with an additional column `run`."""
     tables = []
     for number in query.runs:
         index = runs[number].rollouts
@@ -95,17 +79,17 @@ def select(runs: Sequence[RunFolder], query: RolloutQuery) -> pa.Table:
 
 
 def page(table: pa.Table, query: RolloutQuery) -> dict[str, Any]:
-    """One page of the sorted rows, and how many there are in all."""
+    """Return one page of the sorted rows, and the total number of rows."""
     keys = list(dict.fromkeys((query.sort, "run", "step", "group", "sample")))
-    places = table.select(keys).append_column("place", pa.array(np.arange(table.num_rows)))
+    indices = table.select(keys).append_column("index", pa.array(np.arange(table.num_rows)))
     down = {query.sort} if query.is_descending else set()
-    order = places.sort_by([(key, "descending" if key in down else "ascending") for key in keys])["place"]
+    order = indices.sort_by([(key, "descending" if key in down else "ascending") for key in keys])["index"]
     rows = table.take(order[query.offset : query.offset + query.limit])
     return {"total": table.num_rows, "rows": plain(rows.to_pylist())}
 
 
 def choices(table: pa.Table) -> dict[str, list[str]]:
-    """The values that the filters offer."""
+    """Return the values that the filters offer."""
     return {
         name: sorted(value for value in table[name].unique().to_pylist() if value is not None)[:100]
         for name in ("data_source", "finish_reason")
@@ -113,12 +97,7 @@ def choices(table: pa.Table) -> dict[str, list[str]]:
 
 
 def distributions(table: pa.Table, runs: Sequence[int]) -> dict[str, Any]:
-    """Histograms of scores and lengths, a line for each run over common edges.
-
-    Returns:
-        For each column `edges`, one more than bins, and `counts` by the number of the run; no edges without a
-        row.
-    """
+    """Return histograms of scores and lengths over common edges, by run; no edges without rows."""
     return {name: _histogram(table, name, runs) for name in SHOWN_DISTRIBUTIONS}
 
 
@@ -149,7 +128,7 @@ def _conditions(query: RolloutQuery) -> Iterator[pc.Expression]:
 
 def _number(name: str, text: str, smallest: int, largest: int) -> int:
     if not (text.isascii() and text.isdigit()) or not smallest <= int(text) <= largest:
-        raise ValueError(f"`{name}` must be a whole number from {smallest} to {largest}, got {text[:40]!r}")
+        raise ValueError(f"`{name}` must be an integer from {smallest} to {largest}, got {text[:40]!r}")
     return int(text)
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollouts of one run in memory: a table of what fits, the rest read when it is asked for.
-
-Files of steps are read once, and again when a run replaces them.
-"""
+"""Rollouts of one run in memory: a table of the short columns; the rest is read on demand."""
 
 import math
 import threading
@@ -17,14 +14,11 @@ import pyarrow.parquet as pq
 from verl.viewer.rollout_store import SCHEMA, TABLE_COLUMNS, step_files
 
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
-Signature = tuple[int, int]  # time of change in ns, bytes
+Signature = tuple[int, int]  # modification time in ns, bytes
 
 
 class RolloutIndex:
-    """What is known of a run's kept rollouts.
-
-    Attributes:
-        problems: Files that are no rollouts, and why; they are left out.
+    """Index of a run's kept rollouts; `problems` has the unreadable files, which are skipped.
 
     Example::
 
@@ -34,16 +28,15 @@ class RolloutIndex:
     """
 
     def __init__(self, run_folder: Path) -> None:
-        """Read nothing yet."""
         self.run_folder = run_folder
         self.problems: dict[str, str] = {}
         self._table = TABLE_SCHEMA.empty_table()
         self._known: dict[int, Signature] = {}
         self._lock, self._search_lock = threading.Lock(), threading.Lock()
-        self._searched = ("", self._table, self._table)  # the last text, in which table, and what was found
+        self._searched = ("", self._table, self._table)  # last text, searched table, result
 
     def refresh(self) -> pa.Table:
-        """Read what is new; returns the columns `TABLE_COLUMNS` of all rollouts, steps in no order."""
+        """Read new and changed files; return the columns `TABLE_COLUMNS` of all rollouts, unsorted."""
         with self._lock:
             files = step_files(self.run_folder)
             found = {step: _signature(path) for step, path in files.items()}
@@ -60,19 +53,15 @@ class RolloutIndex:
             return self._table
 
     def search(self, text: str) -> pa.Table:
-        """The rows of the table whose prompt, response or ground truth holds a text, in either case."""
+        """Return the rows whose prompt, response or ground truth contains a text, ignoring case."""
         table = self.refresh()
-        with self._search_lock:  # the page asks for rows and histograms at once: one search does for both
+        with self._search_lock:  # the page requests rows and histograms together: search once
             if self._searched[0] != text or self._searched[1] is not table:
                 self._searched = (text, table, self._search(text))
             return self._searched[2]
 
     def group(self, step: int, group: str) -> list[dict[str, Any]]:
-        """Every column of the responses to a prompt, as plain values; a number that is not finite is None.
-
-        Raises:
-            KeyError: There is no such group.
-        """
+        """Return all columns of the responses to a prompt as JSON values."""
         path = step_files(self.run_folder).get(step)
         if path is None:
             raise KeyError(f"{self.run_folder} keeps no rollouts of step {step}")
@@ -94,7 +83,7 @@ class RolloutIndex:
     def _read(self, paths: list[Path]) -> pa.Table:
         try:
             return self._dataset(paths).to_table(columns=TABLE_COLUMNS)
-        except (pa.ArrowInvalid, OSError):  # one of them is damaged: which?
+        except (pa.ArrowInvalid, OSError):  # one of them is damaged: find it
             tables = [self._read_alone(path) for path in paths]
             return pa.concat_tables([TABLE_SCHEMA.empty_table(), *tables])
 
@@ -110,7 +99,7 @@ class RolloutIndex:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: numbers that are not finite become None."""
+    """Convert to JSON values: numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):

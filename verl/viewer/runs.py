@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as the viewer knows them: folders with a log of metrics, kept rollouts, or both."""
+"""Runs in the viewer: folders with a log of metrics, kept rollouts, or both."""
 
 import os
 from collections.abc import Sequence
@@ -10,19 +10,18 @@ from verl.logger.file import METRICS_FILE, read_log
 from verl.viewer.rollout_index import RolloutIndex, plain
 from verl.viewer.rollout_store import FOLDER
 
-DEPTH = 2  # folders between what a user names and a run: PROJECT/EXPERIMENT
+DEPTH = 2  # folders between the given one and a run: PROJECT/EXPERIMENT
 
 
 class RunFolder:
-    """One run: its metrics and its rollouts, as they are on disk now."""
+    """One run: its metrics and rollouts, as currently on disk."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Read nothing yet; `name` is what the page calls it."""
         self.folder, self.name = folder, name
         self.rollouts = RolloutIndex(folder)
 
     def state(self) -> dict[str, Any]:
-        """What the page asks for again and again; `version` changes with anything that is shown."""
+        """Return what the page polls; `version` changes with any displayed content."""
         rollouts = self.rollouts.refresh()
         log = self.folder / METRICS_FILE
         status = log.stat() if log.exists() else None
@@ -40,7 +39,7 @@ class RunFolder:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The logged metrics as columns: `{"step": [1, 2], "metrics": {"reward/overall": [0.5, None]}}`."""
+        """Logged metrics as columns: `{"step": [1, 2], "metrics": {"reward/overall": [0.5, None]}}`."""
         log = read_log(self.folder) if (self.folder / METRICS_FILE).exists() else []
         names = sorted({name for entry in log for name in entry if name != "step"})
         columns = {name: [plain(entry.get(name)) for entry in log] for name in names}
@@ -48,22 +47,22 @@ class RunFolder:
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """The runs in these folders: each is one, or holds some, as `PROJECT/EXPERIMENT` or `EXPERIMENT`.
+    """Open runs, given as run folders or as folders of `PROJECT/EXPERIMENT` or `EXPERIMENT`.
 
     Raises:
-        ValueError: A folder is not there, or holds no run.
+        ValueError: A folder does not exist, or contains no run.
     """
     found: list[Path] = []
     for folder in folders:
         runs = _runs_in(Path(os.path.abspath(folder)), DEPTH)
         if not runs:
-            raise ValueError(f"{folder} is no run and holds none: a run has `{METRICS_FILE}` or `{FOLDER}/`")
+            raise ValueError(f"no run in {folder}: a run has `{METRICS_FILE}` or `{FOLDER}/`")
         found += [run for run in runs if run not in found]
     return name_runs(found)
 
 
 def name_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """Runs with the shortest names that tell them apart: the end of their paths."""
+    """Name runs by the shortest distinct ends of their paths."""
     length = 1
     while len({folder.parts[-length:] for folder in folders}) < len(folders):
         length += 1

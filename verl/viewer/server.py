@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of the viewer: reads runs, answers GET requests from this machine, changes nothing.
+"""Server of the viewer: read-only GET requests from this machine.
 
-What others wrote, prompts and responses above all, leaves only as JSON and as JPEG; the page puts it into
-text nodes. A policy in every answer forbids scripts and addresses other than the server's own, and names of
-hosts other than this machine's are refused, so that no page of another site can ask on a browser's behalf.
-Other accounts of this machine do not know the token that the printed address ends in.
+Prompts and responses are untrusted text: they are sent only as JSON and JPEG, and the page puts them into
+text nodes. The content security policy of every response forbids foreign scripts and addresses. Requests for
+other host names are rejected, so that no other site can make a browser send one. Other accounts of this
+machine lack the token at the end of the printed address.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE
 from verl.viewer.runs import RunFolder
 
 LOOPBACK = "127.0.0.1"
-TOKEN = "token"  # parameter of the printed address
-SHUTDOWN_S = 3  # for answers that are under way
+TOKEN = "token"  # parameter in the printed address
+SHUTDOWN_S = 3  # for pending responses
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
     "Content-Security-Policy": (
@@ -48,14 +48,12 @@ HEADERS = {
 
 
 class SafeHeaders:
-    """Adds `HEADERS` to every answer, errors included."""
+    """Adds `HEADERS` to every response, including errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
@@ -65,24 +63,21 @@ class SafeHeaders:
 
 
 class TokenGate:
-    """Lets through who knows the token: from the address on the first visit, from then on from a cookie.
-
-    Cookies of a host are sent to all its ports, so the cookie's name follows from the token: viewers beside
-    one another keep theirs.
-    """
+    """Requires the token: in the address on the first visit, in a cookie afterwards."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token, self.cookie = app, token, cookie_name(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request = Request(scope)
         if self._is_token(request.cookies.get(self.cookie, "")):
             return await self.app(scope, receive, send)
         if not self._is_token(request.query_params.get(TOKEN, "")):
-            refusal = PlainTextResponse("open the address that the viewer printed, with its token", 403)
+            refusal = PlainTextResponse(
+                "open the full address printed by the viewer, including its token", 403
+            )
             return await refusal(scope, receive, send)
         answer = RedirectResponse(request.url.path, 303)  # the token leaves the address bar
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
@@ -93,28 +88,28 @@ class TokenGate:
 
 
 def cookie_name(token: str) -> str:
-    """Of the cookie that holds a token."""
+    # A host's cookies are sent to all its ports: a name derived from the token keeps viewers apart.
     return f"viewer_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
 
 def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
-    """The routes over these runs, for who knows the token.
+    """Build the application.
 
     - `/api/runs`: names, sizes, and a version that changes with the content
     - `/api/runs/{run}/metrics`: logged metrics as columns
-    - `/api/runs/{run}/groups/{step}/{group}`: the responses to a prompt, in full
-    - `/api/rollouts?run=0&score_min=0.5...`: a page of the table, as `RolloutQuery` says
+    - `/api/runs/{run}/groups/{step}/{group}`: the full responses to a prompt
+    - `/api/rollouts?run=0&score_min=0.5...`: a page of the table, see `RolloutQuery`
     - `/api/distributions?run=0...`: histograms of the same rows
     - `/media/{run}/{file}`: an image, or a frame of a video
     - `/`: the page
     """
     views = _Views(runs)
     routes = [
-        Route("/api/runs", _answering(views.runs)),
-        Route("/api/runs/{run:int}/metrics", _answering(views.metrics)),
-        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", _answering(views.group)),
-        Route("/api/rollouts", _answering(views.rollouts)),
-        Route("/api/distributions", _answering(views.distributions)),
+        Route("/api/runs", _as_json(views.runs)),
+        Route("/api/runs/{run:int}/metrics", _as_json(views.metrics)),
+        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", _as_json(views.group)),
+        Route("/api/rollouts", _as_json(views.rollouts)),
+        Route("/api/distributions", _as_json(views.distributions)),
         Route("/media/{run:int}/{file}", views.media),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
@@ -124,11 +119,7 @@ def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
 
 
 def loopback_socket(port: int) -> socket.socket:
-    """A socket that listens on a port of this machine for this machine; 0 takes a free port.
-
-    Raises:
-        OSError: The port is taken, or this user may not have it.
-    """
+    """Open a listening socket on 127.0.0.1; port 0 picks a free one."""
     listening = socket.socket()
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,26 +132,17 @@ def loopback_socket(port: int) -> socket.socket:
 
 
 def new_token() -> str:
-    """What nobody guesses."""
     return secrets.token_urlsafe(24)
 
 
 def address_of(listening: socket.socket, token: str) -> str:
-    """What to type into a browser."""
     return f"http://{LOOPBACK}:{listening.getsockname()[1]}/?{TOKEN}={token}"
 
 
 def serve(
     runs: Sequence[RunFolder], listening: socket.socket, token: str, until: BinaryIO | None = None
 ) -> None:
-    """Answer requests until Ctrl-C, or until a stream ends.
-
-    Args:
-        runs: What is shown.
-        listening: Of `loopback_socket`.
-        token: Of `new_token`; who does not know it gets no answer.
-        until: Read to its end in a thread; a pipe ends with the process that holds its other side.
-    """
+    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end."""
     config = uvicorn.Config(
         make_app(runs, token), log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
@@ -176,7 +158,7 @@ def serve(
 
 
 class _Views:
-    """What each route answers; plain functions, which Starlette runs in threads."""
+    """Results of the routes; Starlette runs plain functions in threads."""
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._runs = runs
@@ -223,5 +205,5 @@ class _Views:
             raise HTTPException(400, str(error)) from error
 
 
-def _answering(view: Callable[[Request], Any]) -> Callable[[Request], Response]:
+def _as_json(view: Callable[[Request], Any]) -> Callable[[Request], Response]:
     return lambda request: JSONResponse(view(request))

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on a terminal: what their metrics say now, where the time of a step goes, the best and worst rollouts.
+"""Summary of runs on a terminal: metrics, time per phase, best and worst rollouts.
 
-Runs stand side by side, as many as the width has room for. Names and responses are other people's words: of
-them only what a terminal prints as a character is shown (`printable`). To show another metric: a line in
-`METRICS`.
+Runs are shown side by side as far as the width allows. To show another metric, add a line to `METRICS`.
 """
 
 import json
@@ -24,7 +22,7 @@ from rich.text import Text
 from verl.logger.file import CONFIG_FILE, METRICS_FILE
 from verl.viewer.runs import RunFolder
 
-METRICS = (  # what a line is called, the first of these that a run has, what "best" is if it has a best
+METRICS = (  # label, metrics of which the first logged one is shown, function of the best value
     ("reward", ("reward/overall", "critic/score/mean"), max),
     ("val reward", ("val/reward_score",), max),
     ("kl", ("actor/ppo_kl",), None),
@@ -39,33 +37,32 @@ METRICS = (  # what a line is called, the first of these that a run has, what "b
 )
 STEP_SECONDS = "timing_s/step"
 PHASE = "timing_s/"
-RECENT = 20  # steps that times are the mean of
-LABEL, COLUMN, GAP = 15, 29, 3  # characters of the first column, of a run's, and between them
+RECENT = 20  # steps to average times over
+LABEL, COLUMN, GAP = 15, 29, 3  # characters: first column, column of a run, gap
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH, BAR_WIDTH = 8, 12  # characters
-SHOWN_ROLLOUTS = 3  # best, and as many worst ones
+SHOWN_ROLLOUTS = 3  # best ones, and as many worst ones
 NOTHING = "-"
 BLANK = Text("")
 
 
 def printable(text: str, limit: int) -> str:
-    """A text as one line of visible characters: what could steer a terminal, or turn its text around, is `.`.
+    """Return a text as one line of at most `limit` visible characters.
 
-    Args:
-        text: Of anyone.
-        limit: Characters at most; a longer text ends in `…`.
+    Others, which could control a terminal or reverse its text, become `.`; a longer text ends in `…`.
     """
+    # Names and responses are untrusted text.
     words = " ".join(text[: 8 * limit].split())
     shown = "".join(letter if letter.isprintable() else "." for letter in words)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """Up to `width` bars, each the mean of as many values that follow one another; "" without values."""
+    """Return up to `width` bars, each the mean of equally many consecutive values."""
     if not values:
         return ""
     count = min(width, len(values))
-    edges = [place * len(values) // count for place in range(count + 1)]
+    edges = [index * len(values) // count for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -74,67 +71,49 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """What a run has logged until now.
-
-    Attributes:
-        name: Of the run.
-        steps: That were logged, in order.
-        metrics: The values of each metric that are finite, in the order of the steps.
-        total_steps: That the run will take, if its config says so.
-        restarts: How often the run went back to a step that it had logged.
-    """
+    """Logged numbers of a run; `metrics` has only finite values, in the order of the steps."""
 
     name: str
     steps: list[int]
     metrics: dict[str, list[float]]
-    total_steps: int | None
+    total_steps: int | None  # from the config, if it has them
     restarts: int
 
     @classmethod
     def read(cls, run: RunFolder) -> "RunNumbers":
-        """Read the files of a run, which may be half written or not there yet."""
+        """Read the files of a run, which may be incomplete or missing."""
         columns = run.metrics()
         metrics = {}
         for name, values in columns["metrics"].items():
-            known = [
-                float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)
-            ]
-            if known:
+            if known := [float(value) for value in values if _is_finite(value)]:
                 metrics[name] = known
         return cls(run.name, columns["step"], metrics, _total_steps(run), _count_restarts(run))
 
     def recent(self, name: str) -> float | None:
-        """The mean of a metric over the last steps."""
+        """Mean of a metric over the last steps."""
         values = self.metrics.get(name, [])[-RECENT:]
         return sum(values) / len(values) if values else None
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of a step, the longest first."""
+        """Seconds of each phase of a step, longest first."""
         names = [name for name in self.metrics if name.startswith(PHASE) and name != STEP_SECONDS]
         seconds = {name.removeprefix(PHASE): self.recent(name) or 0.0 for name in names}
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def summary(runs: Sequence[RunFolder], width: int) -> RenderableType:
-    """Everything about these runs, for a terminal of so many columns."""
     numbers = [RunNumbers.read(run) for run in runs]
-    beside = max(1, (width - LABEL) // (COLUMN + GAP))
+    num_columns = max(1, (width - LABEL) // (COLUMN + GAP))
     parts: list[RenderableType] = []
-    for start in range(0, len(runs), beside):
-        parts += [_metrics_table(numbers[start : start + beside]), BLANK]
+    for start in range(0, len(runs), num_columns):
+        parts += [_metrics_table(numbers[start : start + num_columns]), BLANK]
     for run, its_numbers in zip(runs, numbers, strict=True):
         parts += [_phases_table(its_numbers), BLANK, _rollouts_table(run, width), BLANK]
     return Group(*parts)
 
 
 def show(runs: Sequence[RunFolder], console: Console, refresh_s: float | None = None) -> None:
-    """Print the summary.
-
-    Args:
-        runs: What is shown.
-        console: Where; on a terminal it is renewed in its place.
-        refresh_s: Seconds until it is printed again, until Ctrl-C; None prints it once.
-    """
+    """Print the summary, once or every `refresh_s` seconds until Ctrl-C, in place on a terminal."""
     if refresh_s is None:
         console.print(summary(runs, console.width))
         return
@@ -179,7 +158,7 @@ def _time_left(run: RunNumbers) -> str:
 
 
 def _course(run: RunNumbers, names: Sequence[str], best: Callable[..., float] | None) -> Text:
-    """First and last value, the best where there is one, and the way between them."""
+    """First and last value, the best one if the metric has a best, and a sparkline."""
     values = next((run.metrics[name] for name in names if name in run.metrics), None)
     if values is None:
         return Text(NOTHING)
@@ -190,7 +169,7 @@ def _course(run: RunNumbers, names: Sequence[str], best: Callable[..., float] | 
 
 
 def short(value: float) -> str:
-    """A number in few characters, if it is of a size that metrics have: `0.512`, `1.2e-05`, `12345`."""
+    """Format a number in few characters: `0.512`, `1.2e-05`, `12345`."""
     if value == 0 or 0.001 <= abs(value) < 1:
         return f"{value:.3f}".removesuffix(".000")
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
@@ -202,27 +181,21 @@ def _phases_table(run: RunNumbers) -> RenderableType:
         return Text(f"{printable(run.name, COLUMN)}: no times logged")
     total = max(run.recent(STEP_SECONDS) or 0.0, *phases.values()) or 1.0
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in (printable(run.name, COLUMN), "s/step", "share"):
-        table.add_column(Text(heading), justify="left" if heading not in ("s/step", "share") else "right")
+    table.add_column(Text(printable(run.name, COLUMN)))
+    for heading in ("s/step", "share"):
+        table.add_column(heading, justify="right")
     table.add_column("")
     for name, seconds in phases.items():
         bar = "#" * round(BAR_WIDTH * seconds / total)
-        table.add_row(
-            Text(printable(name, COLUMN)),
-            f"{seconds:.2f}",
-            f"{seconds / total:.0%}",
-            Text(bar, style="green"),
-        )
+        cells = (f"{seconds:.2f}", f"{seconds / total:.0%}", Text(bar, style="green"))
+        table.add_row(Text(printable(name, COLUMN)), *cells)
     return table
 
 
 def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
-    """The responses of the last step with the highest and the lowest scores."""
-    rows = (
-        run.rollouts.refresh()
-        .select(["step", "score", "response_length", "group", "response_start"])
-        .to_pylist()
-    )
+    """Best and worst responses of the last step."""
+    columns = ["step", "score", "response_length", "response_start"]
+    rows = run.rollouts.refresh().select(columns).to_pylist()
     last = max((row["step"] for row in rows), default=None)
     scored = [row for row in rows if row["step"] == last and _is_finite(row["score"])]
     if not scored:
@@ -239,10 +212,8 @@ def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
         for row in chosen:
             response = Text(printable(row["response_start"] or "", room))
             table.add_row(label, short(row["score"]), str(row["response_length"]), response)
-    heading = Text(
-        f"{printable(run.name, COLUMN)}: {len(scored)} scored rollouts of step {last}", style="bold"
-    )
-    return Group(heading, table)
+    heading = f"{printable(run.name, COLUMN)}: {len(scored)} scored rollouts of step {last}"
+    return Group(Text(heading, style="bold"), table)
 
 
 def _is_finite(value: Any) -> bool:
@@ -250,7 +221,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _total_steps(run: RunFolder) -> int | None:
-    """The steps that the run's config asks for; None if it counts epochs, or cannot be read now."""
+    """Steps in the run's config; None if it counts epochs or is unreadable."""
     try:
         config = json.loads((run.folder / CONFIG_FILE).read_text(encoding="utf-8"))
         return config["trainer"]["max_steps"]
@@ -259,7 +230,7 @@ def _total_steps(run: RunFolder) -> int | None:
 
 
 def _count_restarts(run: RunFolder) -> int:
-    """How often the log goes back: a step is trained that was trained before, after a failure or by hand."""
+    """Count how often the log goes back to a step that was already trained."""
     count, before = 0, -1
     try:
         lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables that make processes one group: ranks, the meeting point, threads."""
+"""Environment variables that make processes one group: ranks, rendezvous, threads."""
 
 import os
 import random
@@ -8,22 +8,19 @@ from collections import Counter
 
 import ray
 from ray.util import get_node_ip_address
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.single_controller.ray.resource_pool import ResourcePool, Slot
+from verl.single_controller.ray.resource_pool import ResourcePool, Slot, alive_nodes, run_on_node
 
-# Below the ports that Linux gives to outgoing connections, above those that Ray gives to its workers: hardly
-# anybody takes one of these between the choice and its use.
+# Below Linux's ports for outgoing connections and above those of Ray's workers, so that a port is unlikely to
+# be taken between the choice and its use.
 PORTS = range(20000, 32000)
 
-# What oneDNN and torch's layer over it keep of each shape that they multiplied, in entries; what the user
-# sets stays. Batches of packed sequences hardly ever repeat a shape: with their own 1024 entries a process
-# of a tiny model grows by 0.7 GB within 130 steps and is not faster.
+# Entries of oneDNN's and torch's caches by matrix shape, unless set by the user. Packed batches rarely repeat
+# a shape: with the default 1024 entries a tiny model's process grows by 0.7 GB in 130 steps and is no faster.
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
 
 def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, str]]:
-    """Return the environment of each rank."""
     on_one_machine = len({slot.node_ip for slot in slots}) == 1
     port = _port_on(slots[0])
     processes = Counter(slot.node_ip for slot in slots)
@@ -53,14 +50,13 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
 
 
 def cores_on(node_ip: str) -> int:
-    """Return the CPU cores of a machine: what Ray was given there, and no more than there are on this one."""
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == node_ip]
+    """Return the CPU cores of a node: those given to Ray, and on this machine no more than it has."""
+    nodes = [node for node in alive_nodes() if node["NodeManagerAddress"] == node_ip]
     cores = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
     return min(cores, len(os.sched_getaffinity(0))) if node_ip == get_node_ip_address() else cores
 
 
 def find_free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
     for port in random.SystemRandom().sample(PORTS, 200):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
             if attempt.connect_ex(("127.0.0.1", port)) == 0:
@@ -79,5 +75,4 @@ def find_free_port() -> int:
 def _port_on(slot: Slot) -> int:
     if slot.node_ip == get_node_ip_address():
         return find_free_port()
-    there = NodeAffinitySchedulingStrategy(slot.node_id, soft=False)
-    return ray.get(ray.remote(num_cpus=0)(find_free_port).options(scheduling_strategy=there).remote())
+    return ray.get(run_on_node(slot.node_id, find_free_port))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a Ray cluster that a run holds: the same number of processes on each of its nodes."""
+"""Resources of a Ray cluster that a run holds: the same number of processes on each of its nodes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,19 +15,19 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 RESOURCE_OF_DEVICE = {"cuda": "GPU", "cpu": "CPU"}
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be reached, is too small, or its resources are not free."""
+    """The cluster cannot be reached, is too small, or its resources are in use."""
 
 
 class Slot(NamedTuple):
-    """Where the process of one rank goes."""
+    """Placement of one rank."""
 
-    bundle: int  # of the placement group: one for each node
+    bundle: int  # index in the placement group, one per node
     node_id: str
     node_ip: str
     rank_on_node: int
@@ -35,55 +35,39 @@ class Slot(NamedTuple):
 
 @dataclass
 class ResourcePool:
-    """Holds `processes_per_node` devices on each of `nnodes` different nodes.
-
-    Example::
-
-        pool = ResourcePool(nnodes=2, processes_per_node=8, device="cuda")
-        pool.acquire()
-        pool.slots()  # 16 of them, in rank order
-        pool.release()
-    """
+    """Holds `processes_per_node` devices on each of `nnodes` nodes, from `acquire` to `release`."""
 
     nnodes: int
     processes_per_node: int
-    device: str  # "cuda": one GPU and one CPU for each process; "cpu": one CPU
-    timeout_s: float = 60.0  # for resources that exist to become free
+    device: str  # "cuda": one GPU and one CPU per process; "cpu": one CPU
+    timeout_s: float = 60.0  # wait for resources in use
     group: PlacementGroup | None = None
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.nnodes * self.processes_per_node
 
     def per_process(self) -> dict[str, float]:
-        """Return what each process takes of its node."""
         return {"CPU": 1.0, RESOURCE_OF_DEVICE[self.device]: 1.0}
 
     def per_node(self) -> dict[str, float]:
-        """Return what the processes of one node take of it."""
         return {name: amount * self.processes_per_node for name, amount in self.per_process().items()}
 
     def capacities(self) -> list[int]:
-        """How many processes each node of the cluster can hold."""
+        """Number of processes that fit on each node of the cluster."""
         need = self.per_process()
         return [
-            min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in _alive_nodes()
+            min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in alive_nodes()
         ]
 
     def check(self) -> None:
-        """Compare the cluster with what is needed.
-
-        Raises:
-            ClusterError: Too few nodes, or too few GPUs or CPUs on them; names found, needed and the remedy.
-        """
+        """Raise a ClusterError with found, needed and remedy unless the cluster is large enough."""
         if sum(capacity >= self.processes_per_node for capacity in self.capacities()) >= self.nnodes:
             return
-        nodes, need = _alive_nodes(), self.per_node()
+        nodes, need = alive_nodes(), self.per_node()
+        amounts = [_amounts({name: node["Resources"].get(name, 0) for name in need}) for node in nodes]
         found = "; ".join(
-            f"{node['NodeManagerAddress']}: "
-            + _amounts({name: node["Resources"].get(name, 0) for name in need})
-            for node in nodes
+            f"{node['NodeManagerAddress']}: {text}" for node, text in zip(nodes, amounts, strict=True)
         )
         remedy = "lower `trainer.n_gpus_per_node`"
         if self.nnodes > 1:
@@ -97,11 +81,7 @@ class ResourcePool:
         )
 
     def acquire(self) -> None:
-        """Take the resources; waits until others free them, `timeout_s` at most.
-
-        Raises:
-            ClusterError: The cluster is too small, or others hold it.
-        """
+        """Take the resources; wait at most `timeout_s` for others to free them."""
         self.check()
         self.group = placement_group([self.per_node()] * self.nnodes, strategy="STRICT_SPREAD")
         if not self.group.wait(self.timeout_s):
@@ -115,20 +95,19 @@ class ResourcePool:
             )
 
     def release(self) -> None:
-        """Give the resources back; harmless when none are held."""
+        """Free the resources; does nothing if none are held."""
         group, self.group = self.group, None
         if group is not None:
-            with suppress(RayError):  # the cluster is gone, and what was held with it
+            with suppress(RayError):  # the cluster is gone, and its resources with it
                 remove_placement_group(group)
 
     def bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
-        """Return how an actor asks for a place on a node of the pool."""
-        assert self.group is not None, "bundle() needs acquire() before"
+        assert self.group is not None, "call acquire() before bundle()"
         return PlacementGroupSchedulingStrategy(self.group, index)
 
     def slots(self) -> list[Slot]:
-        """Return where each rank goes: node after node, the controller's first, then by address."""
-        assert self.group is not None, "slots() needs acquire() before"
+        """Return the placement of each rank: node after node, this one first, then by address."""
+        assert self.group is not None, "call acquire() before slots()"
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
         here = get_node_ip_address()
@@ -142,8 +121,14 @@ class ResourcePool:
         ]
 
 
-def _alive_nodes() -> list[dict[str, Any]]:
+def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def run_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Start a function on a node; return Ray's reference to its result."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0)(function).options(scheduling_strategy=there).remote(*args)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Questions to the server, and small things that every view needs.
+// Requests to the server, and helpers shared by all views.
 
 export const COLORS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#db2777", "#0891b2", "#854d0e", "#475569"];
 
-// The answer as JSON; an answer that says no throws with the server's words.
-export async function ask(path, params = []) {
+// Returns the response as JSON; throws an error response with its text.
+export async function fetchJson(path, params = []) {
   const query = new URLSearchParams(params).toString();
   const response = await fetch(query ? `${path}?${query}` : path);
   if (!response.ok) {

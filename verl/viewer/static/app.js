@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: which runs are chosen, which view is open, and whether anything is new.
+// The page: selected runs, open view, and polling for changes.
 //
-// The server is asked for the state of its runs every two seconds; a view asks for its own data again when the
-// version of a run that it shows has changed. To add a view: a component, and a line in VIEWS.
+// The page polls the state of the runs every two seconds; a view reloads its data when the version of a visible
+// run has changed. To add a view: a component, and a line in VIEWS.
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
-import { ask, colorOf } from "./api.js";
+import { fetchJson, colorOf } from "./api.js";
 import { Curves } from "./curves.js";
 import { Group } from "./group.js";
 import { Rollouts } from "./rollouts.js";
@@ -16,7 +16,7 @@ const VIEWS = { curves: Curves, rollouts: Rollouts };
 function App() {
   const { runs, problem } = useRuns();
   const [hidden, setHidden] = useState([]);
-  const [view, ...place] = useHash();
+  const [view, ...path] = useHash();
   if (!runs.length) {
     return html`<p class="notice">${problem || "Loading …"}</p>`;
   }
@@ -43,16 +43,16 @@ function App() {
           `,
         )}
       </div>
-      <span class=${problem ? "state lost" : "state"}>${problem ? "the server does not answer" : "live"}</span>
+      <span class=${problem ? "state lost" : "state"}>${problem ? "server not responding" : "live"}</span>
     </header>
     ${runs.flatMap((run) =>
       Object.entries(run.problems).map(
-        ([file, reason]) => html`<p class="notice">${run.name}: ${file} is left out: ${reason}</p>`,
+        ([file, reason]) => html`<p class="notice">${run.name}: ${file} is skipped: ${reason}</p>`,
       ),
     )}
     ${view === "group"
-      ? html`<${Group} runs=${runs} run=${Number(place[0])} step=${Number(place[1])}
-          group=${decodeURIComponent(place[2] || "")} />`
+      ? html`<${Group} runs=${runs} run=${Number(path[0])} step=${Number(path[1])}
+          group=${decodeURIComponent(path[2] || "")} />`
       : html`<${View} runs=${runs} numbers=${numbers} version=${version} />`}
   `;
 }
@@ -63,7 +63,7 @@ function useRuns() {
     let timer = 0;
     const poll = async () => {
       try {
-        const runs = await ask("/api/runs");
+        const runs = await fetchJson("/api/runs");
         setState({ runs, problem: "" });
       } catch (error) {
         setState((old) => ({ runs: old.runs, problem: String(error) }));

@@ -7,7 +7,7 @@ const uPlot = window.uPlot;
 const WIDTH = 380;
 const HEIGHT = 190;
 
-// lines: [{ label, color, x: [...], y: [...] }]; each may have places of its own on the axis.
+// lines: [{ label, color, x: [...], y: [...] }]; each may have its own x values.
 export function Chart({ title, lines, bars = false }) {
   const holder = useRef(null);
   const plot = useRef(null);
@@ -24,14 +24,14 @@ export function Chart({ title, lines, bars = false }) {
   return html`<figure data-title=${title}><figcaption>${title}</figcaption><div ref=${holder}></div></figure>`;
 }
 
-// New data; who has enlarged a part of the axis keeps looking at that part.
+// Sets new data; a zoomed axis stays as it is.
 function update(chart, data) {
   const { min, max } = chart.scales.x;
-  const places = chart.data[0];
-  const isDrawn = Number.isFinite(min) && places.length > 0; // uPlot draws after a new chart's first update
-  const isEnlarged = isDrawn && (min > places[0] || max < places.at(-1));
-  chart.setData(data, !isEnlarged);
-  if (isEnlarged) {
+  const positions = chart.data[0];
+  const isDrawn = Number.isFinite(min) && positions.length > 0; // uPlot draws only after a new chart's first update
+  const isZoomed = isDrawn && (min > positions[0] || max < positions.at(-1));
+  chart.setData(data, !isZoomed);
+  if (isZoomed) {
     chart.setScale("x", { min, max });
   }
 }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// One prompt with its images and frames, and the responses to it side by side, coloured token by token.
+// One prompt with its images and frames, and its responses side by side with colored tokens.
 //
-// Texts are others' words: they go into text nodes, cut where they are long, and never into markup.
+// Texts are untrusted: they go into text nodes, shortened if long, and never into markup.
 
 import { html, useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
-import { ask, shown } from "./api.js";
+import { fetchJson, shown } from "./api.js";
 
-const MOST_CHARACTERS = 20000;
-const MOST_TOKENS = 2000;
-const STRONGEST = 5; // nats: a token this unlikely has the full colour
+const MAX_CHARACTERS = 20000;
+const MAX_TOKENS = 2000;
+const FULL_COLOR = 5; // nats: a token this unlikely has the full color
 const COLORINGS = {
-  "old log-prob": (row, place) => surprise(row.old_log_probs[place]),
-  "rollout log-prob": (row, place) => surprise(row.rollout_log_probs[place]),
-  "difference": (row, place) => surprise(-STRONGEST * 10 * Math.abs(difference(row, place))),
-  "advantage": (row, place) => signed(row.advantages[place], row.largest),
+  "old log-prob": (row, index) => surprise(row.old_log_probs[index]),
+  "rollout log-prob": (row, index) => surprise(row.rollout_log_probs[index]),
+  "difference": (row, index) => surprise(-FULL_COLOR * 10 * Math.abs(difference(row, index))),
+  "advantage": (row, index) => signed(row.advantages[index], row.largest),
 };
 const PLAIN = "none: plain text";
 
@@ -22,7 +22,7 @@ export function Group({ runs, run, step, group }) {
   const [problem, setProblem] = useState("");
   const [coloring, setColoring] = useState("old log-prob");
   useEffect(() => {
-    ask(`/api/runs/${run}/groups/${step}/${encodeURIComponent(group)}`)
+    fetchJson(`/api/runs/${run}/groups/${step}/${encodeURIComponent(group)}`)
       .then((answer) => setRows(withScale(answer)))
       .catch((error) => setProblem(error.message));
   }, [run, step, group]);
@@ -34,7 +34,7 @@ export function Group({ runs, run, step, group }) {
     <section class="filters">
       <a href="#rollouts">back</a>
       <strong>${runs[run].name}, step ${step}, ${group}</strong>
-      <label>Colour of tokens
+      <label>Token color
         <select name="coloring" value=${coloring} onChange=${(event) => setColoring(event.target.value)}>
           ${[...Object.keys(COLORINGS), PLAIN].map((name) => html`<option value=${name}>${name}</option>`)}
         </select>
@@ -54,7 +54,7 @@ export function Group({ runs, run, step, group }) {
 }
 
 function Response({ row, coloring }) {
-  const [most, setMost] = useState(MOST_TOKENS);
+  const [most, setMost] = useState(MAX_TOKENS);
   const color = COLORINGS[coloring];
   return html`
     <article>
@@ -65,10 +65,10 @@ function Response({ row, coloring }) {
       </p>
       ${coloring === PLAIN
         ? html`<${Long} text=${row.response} />`
-        : html`<pre>${row.tokens.slice(0, most).map((token, place) => html`
-            <span title=${title(row, place)} style=${{ background: color(row, place) }}>${token}</span>`)}</pre>`}
+        : html`<pre>${row.tokens.slice(0, most).map((token, index) => html`
+            <span title=${title(row, index)} style=${{ background: color(row, index) }}>${token}</span>`)}</pre>`}
       ${coloring !== PLAIN && row.tokens.length > most && html`
-        <button onClick=${() => setMost(row.tokens.length)}>all ${row.tokens.length} tokens</button>`}
+        <button onClick=${() => setMost(row.tokens.length)}>show all ${row.tokens.length} tokens</button>`}
     </article>
   `;
 }
@@ -86,9 +86,9 @@ function Long({ text }) {
   const [isWhole, setWhole] = useState(false);
   const value = shown(text);
   return html`
-    <pre>${isWhole ? value : value.slice(0, MOST_CHARACTERS)}</pre>
-    ${!isWhole && value.length > MOST_CHARACTERS && html`
-      <button onClick=${() => setWhole(true)}>all ${value.length} characters</button>`}
+    <pre>${isWhole ? value : value.slice(0, MAX_CHARACTERS)}</pre>
+    ${!isWhole && value.length > MAX_CHARACTERS && html`
+      <button onClick=${() => setWhole(true)}>show all ${value.length} characters</button>`}
   `;
 }
 
@@ -98,12 +98,12 @@ function withScale(rows) {
   return rows.map((row) => ({ ...row, largest }));
 }
 
-function difference(row, place) {
-  return (row.old_log_probs[place] ?? 0) - (row.rollout_log_probs[place] ?? 0);
+function difference(row, index) {
+  return (row.old_log_probs[index] ?? 0) - (row.rollout_log_probs[index] ?? 0);
 }
 
 function surprise(logProb) {
-  const strength = Math.min(Math.max(-(logProb ?? -STRONGEST), 0) / STRONGEST, 1);
+  const strength = Math.min(Math.max(-(logProb ?? -FULL_COLOR), 0) / FULL_COLOR, 1);
   return `rgba(220, 38, 38, ${(0.75 * strength).toFixed(3)})`;
 }
 
@@ -112,11 +112,11 @@ function signed(value, largest) {
   return `rgba(${(value || 0) < 0 ? "234, 88, 12" : "22, 163, 74"}, ${strength.toFixed(3)})`;
 }
 
-function title(row, place) {
+function title(row, index) {
   return [
-    `token ${row.token_ids[place]}`,
-    `old log-prob ${shown(row.old_log_probs[place], 4)}`,
-    `rollout log-prob ${shown(row.rollout_log_probs[place], 4)}`,
-    `advantage ${shown(row.advantages[place], 4)}`,
+    `token ${row.token_ids[index]}`,
+    `old log-prob ${shown(row.old_log_probs[index], 4)}`,
+    `rollout log-prob ${shown(row.rollout_log_probs[index], 4)}`,
+    `advantage ${shown(row.advantages[index], 4)}`,
   ].join("\n");
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of rollouts: filtered, sorted and cut into pages by the server, with histograms of the same rows.
+// The table of rollouts, filtered, sorted and paginated by the server, with histograms of the same rows.
 
 import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.min.js";
-import { ask, colorOf, groupLink, shown } from "./api.js";
+import { fetchJson, colorOf, groupLink, shown } from "./api.js";
 import { Chart } from "./charts.js";
 
 const PAGE = 100;
-const WAIT_MS = 250; // after the last key, before the server is asked
+const WAIT_MS = 250; // after the last key press, before the request
 const COLUMNS = [
   ["run", "run"], ["step", "step"], ["score", "score"], ["advantage", "advantage"], ["response_length", "tokens"],
-  ["finish_reason", "end"], ["data_source", "source"], ["num_media", "media"],
+  ["finish_reason", "finish reason"], ["data_source", "source"], ["num_media", "media"],
 ];
 const EMPTY = { rows: [], total: 0, choices: { data_source: [], finish_reason: [] } };
 
@@ -72,10 +72,10 @@ function Filters({ filters, choices, set }) {
     </label>`;
   return html`
     <section class="filters">
-      <label>Text <input type="search" name="text" placeholder="in prompt, response, truth"
+      <label>Text <input type="search" name="text" placeholder="in prompt, response or ground truth"
         onInput=${(event) => set("text", event.target.value)} /></label>
       ${bound("step", "Step")} ${bound("score", "Score")} ${bound("response_length", "Tokens")}
-      ${choice("finish_reason", "End", choices.finish_reason)}
+      ${choice("finish_reason", "Finish reason", choices.finish_reason)}
       ${choice("data_source", "Source", choices.data_source)} ${choice("media", "Media", ["yes", "no"])}
     </section>
   `;
@@ -93,7 +93,7 @@ function Pager({ order, total, setOrder }) {
   `;
 }
 
-// Asks again after a change of the filters, of the order or of a run; only the last answer counts.
+// Reloads after a change of the filters, the order or a run; only the last response counts.
 function useRows(numbers, version, filters, order) {
   const [state, setState] = useState({ answer: EMPTY, counts: {}, problem: "" });
   useEffect(() => {
@@ -102,7 +102,7 @@ function useRows(numbers, version, filters, order) {
       const params = [...numbers.map((number) => ["run", number]), ...Object.entries(filters)];
       const rows = [...params, ...Object.entries(order), ["limit", PAGE]];
       try {
-        const [answer, counts] = await Promise.all([ask("/api/rollouts", rows), ask("/api/distributions", params)]);
+        const [answer, counts] = await Promise.all([fetchJson("/api/rollouts", rows), fetchJson("/api/distributions", params)]);
         if (isCurrent) {
           setState({ answer, counts, problem: "" });
         }
