@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.hostile_images import DEEDS, ENDINGS, do
+from tests.helpers.hostile_images import ACTIONS, ENDINGS, do
 from verl.utils.child_process import ChildEndedError, ChildProcess, IsolatedCalls
 
 PARENT = """
@@ -29,7 +29,7 @@ calls(1000)
 
 def act(deed):
     """Do a deed, or return the id of this process."""
-    if deed in DEEDS:
+    if deed in ACTIONS:
         do(deed)
     return os.getpid()
 
