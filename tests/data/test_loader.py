@@ -17,10 +17,9 @@ from tests.helpers.films import save_film
 from tests.helpers.hostile_images import ENDINGS, save_hostile
 from tests.helpers.media import image_bytes, save_image
 from verl.config.ppo import PPOConfig
-from verl.data.loader import PromptLoader, make_loaders
+from verl.data.loader import PromptLoader, load_readers, make_loaders, media_options
 from verl.data.media.cache import MediaCache, read_entry
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
 
 
@@ -54,8 +53,12 @@ def make_files(tmp_path, num_rows=22):
 
 def make_train(model, tmp_path, cache=None, **options):
     config = make_config(model, **({"train_files": make_files(tmp_path)} | options))
-    config = replace(config, trainer=replace(config.trainer, save_checkpoint_path=str(tmp_path / "run")))
-    return make_loaders(config, load_tokenizer(model), load_processor(model), cache).train
+    return make_loaders(config.data, readers_of(config, cache), tmp_path / "run").train
+
+
+def readers_of(config, cache=None):
+    options = media_options(config.data, config.worker.rollout)
+    return load_readers(config.worker.actor.model, None, options, cache)
 
 
 def answers(batches):
@@ -136,7 +139,7 @@ def test_fewer_rows_than_a_batch_is_an_error_with_both_numbers(text_model, tmp_p
 def test_validation_keeps_every_row_in_order(val_batch_size, sizes, text_model, tmp_path):
     config = make_config(text_model, val_files=make_files(tmp_path), val_batch_size=val_batch_size)
 
-    loaders = make_loaders(config, load_tokenizer(text_model), None)
+    loaders = make_loaders(config.data, readers_of(config), tmp_path / "run")
 
     for _ in range(2):
         batches = answers(loaders.val)

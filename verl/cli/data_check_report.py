@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from verl.cli.data_check_items import conversation_lines, evenly, prompt_lines
-from verl.cli.data_check_open import AnyLoaders, named, opened_conversations, opened_data
+from verl.cli.data_check_open import named, opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.data.bad_rows import REPORT_NAME, BadRow
 from verl.data.dataset import RowDataset
-from verl.data.loader import PromptLoader
+from verl.data.loader import Loaders, PromptLoader
 from verl.planning.sft_plan import count_sft_steps
 from verl.planning.step_plan import count_training_steps
 from verl.trainer.run.exit_status import BAD_INPUT
@@ -43,7 +43,7 @@ class Kind(Generic[C]):
     """
 
     row: str
-    open: Callable[[C, Path], AbstractContextManager[AnyLoaders]]
+    open: Callable[[C, Path], AbstractContextManager[Loaders]]
     count_steps: Callable[[C, int], int | None]
     lines: Callable[[Any, int, Path], list[str] | BadRow]
 
@@ -111,7 +111,7 @@ class Report(Generic[C]):
             sys.stdout.write("\n  ".join([where, *lines]) + "\n\n")
         return list(row_problems(option, dataset, len(bad), self.config.data))
 
-    def _step_problems(self, loaders: AnyLoaders) -> Iterator[str]:
+    def _step_problems(self, loaders: Loaders) -> Iterator[str]:
         """Yield what the number of training rows is too small for."""
         if loaders.train is None:
             return
