@@ -65,13 +65,13 @@ def test_a_second_signal_ends_the_run_at_once_and_the_same_command_goes_on(
 
     run.catch("update_actor")
     run.process.send_signal(signal.SIGINT)
-    run.wait(lambda: "SIGINT: this step is finished and saved" in run.stderr, pause_s=0.001)
+    run.wait(lambda: "SIGINT: finishing and saving this step" in run.stderr, pause_s=0.001)
     run.harm(lambda: run.process.send_signal(signal.SIGINT))
 
     assert run.end() == 128 + signal.SIGINT
     ended_s = time.monotonic() - run.harmed
     assert "SIGINT again: stopping at once" in run.stderr
-    assert "the same command goes on from the last checkpoint" in run.stderr
+    assert "the same command resumes from the last checkpoint" in run.stderr
     assert max(logged.step for logged in run.steps) == 3
     next_run = Run(tmp_path, text_arguments)
     assert next_run.end() == 0, next_run.stderr
@@ -97,7 +97,7 @@ def test_a_run_whose_training_process_is_killed_goes_on(tmp_path, text_arguments
     assert_same(run.steps, undisturbed)
     record(
         "the training process is killed",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_a_run_whose_worker_is_killed_goes_on(phase, tmp_path, text_arguments, u
     assert_same(run.steps, undisturbed)
     record(
         f"a worker is killed in `{phase}`",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def test_a_run_whose_worker_is_killed_amid_writing_goes_on(tmp_path, text_argume
     assert_same(run.steps, undisturbed)
     assert not list(tmp_path.glob("*.tmp"))
     record(
-        "a worker is killed while a checkpoint is written behind the training",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        "a worker is killed while a checkpoint is written in the background",
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_a_run_whose_worker_is_stopped_goes_on(tmp_path, text_arguments, undistu
     assert_same(run.steps, undisturbed)
     record(
         "a worker is stopped (SIGSTOP)",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_a_fine_tuning_run_whose_worker_is_killed_ends_with_the_same_weights(
     assert all(one[key].equal(other[key]) for key in one)
     record(
         "a worker of a fine-tuning run is killed",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_run_that_ends_says_why_and_the_same_command_goes_on(
     assert run.end() == 1
     assert re.search(rf"the run failed in step 4: rank \d of 2 \(pid {pid} on .*in phase", run.stderr)
     assert cause in run.stderr
-    assert "the same command goes on from the last checkpoint" in run.stderr
+    assert "the same command resumes from the last checkpoint" in run.stderr
     next_run = Run(tmp_path, [*text_arguments, *options])
     assert next_run.end() == 0, next_run.stderr
     assert_same([*run.steps, *next_run.steps], undisturbed)

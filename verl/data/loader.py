@@ -83,7 +83,6 @@ class PromptLoader(Generic[D]):
         self._next: tuple[int, int] | None = None  # epoch and position of the next row of `_rows`
 
     def __len__(self) -> int:
-        """Number of batches in an epoch without bad rows."""
         whole, rest = divmod(len(self.dataset), self.batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
@@ -115,12 +114,8 @@ class PromptLoader(Generic[D]):
 
     def state_dict(self) -> dict[str, int]:
         """The position after the last batch that was yielded."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "num_rows": len(self.dataset),
-        }
+        where = {"epoch": self.epoch, "position": self.position}
+        return where | {"seed": self.seed, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a position; raise `ValueError` if the data or its order changed."""
@@ -134,7 +129,6 @@ class PromptLoader(Generic[D]):
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _read(self, position: int) -> dict[str, Any] | BadRow:
-        """Return the row at a position of this epoch."""
         if self._next != (self.epoch, position):
             self._rows = self._open(position)
         self._next = None  # in case reading fails
@@ -229,9 +223,7 @@ def load_readers(
 ) -> Readers:
     """Load the tokenizer of a model, and its processor if it reads media.
 
-    Args:
-        template: Chat template that overrides the model's.
-        cache: The run's media cache; None keeps decoded media in the process that decoded them.
+    Without a cache, decoded media stay in the process that decoded them.
     """
     assert model.model_path is not None and model.tokenizer_path is not None, "the config was checked"
     arguments = (model.tokenizer_path, template, model.trust_remote_code)
@@ -260,10 +252,7 @@ class Loaders(NamedTuple, Generic[D]):
 
 
 def make_loaders(data: DataConfig, readers: Readers, run_folder: Path) -> Loaders[RLHFDataset]:
-    """Open the prompts of a run; a training batch is one call of the rollout engine.
-
-    Args:
-        run_folder: Bad rows are listed there.
+    """Open the prompts of a run, in batches of one call of the rollout engine.
 
     Raises:
         ValueError: Data cannot be used, or the training rows do not fill one batch.

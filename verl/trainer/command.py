@@ -64,14 +64,10 @@ class TrainingCommand(Generic[C]):
     foreign_keys: RenamedKeys | None = None  # another program's keys, explained in errors
 
     def run(self, arguments: Sequence[str] | None) -> int:
-        """Run the command, with errors on stderr. None takes the arguments of this process.
+        """Run the command with the given arguments or this process's, and return its exit status.
 
-        Returns:
-            The exit status: 0; 2 for bad input, before anything was trained; 1 for an unsuitable machine or a
-            failed run; 128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
-
-        Raises:
-            Exception: An error of this package, which needs its traceback.
+        It is 0; 2 for bad input, before anything was trained; 1 for an unsuitable machine or a failed run;
+        128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         overrides = [argument for argument in arguments if not argument.startswith("-")]
@@ -122,13 +118,7 @@ class TrainingCommand(Generic[C]):
 
 
 def check_run(trainer: RunConfig) -> None:
-    """Check the loggers and the checkpoint to resume from, before anything is loaded.
-
-    Raises:
-        ImportError: A logger's package is missing.
-        FileNotFoundError: A file of the checkpoint is missing.
-        ValueError: The checkpoint is damaged.
-    """
+    """Check the loggers and the checkpoint to resume from, before anything is loaded."""
     check_loggers(trainer.logger)
     checkpoint_to_resume(
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
@@ -136,11 +126,7 @@ def check_run(trainer: RunConfig) -> None:
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Build a parser that takes the options of a config, to which a command adds its own switches.
-
-    Args:
-        description: Docstring of the command's module, which `--help` prints unchanged.
-    """
+    """Build a parser that takes the options of a config; `--help` prints the description unchanged."""
     parser = argparse.ArgumentParser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -158,16 +144,8 @@ def run_command(
 ) -> int:
     """Load the config and run a command with it, with errors on stderr.
 
-    Args:
-        arguments: None takes those of this process.
-        run: Called with the switches and the config; returns the exit status.
-
     Returns:
         The exit status: that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
-
-    Raises:
-        SystemExit: An unknown switch, with status 2, or `--help`.
-        Exception: An error of this package, which needs its traceback.
     """
     return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, run, VERL_KEYS)
 
@@ -188,7 +166,7 @@ def run_with_config(
         return run(switches, config)
     except FOR_THE_USER as error:
         if not raised_by_us(error):
-            raise
+            raise  # our own mistake, which needs its traceback
         end = exit_status_of(error, config.trainer)
         sys.stderr.write(f"{end.message}\n")
         return end.status

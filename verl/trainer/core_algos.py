@@ -57,10 +57,8 @@ __all__ = [
 
 
 def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
-    """Build the controller of the KL weight in the rewards.
-
-    With `algorithm.disable_kl` or `algorithm.use_kl_loss` its `kl_penalty` is None: rewards have no KL term.
-    """
+    """Build the controller of the KL weight in the rewards."""
+    # `kl_penalty` None means that rewards have no KL term: it is in the loss, or there is none.
     if algorithm.disable_kl or algorithm.use_kl_loss:
         return FixedKLController(0.0, kl_penalty=None)
     if algorithm.kl_type == "adaptive":
@@ -71,7 +69,6 @@ def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
 
 
 def get_entropy_controller(actor: ActorConfig) -> EntropyController:
-    """Build the controller of the entropy bonus."""
     adaptive = actor.adaptive_entropy
     if not adaptive.enabled:
         return FixedEntropyController(actor.entropy_coef)
@@ -99,14 +96,9 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
 
         token_level_rewards = token_level_scores - kl_coef * KL(old policy || reference)    on response tokens
 
-    Args:
-        batch: Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs` and
-            `ref_log_probs`, or `full_kl` for the KL over the vocabulary.
-        controller: Weight and estimator of the penalty; updated here.
-
-    Returns:
-        The batch with `token_level_rewards` (B, R), and with a penalty `actor/kl_penalty`, the mean over
-        sequences of each one's mean over tokens, and `actor/kl_coef`.
+    Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs` and `ref_log_probs`, or
+    `full_kl` for the KL over the vocabulary. Updates the controller. The metric `actor/kl_penalty` is the
+    mean over sequences of each one's mean over tokens.
     """
     tensors = batch.batch
     scores = tensors["token_level_scores"]  # (B, R)
@@ -129,12 +121,8 @@ def correct_rollouts(
 ) -> tuple[DataProto, dict[str, float]]:
     """Measure the mismatch between the engine that sampled and the trainer, and correct for it.
 
-    Args:
-        batch: Reads `old_log_probs`, `rollout_log_probs`, `response_mask`.
-
-    Returns:
-        The batch with `kept_mask` (B, R), the response mask without rejected tokens, and `rollout_is_weights`
-        (B, R), each if the options ask for it; and `rollout_corr/*`.
+    As far as the options ask for it, adds `kept_mask` (B, R), the response mask without rejected tokens, and
+    `rollout_is_weights` (B, R).
     """
     tensors, correction = batch.batch, get_rollout_correction(options)
     arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction)
@@ -149,14 +137,8 @@ def correct_rollouts(
 def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Add `advantages` and `returns` (B, R) by the estimator of `algorithm.adv_estimator`.
 
-    Tokens that `kept_mask` rejects leave the response mask here.
-
-    Args:
-        batch: Reads `token_level_rewards`, `response_mask` and `uid`, which the responses to a prompt share,
-            and the inputs of single estimators where they are present.
-
-    Raises:
-        ValueError: The estimator is unknown, or rejects the batch.
+    Tokens that `kept_mask` rejects leave the response mask here. Inputs that only some estimators read may be
+    missing from the batch.
     """
     tensors, weights = batch.batch, algorithm.gdpo_reward_weights
     mask = tensors["response_mask"]  # (B, R)
@@ -198,11 +180,7 @@ def entropy_estimate(batch: DataProto) -> float:
 
 
 def resample_by_score(batch: DataProto, options: PFPPOConfig, seed: int, step: int) -> DataProto:
-    """Resample the sequences of a step by their scores, with replacement (PF-PPO).
-
-    Args:
-        batch: Reads `row_ids` and `token_level_scores`.
-    """
+    """Resample the sequences of a step by their scores, with replacement (PF-PPO)."""
     # In the order of collection, so that the draw does not depend on the number of ranks.
     batch = batch[batch.batch["row_ids"].argsort()]
     scores = batch.batch["token_level_scores"].sum(-1)  # (B,)

@@ -37,14 +37,9 @@ def prepared_run(
     Args:
         describe: `planned_ppo` or `planned_sft`.
         wait_s: Seconds to wait for a cluster that is too small or unreachable.
-        viewer_port: Port of a page that shows the run while it is prepared and trains; None shows none.
 
     Yields:
-        The config with a number for each `auto`, for the devices that were found; the devices.
-
-    Raises:
-        ValueError: A model or its options cannot be used.
-        ClusterError: The cluster is too small, or unreachable.
+        The config, with numbers instead of `auto` and for the devices that were found; the devices.
     """
     with ExitStack() as stack:
         if viewer_port is not None:
@@ -54,16 +49,12 @@ def prepared_run(
         device = resolve_device(config.trainer.device)
         check_trained_models(run)
         config, pool = join_cluster(config, device, wait_s, stack)
-        # Sizes depend on the devices: with `trainer.elastic` there may be fewer than requested.
+        # After joining: with `trainer.elastic` there may be fewer devices, and sizes depend on them.
         yield resolve_auto_sizes(config, describe, device), pool
 
 
 def check_trained_models(run: PlannedRun) -> None:
-    """Log the trained parameters of each model of a run.
-
-    Raises:
-        ValueError: A pattern matches nothing, or an adapter or optimizer cannot be used.
-    """
+    """Log the trained parameters of each model; raise `ValueError` if a pattern matches nothing."""
     for planned in run.models:
         if planned.optim is not None:
             shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
@@ -71,12 +62,7 @@ def check_trained_models(run: PlannedRun) -> None:
 
 
 def export_checkpoints(models: Iterable[ModelConfig]) -> None:
-    """Write the weights of every checkpoint that a model of the run starts from, once.
-
-    Raises:
-        FileNotFoundError: A file of a checkpoint is missing.
-        ValueError: A file is damaged.
-    """
+    """Write the weights of every checkpoint that a model of the run starts from, once."""
     for model in models:
         folder = Path(model.model_path or "")
         if is_unexported(folder):

@@ -4,8 +4,6 @@
 Source: Process Reinforcement through Implicit Rewards, section 3 (https://arxiv.org/abs/2502.01456).
 """
 
-from typing import Literal
-
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import Metrics, StageTimer
@@ -13,18 +11,12 @@ from verl.trainer.rollouts.balancing import Balancer
 
 
 class PrimeRewards:
-    """Adds `process_rewards` to a scored batch and updates the model that computes them.
+    """Adds `process_rewards` to a scored batch and updates the model that computes them."""
 
-    Args:
-        update: Whether the model learns from a step before or after it rewards its tokens.
-    """
-
-    def __init__(
-        self, workers: RayWorkerGroup, balancer: Balancer, update: Literal["before", "after"] | str
-    ) -> None:
+    def __init__(self, workers: RayWorkerGroup, balancer: Balancer, update: str) -> None:
         self.workers = workers
         self.balancer = balancer
-        self.updates_first = update == "before"
+        self.updates_first = update == "before"  # learn from a step before or after rewarding its tokens
 
     def __call__(self, batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
         with timer("prime"):

@@ -80,7 +80,10 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
-    data, worker, algorithm, trainer = config.data, config.worker, config.algorithm, config.trainer
+    data = config.data
+    worker = config.worker
+    algorithm = config.algorithm
+    trainer = config.trainer
     folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
         cache = open_cache(stack)
@@ -122,7 +125,9 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
 @contextmanager
 def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
     """Start the processes of a fine-tuning run and yield its trainer, as `running_trainer` does."""
-    data, worker, trainer = config.data, config.worker, config.trainer
+    data = config.data
+    worker = config.worker
+    trainer = config.trainer
     folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
         cache = open_cache(stack)

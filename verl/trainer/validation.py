@@ -44,24 +44,18 @@ class Validator:
         self._sampled: list[tuple[DataProto, Scoring]] = []
 
     def sample(self, step: int) -> None:
-        """Sample a response to every prompt; waits for the workers. The engine must be awake."""
+        """Sample a response to every prompt; the engine must be awake."""
         self._sampled = [
             self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.sampler.validation_options)
             for number, prompts in enumerate(self.loader)
         ]
 
     def measure(self) -> Metrics:
-        """Wait for the scores of the sampled responses.
+        """Wait for the scores and return their means, without the responses whose scoring failed.
 
-        Returns:
-            `val/reward_score`, the mean of `overall` plus the reward model's weighted score, if there is one;
-            `val/{key}_reward`, and lengths. Responses whose call of the reward function failed and that are
-            masked are not in the means.
-
-        Raises:
-            RuntimeError: No response has a score.
+        `val/reward_score` is the mean of `overall` plus the reward model's weighted score, if there is one.
         """
-        values = Scoring([scoring for _, scoring in self._sampled]).result()
+        values = Scoring([scoring.result for _, scoring in self._sampled]).result()
         totals = values["overall"]
         if self.reward_model.is_used:
             values["reward_model"] = [

@@ -10,7 +10,7 @@ import torch
 from tests.trainer.rollouts.sampling import make_config
 from verl.protocol import DataProto
 from verl.trainer.rollouts import scores
-from verl.trainer.rollouts.scores import KnownScores, Scoring, column_of, join_values, on_last_tokens
+from verl.trainer.rollouts.scores import Scoring, column_of, join_values, on_last_tokens
 
 MASK = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 0, 0]])  # 2, 5 and 2 tokens
 BATCH = DataProto.from_dict({"response_mask": MASK})
@@ -128,7 +128,7 @@ def test_parts_with_different_values_are_joined_row_by_row():
 
 
 def test_scores_follow_their_sequences_when_these_are_reordered_twice():
-    scoring = Scoring([KnownScores({"overall": [0.0, 1.0]}), KnownScores({"overall": [2.0]})])
+    scoring = Scoring([lambda: {"overall": [0.0, 1.0]}, lambda: {"overall": [2.0]}])
 
     once = scoring.reorder([2, 0, 1])
 

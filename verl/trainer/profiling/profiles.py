@@ -49,7 +49,6 @@ class StepProfiles:
         ray.timeline(str(folder / "ray_timeline.json"))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and log the report of a profiled step."""
         if step not in self.steps:
             return
         report = step_report(step, metrics)
@@ -67,7 +66,6 @@ class Step(NamedTuple):
     metrics: Mapping[str, float]
 
     def time_in(self, *stages: str) -> float:
-        """The fraction of the step's time that these stages take together."""
         return sum(self.fractions.get(stage, 0.0) for stage in stages)
 
     def __call__(self, name: str) -> float:
@@ -136,11 +134,7 @@ ADVICE = (
 
 
 def step_report(step: int, metrics: Mapping[str, float]) -> str:
-    """List the stages of a step by their time, and what may shorten it.
-
-    Args:
-        metrics: Metrics of the step; reads `timing_s/*`, `response_length/*` and `global_seqlen/*`.
-    """
+    """List the stages of a step by their time, and advice to shorten it."""
     seconds = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
     total = seconds.pop("step")
     named = sum(value for name, value in seconds.items() if name not in INSIDE_GEN)

@@ -50,12 +50,8 @@ def balance_over_ranks(
 ) -> tuple[list[int], Metrics]:
     """Find the order of rows in which the ranks' equal, contiguous shards cost about the same.
 
-    Shard r holds its part of mini batch 0, then of mini batch 1, and so on.
-
-    Args:
-        batch: Sequences of a step; the responses to a prompt are adjacent.
-        group_size: Number of adjacent rows to keep together where that is possible.
-        share_prompt: Responses run behind one copy of their prompt; reads `response_mask`.
+    Shard r holds its part of mini batch 0, then of mini batch 1, and so on. Groups of adjacent rows stay
+    together where that is possible.
 
     Returns:
         Row numbers in the new order, rank 0's first, and `global_seqlen/*`.
@@ -75,7 +71,7 @@ def balance_over_ranks(
 def divide_rows(
     lengths: list[int], group_size: int, parts: int, prompts: list[int] | None = None
 ) -> list[list[int]]:
-    """Divide the sequences of a mini batch into parts of equal size and similar work.
+    """Divide a mini batch into parts of equal size and similar work.
 
     `prompts` are the lengths of prompts that run once for their responses.
     """

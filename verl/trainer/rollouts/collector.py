@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics
 from verl.trainer.rollouts.group_filter import GroupFilter, Quota
 from verl.trainer.rollouts.sampler import Sampler, with_uids
-from verl.trainer.rollouts.scores import KnownScores, ScoredGroups, Scoring, column_of, shaping_terms
+from verl.trainer.rollouts.scores import ScoredGroups, Scoring, column_of, shaping_terms
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -83,12 +83,7 @@ class RolloutCollector:
     def collect(self, step: int) -> Collected:
         """Sample until the step has its prompts; consumes from the loader, waits for the workers.
 
-        Returns:
-            A batch with `row_ids`, `rollout_steps` and, for `remax`, `reward_baselines`.
-
-        Raises:
-            ValueError: The reward function does not return `algorithm.filter_key`.
-            RuntimeError: `trainer.max_try_make_batch` calls of the engine did not give enough groups.
+        Adds `row_ids`, `rollout_steps` and, for `remax`, `reward_baselines` to the sequences.
         """
         if self.filter is None:
             collected = self._collect_all(step)
@@ -104,12 +99,10 @@ class RolloutCollector:
         return 0 if self.carried is None else len(self.carried)
 
     def save_carried(self, path: Path) -> None:
-        """Write the carried groups to a file; without any there is no file."""
         if self.carried is not None:
             self.carried.save(path)
 
     def load_carried(self, path: Path) -> None:
-        """Continue with the carried groups of a file; raise `ValueError` if the run's options differ."""
         groups = ScoredGroups.load(path)
         if self.filter is None:
             logger.warning("carried groups are dropped, this run filters nothing: groups=%d", len(groups))
@@ -124,7 +117,7 @@ class RolloutCollector:
             sequences, scoring = self._sample(next(self.prompts), step, len(parts))
             parts.append(sequences)
             scorings.append(scoring)
-        return Collected(DataProto.concat(parts), Scoring(scorings), {})
+        return Collected(DataProto.concat(parts), Scoring([one.result for one in scorings]), {})
 
     def _collect_filtered(self, step: int, group_filter: GroupFilter) -> Collected:
         collected = CollectedGroups([] if self.carried is None else [self.carried])
@@ -159,10 +152,9 @@ class RolloutCollector:
             "filter/trained": float(len(trained)),
         }
         metrics |= group_filter.metrics(self._sampled_scores(collected), self._filter_scores(trained))
-        return Collected(trained.sequences, Scoring([KnownScores(trained.values)]), metrics)
+        return Collected(trained.sequences, Scoring([lambda: trained.values]), metrics)
 
     def _next_prompts(self, wanted: int) -> DataProto:
-        """Read batches of the loader until there are `wanted` prompts, or one call of the engine is full."""
         limit = self.quota.prompts_per_call
         parts = [next(self.prompts)]
         while sum(map(len, parts)) < (wanted if limit is None else min(wanted, limit)):

@@ -53,7 +53,6 @@ class MeanScoreFilter:
         return (means > self.low) & (means < self.high)
 
     def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
-        """Count groups below and above the bounds, and any group of equal scores."""
         return {f"filter/{name}": float(count) for name, count in self._counts(sampled).items()}
 
     def reasons(self, sampled: Tensor) -> str:
@@ -121,10 +120,7 @@ def all_equal(scores: Tensor) -> Tensor:
 
 
 def solve_metrics(scores: Tensor) -> Metrics:
-    """Count groups that no response solves (all scores at most 0) and that all solve (all at least 1).
-
-    `batch/without_adv_ratio` is the share of groups with equal scores.
-    """
+    """Count groups that no response solves (all scores at most 0) and that all solve (all at least 1)."""
     total = max(len(scores), 1)  # without a group all ratios are zero
     has_scores = ~scores.isnan().all(-1)  # (G,)
     none = (has_scores & ~(scores > 0).any(-1)).sum().item()
@@ -149,7 +145,6 @@ class Quota:
     prompts_per_call: int | None = None  # None is without limit
 
     def wanted(self, num_kept: int) -> int:
-        """Return the prompts to sample for a step that has `num_kept` groups."""
         return max(self.target - num_kept, 0) * self.oversampling
 
     def has_enough(self, num_kept: int, num_sampled: int, wanted: int) -> bool:
@@ -160,7 +155,6 @@ class Quota:
         return 0 < self.max_calls <= calls
 
     def usable(self, num_kept: int) -> int:
-        """Return how many of the kept groups the step trains on."""
         return min(num_kept, self.target) // self.multiple * self.multiple
 
 

@@ -65,11 +65,7 @@ class Sampler:
         self.validation_options = self.options.override({"n": 1} | rollout.val_override_config)
 
     def sample(self, prompts: DataProto, options: SamplingOptions) -> tuple[DataProto, Scoring]:
-        """Sample `options.n` responses to every prompt, which must have a `uid`.
-
-        Returns:
-            The sequences, the n responses to a prompt adjacent, and their scores, which may still be running.
-        """
+        """Sample `options.n` responses to every prompt; those to a prompt become adjacent rows."""
         n, job, columns = options.n, self.reward.start(), reward_columns(prompts)
         row_of = {uid: row for row, uid in enumerate(prompts.non_tensor_batch["uid"])}
         total = len(prompts) * n
@@ -93,7 +89,7 @@ class Sampler:
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
         in_order = [responses[row] for row in range(total)]
         sequences = join_responses(prompts, in_order, n, self.response_length, self.tokenizer.pad_token_id)
-        return sequences, Scoring([job])
+        return sequences, Scoring([job.result])
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
@@ -132,16 +128,9 @@ def reward_columns(prompts: DataProto) -> list[dict[str, Any]]:
 def join_responses(
     prompts: DataProto, responses: list[FinishedResponse], n: int, response_length: int, pad_token_id: int
 ) -> DataProto:
-    """Join prompts and their responses into sequences.
+    """Join prompts and their n responses each into sequences, with the keys that `rollout` writes.
 
-    Args:
-        prompts: B prompts, left-padded: `prompts`, `prompt_mask` (B, P), `prompt_position_ids` (B, P) or (B,
-            4, P).
-        responses: B * n responses; those to a prompt are adjacent.
-        response_length: R; responses are padded on the right.
-
-    Returns:
-        B * n sequences with the keys that `rollout` writes in `BATCH_KEYS`.
+    Prompts are padded on the left, responses on the right, to `response_length`.
     """
     shape = (len(responses), response_length)
     tokens = torch.full(shape, pad_token_id, dtype=torch.int64)  # (B, R)

@@ -6,10 +6,9 @@ puts the sum on each response's last token. To add a term: one more entry in `sh
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,50 +27,24 @@ COLUMN_PREFIX = "score/"  # names the columns that hold the reward function's va
 Values = dict[str, list[float]]  # what the reward function returned, by name; one number for each sequence
 
 
-class PendingScores(Protocol):
-    """Scores of some sequences, known now or later."""
-
-    def result(self) -> Values:
-        """Wait for the scores."""
-        ...
-
-
-@dataclass(frozen=True)
-class KnownScores:
-    """Scores that are already computed."""
-
-    values: Values
-
-    def result(self) -> Values:
-        return self.values
-
-
 @dataclass(frozen=True)
 class Scoring:
-    """The scores of a batch while they are computed, in parts.
+    """The scores of a batch while they are computed; each part waits for those of some rows."""
 
-    Example::
-
-        scoring = Scoring([job, KnownScores({"overall": [1.0]})]).reorder([1, 0])
-        scoring.result()  # {"overall": [1.0, 0.0]}
-    """
-
-    parts: Sequence[PendingScores]
+    parts: Sequence[Callable[[], Values]]
     order: list[int] | None = None  # row numbers, if the sequences were reordered since
 
     def reorder(self, order: list[int]) -> "Scoring":
-        return Scoring([self], order)
+        return Scoring([self.result], order)
 
     def result(self) -> Values:
-        """Wait for the scores, in the order of the sequences."""
-        values = join_values([part.result() for part in self.parts])
+        values = join_values([part() for part in self.parts])
         if self.order is None:
             return values
         return {key: [column[row] for row in self.order] for key, column in values.items()}
 
 
 def join_values(parts: Sequence[Values]) -> Values:
-    """Concatenate the values of several batches; a value that a batch lacks is nan."""
     keys = dict.fromkeys(key for part in parts for key in part)
     joined: Values = {key: [] for key in keys}
     for part in parts:
@@ -89,22 +62,12 @@ def score(
 
         score_i = overall_i + overlong penalty_i + coef * model_score_i
 
-    The penalty applies with `worker.reward.overlong_buffer_length`, the last term with a reward model. A
-    response without a score, because a call of the reward function failed, loses its mask: from here on it
+    A response without a score, because a call of the reward function failed, loses its mask: from here on it
     takes no part.
-
-    Args:
-        batch: Reads `response_mask` (B, R), and if present `reward_baselines` and `reward_model_scores` (B,).
-        values: Result of the scoring of these rows.
 
     Returns:
         The batch with `token_level_scores` (B, R), `reward_values` (B,) and, for estimators that read single
         values, `reward_components` (B, K); and the mean of each value and term as `reward/<name>`.
-        `reward/failures` is the share of responses whose call failed, `reward/retries` the mean number of
-        repeated calls.
-
-    Raises:
-        ValueError: A required value is missing, or a term has the name of a value.
     """
     mask, model_scores = batch.batch["response_mask"], batch.batch.get("reward_model_scores")
     terms = shaping_terms(mask, worker.reward)
@@ -126,6 +89,7 @@ def score(
 
 
 def _score_metrics(values: Values, terms: Mapping[str, Tensor]) -> Metrics:
+    # Shares of responses whose call failed or was repeated, also if there were none.
     calls = {name: [0.0] * len(values["overall"]) for name in (FAILURES, RETRIES)}
     logged = calls | values | {name: term.tolist() for name, term in terms.items()}
     return compute_reward_metrics(
@@ -146,10 +110,7 @@ def _mask_unscored(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor]
 
 
 def shaping_terms(mask: Tensor, reward: RewardConfig) -> dict[str, Tensor]:
-    """Terms that a response's length adds to its score, each (B,), for response masks (B, R).
-
-    `overlong` is one where a penalty applies, `overlong_penalty` the penalty; no terms without a buffer.
-    """
+    """Terms that a response's length adds to its score, each (B,), for response masks (B, R)."""
     if reward.overlong_buffer_length == 0:
         return {}
     lengths, longest = mask.sum(-1), mask.shape[-1]  # R is `data.max_response_length`
@@ -177,16 +138,11 @@ def component_keys(algorithm: AlgorithmConfig) -> tuple[str, list[str]]:
 
 
 def reward_components(values: Values, keys: Sequence[str], option: str) -> Tensor:
-    """The named values of the reward function as float32 columns, (B, K)."""
     return torch.stack([column_of(values, key, option) for key in keys], dim=-1).float()
 
 
 def column_of(values: Values, key: str, option: str) -> Tensor:
-    """One value of the reward function, (B,) float64; a response whose call failed has its `overall`.
-
-    Raises:
-        ValueError: The function does not return the value for every response; the error names `option`.
-    """
+    """One value of the reward function, (B,) float64; a response whose call failed has its `overall`."""
     failed = torch.tensor(values.get(FAILURES, [0.0] * len(values["overall"]))) > 0  # (B,)
     if key not in values and not failed.all():
         raise ValueError(
@@ -222,13 +178,7 @@ def _check_names(values: Values, terms: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class ScoredGroups:
-    """G groups of n sequences with their scores; the responses to a prompt are adjacent.
-
-    Example::
-
-        informative = groups.select(torch.tensor([0, 3]))  # the first and the fourth prompt
-        informative.values["overall"]  # 2 * n numbers
-    """
+    """G groups of n sequences with their scores; the responses to a prompt are adjacent."""
 
     sequences: DataProto  # G * n rows
     values: Values  # of the reward function, one number for each row

@@ -76,7 +76,6 @@ class RunState:
         return frequency > 0 and self.step % frequency == 0
 
     def record_score(self, score: float) -> None:
-        """Record the validation score of the current step; the best step's checkpoint is kept."""
         self._score = (self.step, score)
 
     def save(self) -> None:
@@ -95,7 +94,6 @@ class RunState:
             self._finish()
 
     def publish(self) -> None:
-        """Publish the pending checkpoint if all ranks have written it."""
         if self._pending is not None and all(self.workers.is_checkpoint_written()):
             self._finish()
 

@@ -23,22 +23,15 @@ logger = get_logger(__name__)
 
 
 def join_cluster(config: C, device: str, wait_s: float, stack: ExitStack) -> tuple[C, ResourcePool]:
-    """Connect to Ray and find the devices of a run.
-
-    Args:
-        wait_s: Seconds to wait for a cluster that is too small or unreachable.
-        stack: Disconnects on exit, unless this process was connected before.
-
-    Returns:
-        The config, which is for fewer devices if some are missing and `trainer.elastic` is set; the devices.
+    """Connect to Ray and find the devices of a run; with `trainer.elastic` the config may change to fewer.
 
     Raises:
-        ClusterError: The cluster is too small, or unreachable.
+        ClusterError: The cluster is too small, or unreachable, for more than `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     if not ray.is_initialized():
         _retry_until(deadline, connect)
-        stack.callback(ray.shutdown)
+        stack.callback(ray.shutdown)  # not if the caller had connected before
     pool = _pool_of(config, device)
     try:
         _retry_until(deadline, pool.check)
@@ -58,12 +51,10 @@ def join_cluster(config: C, device: str, wait_s: float, stack: ExitStack) -> tup
 def largest_run(config: C, capacities: Sequence[int]) -> C | None:
     """Return the same run on as many devices as there are and as its batch sizes allow; None if none do.
 
-    The loss does not depend on the split of a batch over ranks, so a smaller run computes the same numbers.
-
     Args:
-        config: The user's config; `trainer.nnodes` and `trainer.n_gpus_per_node` are upper bounds.
         capacities: Number of processes that each node of the cluster can hold.
     """
+    # The loss does not depend on the split of a batch over ranks: a smaller run computes the same numbers.
     for nnodes, per_node in _sizes(config, capacities):
         smaller = replace(config, trainer=replace(config.trainer, nnodes=nnodes, n_gpus_per_node=per_node))
         try:

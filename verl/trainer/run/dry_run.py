@@ -13,12 +13,7 @@ MEMORY_SWITCH = "--device-memory-gb="
 
 
 def dry_run(config: C, switches: Sequence[str], describe: Describe[C], plan_text: Callable[[C], str]) -> int:
-    """Print what a run would do, and return the exit status.
-
-    Args:
-        describe: Describes the models and passes whose memory is planned.
-        plan_text: Formats the plan of a step.
-    """
+    """Print what a run would do, and return the exit status."""
     try:
         memory_gb = _memory_gb(switches)
     except ValueError as error:

@@ -21,20 +21,12 @@ FOR_THE_USER = (ValueError, TypeError, OSError, RuntimeError, ImportError)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a run ended.
+    """The end of a run."""
 
-    Attributes:
-        status: 0; 2 for bad input, before anything was trained; 1 for an unsuitable machine or a failed run;
-            128 + the signal that ended it.
-        message: For the user; None after the last step.
-        step: The step that was running or done last; None before the run was built.
-        retryable: Whether a restart may help: a worker or a machine was lost.
-    """
-
-    status: int
-    message: str | None = None
-    step: int | None = None
-    retryable: bool = False
+    status: int  # 0, `FAILED`, `BAD_INPUT`, or 128 + the signal that ended it
+    message: str | None = None  # for the user; None after the last step
+    step: int | None = None  # running or done last; None before the run was built
+    retryable: bool = False  # a worker or a machine was lost: a restart may help
 
 
 def exit_status_of(
@@ -49,10 +41,8 @@ def exit_status_of(
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Return whether a `raise` statement of this package made the error: then its message is enough.
-
-    An error that another package or the interpreter raises below us is our mistake and needs its traceback.
-    """
+    """Return whether a `raise` statement of this package made the error: then its message is enough."""
+    # An error that another package or the interpreter raises below us is our mistake.
     assert error.__traceback__ is not None, "it was caught"
     traceback = error.__traceback__
     while traceback.tb_next is not None:
@@ -63,7 +53,6 @@ def raised_by_us(error: BaseException) -> bool:
 
 
 def resume_hint(trainer: RunConfig) -> str:
-    """Say how to resume the run."""
     record = read_record(trainer.checkpoint_folder)
     if record is None or record.last_global_step is None:
         return "no checkpoint was saved: `trainer.save_freq` says how often one is"

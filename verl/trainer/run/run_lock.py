@@ -31,12 +31,7 @@ logger = get_logger(__name__)
 
 @contextmanager
 def locked_run_folder(trainer: RunConfig) -> Iterator[None]:
-    """Lock the run's folder inside the block; folders that were made and stay empty are removed.
-
-    Raises:
-        ValueError: Another run holds the lock.
-        OSError: The folder cannot be written.
-    """
+    """Lock the run's folder inside the block; raise `ValueError` if another run holds it."""
     folder = Path(trainer.checkpoint_folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -47,7 +42,7 @@ def locked_run_folder(trainer: RunConfig) -> Iterator[None]:
             _release(descriptor, folder)
     finally:
         for path in made:
-            with suppress(OSError):  # it is not empty, or was removed
+            with suppress(OSError):  # it is not empty: only folders of a run that wrote nothing go
                 path.rmdir()
 
 

@@ -36,11 +36,7 @@ def run_once(
     Args:
         prepared: The config of the run and its devices.
         start: Builds the trainer.
-        is_restart: Restart again if machines are missing before the first step; in a first run that is for
-            the user to repair.
-
-    Raises:
-        Exception: An error of this package, which needs its traceback.
+        is_restart: Machines may be missing before the first step; in a first run the user must provide them.
     """
     trainer: TrainingLoop | None = None
     try:
@@ -48,7 +44,7 @@ def run_once(
             trainer.fit()
     except FOR_THE_USER as error:
         if not raised_by_us(error):
-            raise
+            raise  # our own mistake, which needs its traceback
         step = None if trainer is None else trainer.run_state.step
         is_loss = isinstance(error, ClusterError)
         if isinstance(error, WorkerError):

@@ -26,21 +26,10 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 
 class StopRequest:
-    """A request to stop the run.
-
-    Example::
-
-        stop = StopRequest()
-        with stop.listening():
-            while not stop.signal:
-                train_step()
-
-    Attributes:
-        signal: The first signal that was received, or None.
-    """
+    """A request to stop the run."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # the first one that was received
 
     @property
     def exit_status(self) -> int:
