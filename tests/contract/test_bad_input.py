@@ -353,7 +353,7 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
     assert status == 1
     assert "in phase `load_checkpoint`" in told
     assert "FileNotFoundError: no checkpoint folder /no/checkpoint/actor" in told
-    assert told.count("traceback of rank") == 1 and "model_worker.py" in told
+    assert told.count("traceback of rank") == 1 and "base_worker.py" in told
     assert "ray_trainer.py" not in told, "the controller's frames say nothing of the cause"
     assert told.endswith(f"the same command resumes from the last checkpoint, {checkpoint}\n"), told
 
@@ -361,6 +361,7 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
 def run_with(trainer, folder, capsys, monkeypatch):
     """Run the command with a trainer that is ready. Returns the exit status and what was told on stderr."""
     ready = nullcontext(trainer)
+    monkeypatch.setattr("verl.trainer.prepare.prepared_run", lambda *_: nullcontext((None, None)))
     monkeypatch.setattr("verl.trainer.setup.running_trainer", lambda config, pool: ready)
     monkeypatch.setattr(trainer.run_state, "step", 0)
     capsys.readouterr()

@@ -52,7 +52,7 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a video is damaged during the run": f"ends with the row; {NEXT}, once it is fixed",
     "a parquet file is damaged": "names it and starts nothing",
     "a gradient is not finite": "skips those updates (`actor/skipped_updates`)",
-    "the disk is full when a checkpoint is due": "warns, removes the incomplete checkpoint, saves when there is room",
+    "the disk is full when a checkpoint is due": "warns, removes the incomplete one, tries again every step",
     "a file of the last checkpoint is cut off": REFUSED,
     "a bit of the last checkpoint is flipped": REFUSED,
 }

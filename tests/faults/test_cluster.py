@@ -80,7 +80,7 @@ def two_nodes(*options):
     return ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.max_restarts=3", *options]
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, text_arguments, undisturbed, record):
+def test_a_run_continues_with_the_remaining_nodes(cluster, tmp_path, text_arguments, undisturbed, record):
     node = cluster.start(is_head=False)
     options = two_nodes("trainer.elastic=true", "trainer.restart_wait_s=5")
     run = Run(tmp_path, [*text_arguments, *options], env=cluster.environment)
@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, text_argu
     )  # fmt: skip
 
 
-def test_a_fine_tuning_run_goes_on_with_the_nodes_that_are_left(
+def test_a_fine_tuning_run_continues_with_the_remaining_nodes(
     cluster, tmp_path, sft_arguments, sft_undisturbed, record
 ):
     node = cluster.start(is_head=False)

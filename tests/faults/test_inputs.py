@@ -54,7 +54,7 @@ def cut_off(files):
 
 
 @pytest.mark.parametrize("kind, pattern", [("an image", "train_*.png"), ("a video", "films_*.mp4")])
-def test_media_that_are_damaged_end_the_run_which_goes_on_once_they_are_mended(
+def test_damaged_media_end_the_run_which_resumes_once_they_are_fixed(
     kind, pattern, tmp_path, media_folder, media_arguments, undisturbed_media, record
 ):
     files = {file: file.read_bytes() for file in (media_folder / "images").glob(pattern)}

@@ -29,7 +29,7 @@ def is_of_the_run(process):
     return False
 
 
-def test_a_killed_controller_leaves_nothing_behind_and_the_same_command_goes_on(
+def test_a_killed_controller_leaves_nothing_behind_and_the_same_command_resumes(
     tmp_path, text_arguments, undisturbed, record, adopted
 ):
     before = {child.pid for child in descendants(adopted.pid)}
@@ -57,7 +57,7 @@ def test_a_killed_controller_leaves_nothing_behind_and_the_same_command_goes_on(
     )  # fmt: skip
 
 
-def test_a_second_signal_ends_the_run_at_once_and_the_same_command_goes_on(
+def test_a_second_signal_ends_the_run_at_once_and_the_same_command_resumes(
     tmp_path, text_arguments, undisturbed, record
 ):
     run = Run(tmp_path, text_arguments)
@@ -82,7 +82,7 @@ def test_a_second_signal_ends_the_run_at_once_and_the_same_command_goes_on(
     )  # fmt: skip
 
 
-def test_a_run_whose_training_process_is_killed_goes_on(tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_training_process_is_killed_restarts(tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, "trainer.max_restarts=1"])
     run.come_to(step=4, saved=2)
 
@@ -116,7 +116,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_whose_helping_process_is_killed_goes_on(fault, tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_helper_process_is_killed_continues(fault, tmp_path, text_arguments, undisturbed, record):
     is_one, notice = FAULTS[fault]
     run = Run(tmp_path, [*text_arguments, "data.num_workers=1"])
     run.come_to(step=4, saved=2)

@@ -47,7 +47,7 @@ def test_a_call_that_fails_once_is_repeated_and_nothing_is_lost(
         )  # fmt: skip
 
 
-def test_a_call_that_fails_every_time_ends_the_run_which_goes_on_once_that_is_mended(
+def test_a_call_that_fails_every_time_ends_the_run_which_resumes_once_that_is_fixed(
     tmp_path, text_arguments, undisturbed, record
 ):
     arguments = [*text_arguments, *misbehaving(tmp_path, {4: "always raises"})]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are killed, stopped, or raise: nothing is lost but what was done since the last checkpoint."""
+"""Workers that are killed, stopped, or raise: nothing is lost except the steps since the last checkpoint."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def kill(pid):
 
 
 @pytest.mark.parametrize("phase", ["sync_weights", "gen", "old", "update_actor", "save_checkpoint"])
-def test_a_run_whose_worker_is_killed_goes_on(phase, tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_worker_is_killed_restarts(phase, tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, RESTART])
     run.come_to(step=4, saved=2)
 
@@ -38,7 +38,7 @@ def test_a_run_whose_worker_is_killed_goes_on(phase, tmp_path, text_arguments, u
     )  # fmt: skip
 
 
-def test_a_run_whose_worker_is_killed_amid_writing_goes_on(tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_worker_is_killed_amid_writing_restarts(tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, RESTART])
     run.come_to(step=4, saved=2)
 
@@ -56,7 +56,7 @@ def test_a_run_whose_worker_is_killed_amid_writing_goes_on(tmp_path, text_argume
     )  # fmt: skip
 
 
-def test_a_run_whose_worker_is_stopped_goes_on(tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, RESTART])
     run.come_to(step=4, saved=2)
 
@@ -102,7 +102,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("fault", HARMS)
-def test_a_run_that_ends_says_why_and_the_same_command_goes_on(
+def test_a_run_that_ends_says_why_and_the_same_command_resumes(
     fault, tmp_path, text_arguments, undisturbed, record
 ):
     number, cause = HARMS[fault]

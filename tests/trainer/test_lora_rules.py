@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused and planned of runs with adapters, before anything is started."""
+"""Runs with adapters are checked and planned before anything starts."""
 
 import pytest
 

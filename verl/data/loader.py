@@ -6,9 +6,7 @@ numbers: the epoch and how many of its rows were used. A row that turns out bad 
 (`data.on_bad_row=skip`) counts as used, and later rows fill its batch: batches keep their size, an epoch gets
 shorter, and no row is repeated. Bad rows are listed in the checkpoint folder.
 
-Processes read ahead: while a step uses a batch, they decode the media of the next one into the cache. Rows
-that were read ahead are not part of the position, so processes that died are replaced by new ones, which read
-the same rows again.
+Processes read ahead: while a step uses a batch, they decode the media of the next one into the cache.
 """
 
 import signal
@@ -52,15 +50,10 @@ class PromptLoader(Generic[D]):
     """Iterates over one epoch of batches, from where the last iteration stopped.
 
     Args:
-        batch_size: Rows of a batch.
         shuffle: Use a new random order in each epoch.
         drop_last: Drop the rows at the end of an epoch that do not fill a batch.
-        read_on: Read ahead beyond the end of an epoch, and keep the processes: epochs follow one another.
-        num_workers: Processes that read rows, each two rows or its share of a batch ahead; 0 reads in this
-            process, without reading ahead.
-
-    Attributes:
-        bad_rows: Rows that turned out bad when they were read, each listed once.
+        read_on: Read ahead beyond the end of an epoch, and keep the processes.
+        num_workers: Processes that read rows; 0 reads in this process, without reading ahead.
     """
 
     def __init__(
@@ -78,7 +71,7 @@ class PromptLoader(Generic[D]):
         self.drop_last, self.read_on, self.num_workers = drop_last, read_on, num_workers
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
-        self.bad_rows: dict[int, BadRow] = {}
+        self.bad_rows: dict[int, BadRow] = {}  # found when they were read
         self._rows: Iterator[dict[str, Any] | BadRow] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and position of the next row of `_rows`
 
@@ -138,7 +131,8 @@ class PromptLoader(Generic[D]):
         return row
 
     def _take(self, position: int) -> dict[str, Any] | BadRow:
-        """Return the next row of the processes; if they died, replace them once."""
+        # Rows that were read ahead are not part of the position, so processes that died are replaced by new
+        # ones, which read the same rows again.
         try:
             return next(self._rows)
         except RuntimeError as error:

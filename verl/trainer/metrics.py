@@ -22,15 +22,7 @@ PER_RESPONSE_TOKEN = ("gen", "reward")  # stages whose work grows with the respo
 
 
 class StageTimer:
-    """Measures the seconds spent in each named stage of a step; stages may nest.
-
-    Example::
-
-        timer = StageTimer()
-        with timer("step"), timer("gen"):
-            ...
-        timer.seconds["gen"]
-    """
+    """Measures the seconds spent in each named stage of a step: `with timer("step"), timer("gen"):`."""
 
     def __init__(self, on_enter: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups are kept, how they are counted, and when a step has enough of them."""
+"""Groups are kept by their scores and counted, and a step stops when it has enough."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_online_filtering_keeps_means_strictly_between_its_bounds():
     assert MeanScoreFilter("overall", 0.2, 0.5).keep(SCORES).tolist() == [False] * 4 + [True]
 
 
-def test_rejection_leaves_out_groups_of_equal_scores_whatever_the_scores_are():
+def test_rejection_drops_groups_of_equal_scores_for_any_scores():
     assert EqualScoresFilter("overall").keep(SCORES).tolist() == [False, False, True, False, True]
     assert EqualScoresFilter("overall").keep(torch.tensor([[-3.0, -3.0, -3.0 + 1e-6]])).tolist() == [True]
 

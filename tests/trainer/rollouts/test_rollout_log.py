@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which responses of a batch are kept, and what is written of them."""
+"""The first responses of a batch are recorded with their texts, tokens, scores and media."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_the_first_groups_are_kept_whole_in_the_order_in_which_they_were_sampled
     ]
 
 
-def test_a_row_says_what_the_batch_says(tmp_path):
+def test_a_row_has_the_values_of_the_batch(tmp_path):
     (rows,) = kept_rows(tmp_path, make_batch(), 5).values()
 
     row = rows[0]  # a0, the batch's second

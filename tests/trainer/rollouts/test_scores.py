@@ -52,7 +52,7 @@ def test_a_response_without_a_token_of_the_policy_has_no_score():
     assert scores.tolist() == [[0.0, 0.0], [3.0, 0.0]]
 
 
-def test_the_overlong_penalty_is_part_of_the_score_and_logged_beside_it():
+def test_the_overlong_penalty_is_part_of_the_score_and_logged_separately():
     config = make_config(reward={"overlong_buffer_length": 2, "overlong_penalty_factor": 0.5})
 
     scored, metrics = score(VALUES, config)
@@ -156,7 +156,7 @@ def test_a_response_whose_call_failed_loses_its_mask_and_counts_in_no_mean():
     assert metrics["reward/retries"] == pytest.approx(2 / 3)
 
 
-def test_a_response_whose_call_failed_may_have_a_score_which_stands_for_every_value_that_is_needed():
+def test_a_response_whose_call_failed_may_have_a_score_which_replaces_every_value_that_is_needed():
     values = FAILED | {"overall": [1.0, -2.0, 0.5]}
     config = make_config(algorithm={"adv_estimator": "gdpo", "gdpo_reward_keys": ["accuracy", "overall"]})
 

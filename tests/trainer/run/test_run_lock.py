@@ -93,11 +93,11 @@ def assert_refused(folder):
 def test_the_error_names_the_folder_the_other_run_and_the_remedy(other_run, tmp_path):
     other = other_run()
 
-    told = assert_refused(tmp_path / "run")
+    message = assert_refused(tmp_path / "run")
 
-    assert f"`trainer.save_checkpoint_path` ({tmp_path / 'run'})" in told
-    assert f"but pid {other.pid} on {socket.gethostname()} (since 20" in told
-    assert "give this one its own name (`trainer.experiment_name=...`)" in told
+    assert f"`trainer.save_checkpoint_path` ({tmp_path / 'run'})" in message
+    assert f"but pid {other.pid} on {socket.gethostname()} (since 20" in message
+    assert "give this one its own name (`trainer.experiment_name=...`)" in message
 
 
 def test_a_folder_is_free_once_its_run_has_ended(other_run, tmp_path):
@@ -172,7 +172,7 @@ def test_a_file_system_without_locks_costs_a_warning(code, tmp_path, monkeypatch
     assert "a second run in its folder would not be noticed" in caplog.text
 
 
-def test_a_file_that_cannot_be_made_is_told_with_the_folder(tmp_path):
+def test_a_file_that_cannot_be_made_is_reported_with_the_folder(tmp_path):
     (tmp_path / "run" / FILE).mkdir(parents=True)
 
     with pytest.raises(OSError, match=r"its run\.lock cannot: Is a directory"), \

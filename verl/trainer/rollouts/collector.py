@@ -50,16 +50,7 @@ class CollectedGroups:
 
 
 class RolloutCollector:
-    """Collects the sequences of one training step.
-
-    Args:
-        prompts: Endless batches of prompts.
-        group_filter: Groups to train on; None keeps every group.
-
-    Attributes:
-        carried: Surplus groups, oldest first; the next step begins with them. They keep the
-            `rollout_log_probs` of the weights that sampled them.
-    """
+    """Collects the sequences of one training step from endless batches of prompts."""
 
     def __init__(
         self,
@@ -72,12 +63,13 @@ class RolloutCollector:
     ) -> None:
         self.sampler = sampler
         self.prompts = prompts
-        self.filter = group_filter
+        self.filter = group_filter  # None keeps every group
         self.quota = quota
         self.filter_key = algorithm.filter_key
         self.has_baselines = algorithm.adv_estimator == "remax"
         self.reward = reward
         self.group_size = sampler.options.n
+        # Surplus groups, oldest first, with the `rollout_log_probs` of the weights that sampled them.
         self.carried: ScoredGroups | None = None
 
     def collect(self, step: int) -> Collected:

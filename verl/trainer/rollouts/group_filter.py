@@ -20,7 +20,7 @@ from verl.trainer.metrics import Metrics
 
 
 class GroupFilter(Protocol):
-    """Decides which groups are worth training on."""
+    """Chooses the groups to train on."""
 
     def keep(self, scores: Tensor) -> Tensor:
         """Return the groups to keep, (G,) bool for scores (G, n)."""

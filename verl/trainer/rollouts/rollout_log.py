@@ -31,11 +31,7 @@ class Kept(NamedTuple):
 
 
 class RolloutLog:
-    """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step, groups kept whole.
-
-    Args:
-        media: Reads the prompts' media, which the run's cache still has; None for a text model.
-    """
+    """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step, in whole groups."""
 
     def __init__(
         self,
@@ -49,15 +45,11 @@ class RolloutLog:
         self.num_groups = num_groups
         self.skip_special_tokens = skip_special_tokens
         self.tokenizer = tokenizer
-        self.media = media
+        self.media = media  # reads from the run's cache; None for a text model
         self.store = RolloutStore(run_folder)
 
     def keep(self, batch: DataProto, step: int) -> None:
-        """Write the first groups of a finished batch.
-
-        Raises:
-            OSError: The run's folder cannot be written; a full disk is only a warning.
-        """
+        """Write the first groups of a finished batch; a full disk is only a warning."""
         kept = first_groups(batch, self.num_groups)
         if not kept:
             return

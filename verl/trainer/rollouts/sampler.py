@@ -25,16 +25,7 @@ PROMPT_ONLY = {"prompt_position_ids", "raw_prompt_ids"}  # needed to sample, unu
 
 
 class Sampler:
-    """Samples responses to prompts and hands them to the reward function as they finish.
-
-    Args:
-        on_progress: Called with the number of finished responses and of all.
-
-    Attributes:
-        options: Options of training.
-        greedy_options: Options of the one response that `remax` compares the others with.
-        validation_options: As training, but one response, changed by `worker.rollout.val_override_config`.
-    """
+    """Samples responses to prompts and hands them to the reward function as they finish."""
 
     def __init__(
         self,
@@ -61,6 +52,7 @@ class Sampler:
             max_tokens=data.max_response_length,
             ignore_eos=rollout.ignore_eos,
         )
+        # For the one response that `remax` compares the others with.
         self.greedy_options = self.options.override({"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1})
         self.validation_options = self.options.override({"n": 1} | rollout.val_override_config)
 

@@ -43,17 +43,7 @@ class PendingCheckpoint(NamedTuple):
 
 
 class RunState:
-    """The progress of a run, and its checkpoints.
-
-    Args:
-        loader: None in a run that only validates.
-
-    Attributes:
-        step: Training steps done, the current one included.
-        training_steps: Steps of the whole run.
-        saved: Folder of the last checkpoint that this object wrote.
-        save_error: Cause of the last failure to write a checkpoint; None after a success.
-    """
+    """The progress of a run, and its checkpoints."""
 
     def __init__(
         self, config: RunConfig, training_steps: int, workers: RayWorkerGroup, loader: ResumableLoader | None
@@ -61,11 +51,11 @@ class RunState:
         self.config = config
         self.training_steps = training_steps
         self.workers = workers
-        self.loader = loader
-        self.step = 0
+        self.loader = loader  # None in a run that only validates
+        self.step = 0  # done, the current one included
         self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
-        self.saved: Path | None = None
-        self.save_error: str | None = None
+        self.saved: Path | None = None  # the last checkpoint of this object
+        self.save_error: str | None = None  # of the last checkpoint that was begun
         self._pending: PendingCheckpoint | None = None
         self._score: tuple[int, float] | None = None  # step and value of the last validation
 
