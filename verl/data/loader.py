@@ -204,7 +204,7 @@ def _order(num_rows: int, epoch: int, position: int, seed: int | None, read_on: 
 
 
 class Readers(NamedTuple):
-    """Everything of a model that turns rows into tokens."""
+    """The tokenizer and processor of a model, and its media loader and position ids."""
 
     tokenizer: Any
     processor: Any | None  # None for a text model, which has no media
@@ -232,7 +232,7 @@ def load_readers(
 
 
 def media_options(data: RowsConfig, frames: RolloutConfig | SFTDataConfig) -> MediaOptions:
-    """Collect how media are read, equally by loader and workers; `frames` limits those of a video."""
+    """Build the media options of loader and workers; `frames` is the section that limits video frames."""
     return MediaOptions.from_data(
         data, num_video_frames=frames.num_video_frames, tokens_per_frame=frames.tokens_per_frame
     )

@@ -69,7 +69,7 @@ WORKER_ENV = {
 
 @contextmanager
 def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTrainer]:
-    """Start the processes of a run and yield its trainer; leaving ends all of them.
+    """Start the processes of a run, which end with the block, and yield its trainer.
 
     Example::
 

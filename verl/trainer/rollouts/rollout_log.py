@@ -23,7 +23,7 @@ KEPT_TENSORS = [
 ]  # fmt: skip
 
 
-class Kept(NamedTuple):
+class RecordedResponse(NamedTuple):
     """A response to record."""
 
     row: int  # in the batch
@@ -117,7 +117,7 @@ class RolloutLog:
         return {"files": files, "problem": None if len(files) == len(pictures) else "the disk is full"}
 
 
-def first_groups(batch: DataProto, num_groups: int) -> list[Kept]:
+def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:
     """Return the responses of the first groups in the order of collection; reads `row_ids` and `uid`.
 
     A response that was resampled several times is returned as often.
@@ -128,7 +128,7 @@ def first_groups(batch: DataProto, num_groups: int) -> list[Kept]:
         groups.setdefault(batch.non_tensor_batch["uid"][row], []).append(row)
     # Prompts come in random order, so the first are a fair sample.
     chosen: Iterable[list[int]] = islice(groups.values(), num_groups)
-    return [Kept(row, sample) for rows in chosen for sample, row in enumerate(rows)]
+    return [RecordedResponse(row, sample) for rows in chosen for sample, row in enumerate(rows)]
 
 
 def _spread(frames: np.ndarray) -> Iterator[Image.Image]:

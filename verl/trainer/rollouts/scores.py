@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores: from what the reward function returned to scores on tokens, and groups whose scores are known.
+"""Scores of responses: from the reward function's values to scores on tokens, and groups of scored sequences.
 
 `Scoring` waits for the reward function; `score` adds the overlong penalty and the reward model's score and
 puts the sum on each response's last token. To add a term: one more entry in `shaping_terms`.
@@ -24,7 +24,7 @@ from verl.utils.plain_data import encode
 
 COLUMN_PREFIX = "score/"  # names the columns that hold the reward function's values in a file
 
-Values = dict[str, list[float]]  # what the reward function returned, by name; one number for each sequence
+Values = dict[str, list[float]]  # of the reward function, by name; one number for each sequence
 
 
 @dataclass(frozen=True)
