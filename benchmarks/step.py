@@ -27,9 +27,11 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
+from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect
 from verl.trainer import setup
 from verl.trainer.metrics import StageTimer
+from verl.trainer.prepare import prepared_run
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = 2
@@ -128,7 +130,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], l
     setup.FSDPWorker = BareWorker  # the trainer's worker, able to run the bare parts as well
     steps: list[Seconds] = []
     parts: list[Seconds] = []
-    with setup.running_trainer(config) as trainer:
+    with prepared_run(config, planned_ppo) as run, setup.running_trainer(*run) as trainer:
         workers = trainer.workers
         workers.load_bare_model(options.bare_micro_batch, options.bare_dtype)
         prompts = next(iter(trainer.collector.prompts))

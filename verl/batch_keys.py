@@ -56,7 +56,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),
         BatchKey("token_level_scores", (("B", "R"),), "float32", "reward", "KL penalty, metrics"),
         BatchKey("reward_components", (("B", "K"),), "float32", "reward", "advantage (gdpo)"),
-        BatchKey("reward_values", (("B",),), "object", "reward", "kept rollouts"),
+        BatchKey("reward_values", (("B",),), "object", "reward", "rollout log"),
         BatchKey("accuracies", (("B",),), "float32", "reward", "advantage (prime), update"),
         BatchKey("old_log_probs", (("B", "R"),), "float32", "actor", "KL penalty, update"),
         BatchKey("sum_squared_probs", (("B", "R"),), "float32", "actor", "advantage (token baselines)"),

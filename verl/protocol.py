@@ -147,9 +147,18 @@ class DataProto:
         batch = TensorDict(tensors, batch_size=(len(self),)) if tensors else None
         return DataProto(batch, arrays, meta_info)
 
-    def merge(self, other: "DataProto") -> "DataProto":
-        """Return a new batch with the keys of both; common keys must be equal."""
-        return self.select().union(other)
+    def merge(
+        self, other: "DataProto | Mapping[str, Tensor | np.ndarray]", replace: Iterable[str] = ()
+    ) -> "DataProto":
+        """Return a new batch with the keys of both. Tensors are shared.
+
+        A key of both must be equal, unless `replace` names it: then the value of `other` counts.
+        """
+        other = other if isinstance(other, DataProto) else DataProto.from_single_dict(other)
+        replaced = set(replace) & set(other.keys())
+        tensors = [key for key in _tensors(self) if key not in replaced]
+        arrays = [key for key in self.non_tensor_batch if key not in replaced]
+        return self.select(tensors, arrays).union(other)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Repeat each row: a a b b if interleaved, else a b a b."""

@@ -21,9 +21,11 @@ from tests.helpers.training import QUICKSTART, quickstart_arguments
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
+from verl.planning.planned_run import planned_ppo
 from verl.rewards.manager import RewardManager
 from verl.single_controller.ray.cluster import connect
 from verl.trainer.main import main
+from verl.trainer.prepare import prepared_run
 from verl.trainer.setup import running_trainer
 
 sys.path.insert(0, str(QUICKSTART))
@@ -73,7 +75,7 @@ def trainer(cluster, folder):
     """A whole trainer with its workers; a test may give it another reward function."""
     overrides = ["worker.rollout.name=hf", "trainer.val_before_train=false", "trainer.val_freq=-1"]
     config = load_config(PPOConfig, arguments_for(folder, "text", *overrides))
-    with running_trainer(config) as trainer:
+    with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
         yield trainer
 
 
@@ -312,7 +314,7 @@ def checkpoint(trainer):
     """A complete checkpoint of step 2."""
     trainer.run_state.step = 2
     trainer.run_state.save()
-    trainer.run_state.settle()
+    trainer.run_state.flush()
     return trainer.run_state.saved
 
 
@@ -356,13 +358,14 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
     assert "FileNotFoundError: no checkpoint folder /no/checkpoint/actor" in told
     assert told.count("traceback of rank") == 1 and "base_worker.py" in told
     assert "ray_trainer.py" not in told, "the controller's frames say nothing of the cause"
-    assert told.endswith(f"the same command goes on from the last checkpoint, {checkpoint}\n"), told
+    assert told.endswith(f"the same command resumes from the last checkpoint, {checkpoint}\n"), told
 
 
 def run_with(trainer, folder, capsys, monkeypatch):
     """Run the command with a trainer that is ready. Returns the exit status and what was told on stderr."""
     ready = nullcontext(trainer)
-    monkeypatch.setattr("verl.trainer.setup.running_trainer", lambda config, patience_s: ready)
+    monkeypatch.setattr("verl.trainer.prepare.prepared_run", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr("verl.trainer.setup.running_trainer", lambda config, pool: ready)
     monkeypatch.setattr(trainer.run_state, "step", 0)
     capsys.readouterr()
     status = main(arguments_for(folder, "text"))

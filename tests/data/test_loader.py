@@ -17,10 +17,9 @@ from tests.helpers.films import save_film
 from tests.helpers.hostile_images import ENDINGS, save_hostile
 from tests.helpers.media import image_bytes, save_image
 from verl.config.ppo import PPOConfig
-from verl.data.loader import PromptLoader, make_loaders
+from verl.data.loader import PromptLoader, load_readers, make_loaders, media_options
 from verl.data.media.cache import MediaCache, read_entry
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
 
 
@@ -54,8 +53,12 @@ def make_files(tmp_path, num_rows=22):
 
 def make_train(model, tmp_path, cache=None, **options):
     config = make_config(model, **({"train_files": make_files(tmp_path)} | options))
-    config = replace(config, trainer=replace(config.trainer, save_checkpoint_path=str(tmp_path / "run")))
-    return make_loaders(config, load_tokenizer(model), load_processor(model), cache).train
+    return make_loaders(config.data, readers_of(config, cache), tmp_path / "run").train
+
+
+def readers_of(config, cache=None):
+    options = media_options(config.data, config.worker.rollout)
+    return load_readers(config.worker.actor.model, None, options, cache)
 
 
 def answers(batches):
@@ -98,7 +101,7 @@ def test_without_shuffling_rows_come_in_the_order_of_the_file(text_model, tmp_pa
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop_after", [0, 1, 3, 5, 7, 10])
-def test_a_loader_that_is_stopped_and_resumed_goes_on_with_the_same_rows(
+def test_a_loader_that_is_stopped_and_resumed_continues_with_the_same_rows(
     stop_after, num_workers, text_model, tmp_path
 ):
     unbroken = answers(itertools.islice(epochs(make_train(text_model, tmp_path)), 13))
@@ -136,7 +139,7 @@ def test_fewer_rows_than_a_batch_is_an_error_with_both_numbers(text_model, tmp_p
 def test_validation_keeps_every_row_in_order(val_batch_size, sizes, text_model, tmp_path):
     config = make_config(text_model, val_files=make_files(tmp_path), val_batch_size=val_batch_size)
 
-    loaders = make_loaders(config, load_tokenizer(text_model), None)
+    loaders = make_loaders(config.data, readers_of(config), tmp_path / "run")
 
     for _ in range(2):
         batches = answers(loaders.val)
@@ -191,7 +194,7 @@ def test_a_bad_row_stops_the_run_by_name_unless_it_may_be_skipped(num_workers, m
         list(make_train(media_model, tmp_path, **options))
 
 
-def test_data_of_which_every_row_turns_out_bad_is_an_error_not_an_endless_loop(media_model, tmp_path):
+def test_data_whose_rows_all_turn_out_bad_is_an_error_not_an_endless_loop(media_model, tmp_path):
     files = make_media_rows(tmp_path, set(range(24)))
     loader = make_train(media_model, tmp_path, train_files=files, image_dir=str(tmp_path), on_bad_row="skip")
 
@@ -274,7 +277,7 @@ def test_a_picture_that_crashes_its_decoder_stops_the_run_by_name_and_is_reporte
     assert json.loads(line)["row"] == 3
 
 
-def test_what_the_loader_decoded_is_in_the_cache_for_the_workers(media_model, tmp_path):
+def test_media_that_the_loader_decoded_are_in_the_cache_for_the_workers(media_model, tmp_path):
     cache = MediaCache("test", owner=True, root=tmp_path)
     loader = make_train(
         media_model, tmp_path, cache, train_files=make_media_rows(tmp_path, ()), image_dir=str(tmp_path),
@@ -301,7 +304,7 @@ def test_processes_and_epochs_fetch_each_url_once_and_a_failing_one_too(media_mo
 
         seen = [list(itertools.chain(*answers(train))) for _ in range(2)]
 
-        good = set(range(26)) - {12, 25}  # nobody has an image of number 12
+        good = set(range(26)) - {12, 25}  # number 12 has no image
         assert set(seen[0]) == set(seen[1]) == good and set(train.bad_rows) == {12, 25}
         assert server.asked == {f"n{number}": 1 for number in range(13)}
         cache.close()
@@ -326,7 +329,7 @@ def film_loader(model, tmp_path, cache, count, num_workers):
 
 
 def films_in(cache):
-    """The numbers of the films whose frames stand in the cache."""
+    """The numbers of the films whose frames are in the cache."""
     entries = [read_entry(path) for path in cache.directory.rglob("*.safetensors")]
     return {(entry.meta["total_num_frames"] - 24) // 2 for entry in entries if entry is not None}
 

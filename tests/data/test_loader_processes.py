@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that read rows may die: nothing is lost, and nobody is interrupted."""
+"""Processes that read rows may die: nothing is lost, and the run is not interrupted."""
 
 import os
 import signal

@@ -19,8 +19,8 @@ from tests.helpers.browser import open_browser
 from tests.helpers.training import ROOT
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.data.loader import make_loaders
-from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.data.loader import load_readers, make_loaders, media_options
+from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 
@@ -123,7 +123,10 @@ def test_what_is_collected_is_read_by_the_trainers_data_and_scored_by_its_reward
     )  # fmt: skip
     tokenizer = load_tokenizer(str(model))
 
-    (batch,) = make_loaders(config, tokenizer, load_processor(str(model))).train
+    options = media_options(config.data, config.worker.rollout)
+    readers = load_readers(config.worker.actor.model, None, options, cache=None)
+
+    (batch,) = make_loaders(config.data, readers, tmp_path / "out").train
 
     answers = batch.non_tensor_batch["ground_truth"].tolist()
     assert sorted(answers) == sorted(row["answer"] for row in rows)

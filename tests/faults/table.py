@@ -14,12 +14,12 @@ from tests.helpers.training import ROOT
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- make test-faults writes from here -->", "<!-- to here -->"
 HEADER = (
-    "| fault | what the run does | steps done again | noticed after | training goes on after |",
+    "| fault | what the run does | steps done again | noticed after | training continues after |",
     "|---|---|---|---|---|",
 )
-AGAIN = "starts again by itself (`trainer.max_restarts=1`)"
-NEXT = "says why; the same command goes on"
-FEWER = "goes on with the rest (`trainer.restart_wait_s=5`)"
+AGAIN = "restarts by itself (`trainer.max_restarts=1`)"
+NEXT = "reports why; the same command resumes"
+FEWER = "continues with the rest (`trainer.restart_wait_s=5`)"
 RETRY = "repeats the call"
 REFUSED = "refuses it by the file's name, and names the newest checkpoint that is whole"
 
@@ -29,30 +29,30 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a worker is killed in `old`": AGAIN,
     "a worker is killed in `update_actor`": AGAIN,
     "a worker is killed in `save_checkpoint`": AGAIN,
-    "a worker is killed while a checkpoint is written behind the training": AGAIN,
+    "a worker is killed while a checkpoint is written in the background": AGAIN,
     "a worker is stopped (SIGSTOP)": AGAIN,
     "a worker is killed, no restarts": f"ends with rank, phase and cause; {NEXT}",
     "a worker of a fine-tuning run is killed": AGAIN,
     "a worker raises": f"ends with its traceback; {NEXT}",
     "the training process is killed": AGAIN,
-    "the controller is killed": "ends with its workers; the same command goes on",
+    "the controller is killed": "ends with its workers; the same command resumes",
     "a node is lost, `trainer.elastic=true`": FEWER,
     "a node of a fine-tuning run is lost, `trainer.elastic=true`": FEWER,
     "a node is lost and another joins after 5 s": "waits for it (`trainer.restart_wait_s`), then as above",
-    "Ray's head is lost and starts again after 5 s": "waits for it (`trainer.restart_wait_s`), then as above",
-    "a second Ctrl-C": "ends at once; the same command goes on",
+    "Ray's head is lost and restarts after 5 s": "waits for it (`trainer.restart_wait_s`), then as above",
+    "a second Ctrl-C": "ends at once; the same command resumes",
     "a process of the reward function is killed": "replaces it",
     "a process that reads rows is killed": "replaces it, which reads the same rows",
     "the reward function raises once": RETRY,
     "the reward function hangs once": f"kills it after `worker.reward.timeout_s` (2); {RETRY}",
     "the reward function crashes once": RETRY,
     "the reward function fills its memory once": f"{RETRY} in a new process",
-    "the reward function raises every time": f"ends with its line; {NEXT}, once it is mended",
-    "an image is damaged while the run goes on": f"ends with the row; {NEXT}, once it is mended",
-    "a video is damaged while the run goes on": f"ends with the row; {NEXT}, once it is mended",
+    "the reward function raises every time": f"ends with its line; {NEXT}, once it is fixed",
+    "an image is damaged during the run": f"ends with the row; {NEXT}, once it is fixed",
+    "a video is damaged during the run": f"ends with the row; {NEXT}, once it is fixed",
     "a parquet file is damaged": "names it and starts nothing",
     "a gradient is not finite": "skips those updates (`actor/skipped_updates`)",
-    "the disk is full when a checkpoint is due": "warns, removes the half, saves when there is room",
+    "the disk is full when a checkpoint is due": "warns, removes the incomplete one, tries again every step",
     "a file of the last checkpoint is cut off": REFUSED,
     "a bit of the last checkpoint is flipped": REFUSED,
 }

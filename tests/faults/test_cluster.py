@@ -80,7 +80,7 @@ def two_nodes(*options):
     return ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.max_restarts=3", *options]
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, text_arguments, undisturbed, record):
+def test_a_run_continues_with_the_remaining_nodes(cluster, tmp_path, text_arguments, undisturbed, record):
     node = cluster.start(is_head=False)
     options = two_nodes("trainer.elastic=true", "trainer.restart_wait_s=5")
     run = Run(tmp_path, [*text_arguments, *options], env=cluster.environment)
@@ -89,17 +89,17 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, text_argu
     run.harm(lambda: cluster.kill(node))
 
     assert run.end() == 0, run.stderr
-    assert "fewer devices than asked for: nodes=1 of=2" in run.stderr
+    assert "fewer devices than requested: nodes=1 of=2" in run.stderr
     before = [logged for logged in run.steps if logged.moment < run.harmed]
     assert_same(before, {step: undisturbed[step] for step in range(1, len(before) + 1)})
     assert [logged.step for logged in run.steps][-1] == max(undisturbed)
     record(
         "a node is lost, `trainer.elastic=true`",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
-def test_a_fine_tuning_run_goes_on_with_the_nodes_that_are_left(
+def test_a_fine_tuning_run_continues_with_the_remaining_nodes(
     cluster, tmp_path, sft_arguments, sft_undisturbed, record
 ):
     node = cluster.start(is_head=False)
@@ -110,7 +110,7 @@ def test_a_fine_tuning_run_goes_on_with_the_nodes_that_are_left(
     run.harm(lambda: cluster.kill(node))
 
     assert run.end() == 0, run.stderr
-    assert "fewer devices than asked for: nodes=1 of=2" in run.stderr
+    assert "fewer devices than requested: nodes=1 of=2" in run.stderr
     before = [logged for logged in run.steps if logged.moment < run.harmed]
     assert_same(before, {step: sft_undisturbed[step] for step in range(1, len(before) + 1)})
     losses = {logged.step: logged.metrics["train/loss"] for logged in run.steps}
@@ -118,7 +118,7 @@ def test_a_fine_tuning_run_goes_on_with_the_nodes_that_are_left(
     assert max(losses) == max(sft_undisturbed)
     record(
         "a node of a fine-tuning run is lost, `trainer.elastic=true`",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def test_a_run_waits_for_a_node_that_comes_back(cluster, tmp_path, text_argument
     assert_same(run.steps, undisturbed)
     record(
         "a node is lost and another joins after 5 s",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -154,6 +154,6 @@ def test_a_run_survives_a_restart_of_the_head(cluster, tmp_path, text_arguments,
     assert run.end() == 0, run.stderr
     assert_same(run.steps, undisturbed)
     record(
-        "Ray's head is lost and starts again after 5 s",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        "Ray's head is lost and restarts after 5 s",
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip

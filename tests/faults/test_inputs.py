@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are damaged: media while the run goes on, and data before it starts."""
+"""Files that are damaged: media during the run, and data before it starts."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def cut_off(files):
 
 
 @pytest.mark.parametrize("kind, pattern", [("an image", "train_*.png"), ("a video", "films_*.mp4")])
-def test_media_that_are_damaged_end_the_run_which_goes_on_once_they_are_mended(
+def test_damaged_media_end_the_run_which_resumes_once_they_are_fixed(
     kind, pattern, tmp_path, media_folder, media_arguments, undisturbed_media, record
 ):
     files = {file: file.read_bytes() for file in (media_folder / "images").glob(pattern)}
@@ -71,12 +71,12 @@ def test_media_that_are_damaged_end_the_run_which_goes_on_once_they_are_mended(
     assert "the run failed in step" in run.stderr
     assert any(f"{file.name}" in run.stderr for file in files)
     assert "data.on_bad_row=skip" in run.stderr
-    assert "the same command goes on from the last checkpoint" in run.stderr
+    assert "the same command resumes from the last checkpoint" in run.stderr
     next_run = Run(tmp_path, media_arguments)
     assert next_run.end() == 0, next_run.stderr
     assert_same([*run.steps, *next_run.steps], undisturbed_media)
     record(
-        f"{kind} is damaged while the run goes on",
+        f"{kind} is damaged during the run",
         again=steps_again(run, next_run),
         noticed_s=run.noticed_s("the run failed"), went_on_s=next_run.went_on_s(),
     )  # fmt: skip

@@ -29,7 +29,7 @@ def is_of_the_run(process):
     return False
 
 
-def test_a_killed_controller_leaves_nothing_behind_and_the_same_command_goes_on(
+def test_a_killed_controller_leaves_nothing_behind_and_the_same_command_resumes(
     tmp_path, text_arguments, undisturbed, record, adopted
 ):
     before = {child.pid for child in descendants(adopted.pid)}
@@ -57,7 +57,7 @@ def test_a_killed_controller_leaves_nothing_behind_and_the_same_command_goes_on(
     )  # fmt: skip
 
 
-def test_a_second_signal_ends_the_run_at_once_and_the_same_command_goes_on(
+def test_a_second_signal_ends_the_run_at_once_and_the_same_command_resumes(
     tmp_path, text_arguments, undisturbed, record
 ):
     run = Run(tmp_path, text_arguments)
@@ -65,13 +65,13 @@ def test_a_second_signal_ends_the_run_at_once_and_the_same_command_goes_on(
 
     run.catch("update_actor")
     run.process.send_signal(signal.SIGINT)
-    run.wait(lambda: "SIGINT: this step is finished and saved" in run.stderr, pause_s=0.001)
+    run.wait(lambda: "SIGINT: finishing and saving this step" in run.stderr, pause_s=0.001)
     run.harm(lambda: run.process.send_signal(signal.SIGINT))
 
     assert run.end() == 128 + signal.SIGINT
     ended_s = time.monotonic() - run.harmed
     assert "SIGINT again: stopping at once" in run.stderr
-    assert "the same command goes on from the last checkpoint" in run.stderr
+    assert "the same command resumes from the last checkpoint" in run.stderr
     assert max(logged.step for logged in run.steps) == 3
     next_run = Run(tmp_path, text_arguments)
     assert next_run.end() == 0, next_run.stderr
@@ -82,7 +82,7 @@ def test_a_second_signal_ends_the_run_at_once_and_the_same_command_goes_on(
     )  # fmt: skip
 
 
-def test_a_run_whose_training_process_is_killed_goes_on(tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_training_process_is_killed_restarts(tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, "trainer.max_restarts=1"])
     run.come_to(step=4, saved=2)
 
@@ -97,7 +97,7 @@ def test_a_run_whose_training_process_is_killed_goes_on(tmp_path, text_arguments
     assert_same(run.steps, undisturbed)
     record(
         "the training process is killed",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_whose_helping_process_is_killed_goes_on(fault, tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_helper_process_is_killed_continues(fault, tmp_path, text_arguments, undisturbed, record):
     is_one, notice = FAULTS[fault]
     run = Run(tmp_path, [*text_arguments, "data.num_workers=1"])
     run.come_to(step=4, saved=2)

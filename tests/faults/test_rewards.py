@@ -47,7 +47,7 @@ def test_a_call_that_fails_once_is_repeated_and_nothing_is_lost(
         )  # fmt: skip
 
 
-def test_a_call_that_fails_every_time_ends_the_run_which_goes_on_once_that_is_mended(
+def test_a_call_that_fails_every_time_ends_the_run_which_resumes_once_that_is_fixed(
     tmp_path, text_arguments, undisturbed, record
 ):
     arguments = [*text_arguments, *misbehaving(tmp_path, {4: "always raises"})]
@@ -57,7 +57,7 @@ def test_a_call_that_fails_every_time_ends_the_run_which_goes_on_once_that_is_me
     run.harmed = happened(tmp_path / "always raises")
     assert "the run failed in step 4" in run.stderr
     assert f"{REWARD}" in run.stderr and "ValueError: no such luck" in run.stderr
-    assert "the same command goes on from the last checkpoint" in run.stderr
+    assert "the same command resumes from the last checkpoint" in run.stderr
     (tmp_path / "repaired").touch()
     next_run = Run(tmp_path / "run", arguments)
     assert next_run.end() == 0, next_run.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks that fill and checkpoints that rot."""
+"""Full disks and damaged checkpoints."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def fill(folder):
         os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - ROOM)
 
 
-def test_a_run_on_a_full_disk_goes_on_and_saves_when_there_is_room(
+def test_a_run_on_a_full_disk_continues_and_saves_when_there_is_room(
     tmp_path, text_arguments, undisturbed, record
 ):
     if subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
@@ -80,7 +80,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("fault", HARMS)
-def test_a_damaged_checkpoint_is_refused_and_the_one_that_is_named_goes_on(
+def test_a_damaged_checkpoint_is_refused_and_the_run_resumes_from_the_named_one(
     fault, tmp_path, text_arguments, undisturbed_folder, undisturbed, record
 ):
     folder = tmp_path / "run"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are killed, stopped, or raise: nothing is lost but what was done since the last checkpoint."""
+"""Workers that are killed, stopped, or raise: nothing is lost except the steps since the last checkpoint."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def kill(pid):
 
 
 @pytest.mark.parametrize("phase", ["sync_weights", "gen", "old", "update_actor", "save_checkpoint"])
-def test_a_run_whose_worker_is_killed_goes_on(phase, tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_worker_is_killed_restarts(phase, tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, RESTART])
     run.come_to(step=4, saved=2)
 
@@ -34,11 +34,11 @@ def test_a_run_whose_worker_is_killed_goes_on(phase, tmp_path, text_arguments, u
     assert_same(run.steps, undisturbed)
     record(
         f"a worker is killed in `{phase}`",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
-def test_a_run_whose_worker_is_killed_amid_writing_goes_on(tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_worker_is_killed_amid_writing_restarts(tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, RESTART])
     run.come_to(step=4, saved=2)
 
@@ -51,12 +51,12 @@ def test_a_run_whose_worker_is_killed_amid_writing_goes_on(tmp_path, text_argume
     assert_same(run.steps, undisturbed)
     assert not list(tmp_path.glob("*.tmp"))
     record(
-        "a worker is killed while a checkpoint is written behind the training",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        "a worker is killed while a checkpoint is written in the background",
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
-def test_a_run_whose_worker_is_stopped_goes_on(tmp_path, text_arguments, undisturbed, record):
+def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undisturbed, record):
     run = Run(tmp_path, [*text_arguments, RESTART])
     run.come_to(step=4, saved=2)
 
@@ -68,7 +68,7 @@ def test_a_run_whose_worker_is_stopped_goes_on(tmp_path, text_arguments, undistu
     assert_same(run.steps, undisturbed)
     record(
         "a worker is stopped (SIGSTOP)",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_a_fine_tuning_run_whose_worker_is_killed_ends_with_the_same_weights(
     assert all(one[key].equal(other[key]) for key in one)
     record(
         "a worker of a fine-tuning run is killed",
-        again=steps_again(run), noticed_s=run.noticed_s("starting again"), went_on_s=run.went_on_s(),
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("fault", HARMS)
-def test_a_run_that_ends_says_why_and_the_same_command_goes_on(
+def test_a_run_that_ends_says_why_and_the_same_command_resumes(
     fault, tmp_path, text_arguments, undisturbed, record
 ):
     number, cause = HARMS[fault]
@@ -116,7 +116,7 @@ def test_a_run_that_ends_says_why_and_the_same_command_goes_on(
     assert run.end() == 1
     assert re.search(rf"the run failed in step 4: rank \d of 2 \(pid {pid} on .*in phase", run.stderr)
     assert cause in run.stderr
-    assert "the same command goes on from the last checkpoint" in run.stderr
+    assert "the same command resumes from the last checkpoint" in run.stderr
     next_run = Run(tmp_path, [*text_arguments, *options])
     assert next_run.end() == 0, next_run.stderr
     assert_same([*run.steps, *next_run.steps], undisturbed)

@@ -8,7 +8,8 @@ import torch
 from tests.trainer.fails_for_some import is_unlucky
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.trainer.core_algos import replace_tensors
+from verl.planning.planned_run import planned_ppo
+from verl.trainer.prepare import prepared_run
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.setup import running_trainer
 
@@ -21,10 +22,12 @@ class MaskingTrainer(RayPPOTrainer):
             for tokens, kept in zip(batch.batch["responses"], mask, strict=True)
         ]
         kept = torch.tensor([not is_unlucky(text) for text in texts])  # (B,)
-        return super().estimate_advantages(replace_tensors(batch, response_mask=mask * kept[:, None]))
+        masked = batch.merge({"response_mask": mask * kept[:, None]}, replace=["response_mask"])
+        return super().estimate_advantages(masked)
 
 
 if __name__ == "__main__":
-    with running_trainer(load_config(PPOConfig, sys.argv[1:])) as trainer:
+    config = load_config(PPOConfig, sys.argv[1:])
+    with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
         trainer.__class__ = MaskingTrainer
         trainer.fit()

@@ -48,7 +48,7 @@ def assert_same(unbroken, resumed, steps):
 
 
 @pytest.mark.slow  # three runs
-def test_ppo_trains_its_critic_and_goes_on_from_a_checkpoint_exactly(folder):
+def test_ppo_trains_its_critic_and_resumes_from_a_checkpoint_exactly(folder):
     critic = [
         "algorithm.adv_estimator=gae",
         "algorithm.lam=0.95",
@@ -94,7 +94,7 @@ def test_filtered_prompts_are_carried_over_steps_and_over_a_stop(folder):
     assert all("reward/overlong_penalty" in unbroken[step] for step in range(1, 7))
 
 
-def test_prime_trains_its_process_rewards_beside_the_policy(folder):
+def test_prime_trains_its_process_rewards_along_with_the_policy(folder):
     prime = [
         "algorithm.adv_estimator=prime",
         "worker.prime.global_batch_size=4",
@@ -112,7 +112,7 @@ def test_prime_trains_its_process_rewards_beside_the_policy(folder):
     assert (folder / "prime" / "global_step_3" / "prime" / "huggingface" / "config.json").is_file()
 
 
-def test_a_reward_model_can_be_all_that_scores(folder):
+def test_a_reward_model_can_be_the_only_source_of_scores(folder):
     scorer = folder / "scorer"
     shutil.copytree(folder / "model", scorer)
     (scorer / "model.safetensors").unlink()
@@ -170,7 +170,7 @@ def test_remax_with_resampling_corrections_and_the_kl_over_the_vocabulary_in_the
 
 
 @pytest.mark.slow  # one more run
-def test_the_engines_log_probs_can_be_trusted_in_place_of_a_pass(folder):
+def test_the_engines_log_probs_can_replace_a_forward_pass(folder):
     options = [
         "algorithm.adv_estimator=reinforce_plus_plus_baseline",
         "algorithm.disable_kl=false",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose controller is killed, started again, ends bit for bit where an unbroken run ends."""
+"""A run whose controller is killed resumes and ends bit for bit as an uninterrupted run."""
 
 import os
 import signal

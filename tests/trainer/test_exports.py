@@ -10,7 +10,7 @@ from verl.config.paths import model_source
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
-from verl.trainer.exports import export_checkpoints, is_unexported
+from verl.trainer.prepare import export_checkpoints, is_unexported
 
 
 def save_checkpoint(rank, world_size, model_folder, folder):
@@ -63,18 +63,19 @@ def test_a_folder_of_that_name_without_a_policy_is_an_error(tmp_path):
 
 def test_the_weights_are_exported_once_before_a_run_starts_from_them(checkpoint, caplog):
     config = config_from(checkpoint)
+    models = [config.worker.actor.model, config.worker.reward_model.model]
     folder = checkpoint / "actor" / "huggingface"
     assert config.worker.actor.model.tokenizer_path == str(folder)
     assert is_unexported(folder)
 
-    export_checkpoints(config.worker)
+    export_checkpoints(models)
 
     assert not is_unexported(folder)
     before = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "model")
     after = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     assert all(after[name].equal(2 * weight) for name, weight in before.named_parameters())
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    export_checkpoints(config.worker)
+    export_checkpoints(models)
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs with a frozen vision tower: every image is encoded once, by whoever comes first."""
+"""Whole runs with a frozen vision tower: every image is encoded once, by the first process that needs it."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def runs(folder):
 
 
 @pytest.mark.slow
-def test_images_encoded_in_a_step_are_the_prompts_that_nobody_has_seen(runs):
+def test_images_encoded_in_a_step_are_those_of_new_prompts(runs):
     # Two steps are an epoch; the rollout engine, the policy, the reference and both updates read the rest.
     first, second = ([run[step]["perf/encoded_media"] for step in range(1, STEPS + 1)] for run in runs)
 

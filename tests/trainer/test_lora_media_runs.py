@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs that train adapters of models that see: in the vision tower too, and beside a frozen one."""
+"""Whole runs that train adapters of vision-language models, with trained and with frozen vision towers."""
 
 import sys
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_adapters_of_the_tower_have_learned_and_count_in_the_export(images):
 
 
 @pytest.mark.slow
-def test_adapters_of_language_model_and_tower_go_on_from_a_checkpoint_exactly(images):
+def test_adapters_of_language_model_and_tower_resume_from_a_checkpoint_exactly(images):
     root, unbroken, _ = images
     checkpoint = f"trainer.load_checkpoint_path={root / 'run' / 'global_step_2'}"
 
@@ -119,7 +119,7 @@ def logits(model, root):
 
 
 @pytest.mark.slow
-def test_adapters_beside_a_frozen_tower_reach_the_engine_as_adapters_for_videos(tmp_path):
+def test_adapters_with_a_frozen_tower_reach_the_engine_as_adapters_for_videos(tmp_path):
     overrides = ["worker.actor.model.freeze_vision_tower=true", "worker.rollout.lora_sync=adapter"]
 
     root, metrics, output = run(prepare(tmp_path, "video"), "video", *overrides)

@@ -62,13 +62,13 @@ def run(folder, name, role, *overrides):
 
 
 def resumed(folder, name, role, *overrides):
-    """The step after the checkpoint of the second, run anew."""
+    """The step after the checkpoint of the second, run again."""
     checkpoint = folder / name / "global_step_2"
     overrides = [*overrides, f"trainer.load_checkpoint_path={checkpoint}"]
     return run(folder, f"{name} resumed", role, *overrides)
 
 
-def assert_export_is_base_and_adapter(base, role_folder, beside=(), dtype=torch.float32):
+def assert_export_is_base_and_adapter(base, role_folder, extra=(), dtype=torch.float32):
     """Compare each exported weight with the base's: equal to the bit, or with its adapter added by hand.
 
     The base is the one that was trained over: its weights in `dtype`.
@@ -78,7 +78,7 @@ def assert_export_is_base_and_adapter(base, role_folder, beside=(), dtype=torch.
     adapter = load_file(role_folder / "lora_adapter" / "adapter_model.safetensors")
     down = {name.removesuffix(".lora_A.weight"): adapter[name] for name in adapter if ".lora_A." in name}
     assert len(down) == 14, "seven modules in each of two layers"
-    assert exported.keys() - weights.keys() == set(beside)
+    assert exported.keys() - weights.keys() == set(extra)
     for name in exported.keys() & weights.keys():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         expected = weights[name].to(dtype).float()
@@ -91,9 +91,9 @@ def assert_export_is_base_and_adapter(base, role_folder, beside=(), dtype=torch.
             assert torch.equal(exported[name], expected), name
 
 
-def assert_holds_adapters_only(role_folder, beside=()):
+def assert_holds_adapters_only(role_folder, extra=()):
     others = {name for name in open_shards(role_folder).names() if ".lora_" not in name}
-    assert others == set(beside)
+    assert others == set(extra)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def ppo(folder):
 
 
 @pytest.mark.slow
-def test_an_adapted_critic_learns_beside_an_adapted_policy_that_the_engine_has(ppo):
+def test_an_adapted_critic_learns_along_with_an_adapted_policy_that_the_engine_has(ppo):
     for step in range(1, STEPS + 1):
         assert ppo[step]["rollout/log_probs_diff_max"] < 1e-4
         assert ppo[step]["critic/grad_norm"] > 0
@@ -115,15 +115,15 @@ def test_checkpoints_of_both_hold_adapters_and_their_exports_are_base_and_adapte
     checkpoint = folder / "ppo" / f"global_step_{STEPS}"
 
     assert_holds_adapters_only(checkpoint / "actor")
-    assert_holds_adapters_only(checkpoint / "critic", beside={"score.weight"})
+    assert_holds_adapters_only(checkpoint / "critic", extra={"score.weight"})
     assert_export_is_base_and_adapter(folder / "model", checkpoint / "actor")
-    assert_export_is_base_and_adapter(folder / "model", checkpoint / "critic", beside={"score.weight"})
+    assert_export_is_base_and_adapter(folder / "model", checkpoint / "critic", extra={"score.weight"})
     exported = AutoModelForSequenceClassification.from_pretrained(checkpoint / "critic" / "huggingface")
     assert exported.score.weight.abs().max() > 1e-3
 
 
 @pytest.mark.slow
-def test_an_adapted_policy_and_critic_go_on_from_a_checkpoint_exactly(ppo, folder):
+def test_an_adapted_policy_and_critic_resume_from_a_checkpoint_exactly(ppo, folder):
     # The resumed run has the base from its files; the other one has trained over it for two steps.
     assert learned(resumed(folder, "ppo", "critic", *ACTOR, *PPO)[3]) == learned(ppo[3])
 
@@ -147,5 +147,5 @@ def test_the_reference_of_an_adapted_process_reward_model_is_its_own_base(prime,
 
 
 @pytest.mark.slow
-def test_an_adapted_process_reward_model_goes_on_from_a_checkpoint_exactly(prime, folder):
+def test_an_adapted_process_reward_model_resumes_from_a_checkpoint_exactly(prime, folder):
     assert learned(resumed(folder, "prime", "prime", *PRIME)[3]) == learned(prime[3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused and planned of runs with adapters, before anything is started."""
+"""Runs with adapters are checked and planned before anything starts."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
-from verl.trainer.run_parts import check_trained_models
+from verl.trainer.prepare import check_trained_models
 
 PRIME = {"algorithm.adv_estimator": "prime", "worker.prime.model.model_path": "model"}
 

@@ -81,7 +81,7 @@ def test_adapters_folded_into_the_engine_train_as_adapters_in_the_engine(unbroke
 
 
 @pytest.mark.slow
-def test_adapters_beside_joint_experts_reach_the_engine_and_the_log_says_that_experts_have_none(folder):
+def test_adapters_with_joint_experts_reach_the_engine_and_the_log_says_that_experts_have_none(folder):
     model = save_tiny_model(folder / "mixture", "qwen3_moe")
     arguments = quickstart_arguments(folder, model, *ADAPTED, "worker.rollout.lora_sync=auto")
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_of_adapters_logs_what_the_unbroken_one_logs(unbroken, fol
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_from_adapters_that_two_have_saved(unbroken, folder):
+def test_one_process_resumes_from_adapters_that_two_saved(unbroken, folder):
     checkpoint = folder / "unbroken" / "global_step_2"
 
     alone = run(folder, "alone", f"trainer.load_checkpoint_path={checkpoint}", "trainer.n_gpus_per_node=1")

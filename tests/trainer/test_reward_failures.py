@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run learns when calls of the reward function fail."""
+"""Runs in which calls of the reward function fail."""
 
 import json
 import math
@@ -24,18 +24,17 @@ from tests.helpers.training import (
 from tests.trainer.fails_for_some import is_unlucky
 from tests.trainer.rollouts.sampling import (
     Engine,
-    Words,
     make_collector,
     make_config,
+    make_sampler,
     numbered_prompts,
     numbers_of,
 )
 from verl.config.worker import RewardConfig
 from verl.protocol import DataProto, objects
 from verl.rewards.manager import RewardManager
-from verl.trainer.core_algos import apply_kl_penalty, compute_advantages, get_kl_controller, replace_tensors
+from verl.trainer.core_algos import apply_kl_penalty, compute_advantages, get_kl_controller
 from verl.trainer.rollouts.group_filter import solve_metrics
-from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.scores import score
 from verl.trainer.validation import Validator
 
@@ -50,8 +49,8 @@ def test_a_masked_response_takes_no_part_in_its_group():
     batch = DataProto.from_dict({"response_mask": mask}, {"uid": objects(["a"] * 3 + ["b"] * 3)})
     config = make_config(algorithm={"norm_adv_by_std": False, "disable_kl": True})
 
-    scores, _ = score(batch, {"overall": overall}, config)
-    batch, _ = apply_kl_penalty(replace_tensors(batch, **scores.batch), get_kl_controller(config.algorithm))
+    batch, _ = score(batch, {"overall": overall}, config.worker, config.algorithm)
+    batch, _ = apply_kl_penalty(batch, get_kl_controller(config.algorithm))
     batch = compute_advantages(batch, config.algorithm)
 
     expected = torch.tensor([[-1.5, -1.5], [0, 0], [1.5, 0.0], [1.0, 1.0], [-1.0, -1.0], [0, 0]])
@@ -92,7 +91,7 @@ def test_a_filter_looks_at_the_responses_that_have_a_score(manager, options):
     batch, scoring, metrics = collector.collect(1)
 
     assert {number % 4 for number in numbers_of(batch)} == {0, 3}
-    scores, logged = score(batch, scoring.result(), config)
+    scores, logged = score(batch, scoring.result(), config.worker, config.algorithm)
     failed = torch.tensor(scoring.result()["overall"]).isnan()
     assert torch.equal(scores.batch["response_mask"].sum(-1) == 0, failed) and failed.any()
     assert logged["reward/failures"] == pytest.approx(1 / 6)  # one of three in every second group
@@ -112,14 +111,19 @@ def test_the_responses_to_a_prompt_without_a_baseline_are_masked(manager):
 
     batch, scoring, metrics = collector.collect(1)
 
-    assert not score(batch, scoring.result(), config)[0].batch["response_mask"].any()
+    assert not score(batch, scoring.result(), config.worker, config.algorithm)[0].batch["response_mask"].any()
     assert math.isnan(metrics["reward/baseline"])
+
+
+def make_validator(engine, manager, num_batches):
+    config = make_config()
+    prompts = list(islice(numbered_prompts(2), num_batches))
+    return Validator(make_sampler(config, engine, manager), prompts, config.worker, dp_size=1, num_samples=0)
 
 
 def test_a_validation_is_the_mean_of_the_responses_that_have_a_score(manager):
     engine = Engine(lambda number: [[0.0], [FAILING], [1.0], [0.5]][number])
-    sampler = Sampler(make_config(), engine, manager, Words())
-    validator = Validator(make_config(), sampler, list(islice(numbered_prompts(2), 2)))
+    validator = make_validator(engine, manager, 2)
 
     validator.sample(step=1)
     metrics = validator.measure()
@@ -129,8 +133,7 @@ def test_a_validation_is_the_mean_of_the_responses_that_have_a_score(manager):
 
 
 def test_a_validation_without_any_score_ends_the_run(manager):
-    sampler = Sampler(make_config(), Engine(lambda number: [FAILING]), manager, Words())
-    validator = Validator(make_config(), sampler, list(islice(numbered_prompts(2), 1)))
+    validator = make_validator(Engine(lambda number: [FAILING]), manager, 1)
 
     validator.sample(step=1)
     with pytest.raises(RuntimeError, match="failed for every response of the validation"):

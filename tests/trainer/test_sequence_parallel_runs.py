@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs whose ranks share sequences log what a run logs whose ranks have different ones."""
+"""Runs whose ranks share sequences log the same metrics as runs whose ranks have different ones."""
 
 import pytest
 
@@ -65,7 +65,7 @@ DIVIDED = "worker.actor.divide_short_sequences=true"
     ],
     ids=["shared prompts", "ulysses", "ring", "whole sequences"],
 )
-def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options, whole):
+def test_the_layout_of_sequences_changes_nothing(folder, apart, options, whole):
     metrics = run(folder, "".join(option.split(".")[-1] for option in options), *options)
 
     assert_equal(metrics, apart)
@@ -73,7 +73,7 @@ def test_how_sequences_are_laid_out_changes_nothing(folder, apart, options, whol
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_layout_as_if_it_had_not_changed(folder, apart):
+def test_a_run_continues_with_another_layout_as_if_it_had_not_changed(folder, apart):
     checkpoint = f"trainer.load_checkpoint_path={folder / 'apart' / 'global_step_1'}"
 
     metrics = run(folder, "resumed", checkpoint, "worker.actor.ulysses_size=2", DIVIDED)

@@ -5,17 +5,17 @@ from itertools import islice
 
 import pytest
 
-from tests.trainer.rollouts.sampling import Engine, Words, make_config, numbered_prompts
-from verl.trainer.rollouts.sampler import Sampler
+from tests.trainer.rollouts.sampling import Engine, make_config, make_sampler, numbered_prompts
 from verl.trainer.validation import Validator
 
 
 def test_batches_with_different_values_are_averaged_over_the_responses_that_have_them(reward_manager):
     # Only the second batch has responses with `rare`: scores of 1 and more.
     engine = Engine(lambda number: [0.5] if number < 2 else [1.5])
-    config = make_config(trainer={"val_generations_to_log": 1})
-    sampler = Sampler(config, engine, reward_manager, Words())
-    validator = Validator(config, sampler, list(islice(numbered_prompts(2), 2)))
+    config = make_config()
+    sampler = make_sampler(config, engine, reward_manager)
+    prompts = list(islice(numbered_prompts(2), 2))
+    validator = Validator(sampler, prompts, config.worker, dp_size=1, num_samples=1)
 
     validator.sample(step=4)
     metrics = validator.measure()

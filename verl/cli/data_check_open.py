@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,20 +20,24 @@ from verl.config.sft import SFTConfig
 from verl.data import dataset as row_dataset
 from verl.data import loader as data_loader
 from verl.data.bad_rows import REPORT_NAME
-from verl.data.loader import Loaders, PromptLoader, make_loaders
+from verl.data.loader import (
+    Loaders,
+    PromptLoader,
+    Readers,
+    load_readers,
+    make_loaders,
+    make_sft_loaders,
+    media_options,
+)
 from verl.data.media.cache import MediaCache
-from verl.data.sft_loader import SFTLoaders, make_sft_loaders
-from verl.data.tokenizer import load_processor, load_tokenizer
 
 MAX_LISTED = 10  # bad rows that an error shows
 
 
 C = TypeVar("C", PPOConfig, SFTConfig)
-L = TypeVar("L", Loaders, SFTLoaders)
-AnyLoaders = Loaders | SFTLoaders
 
 
-def named(loaders: AnyLoaders) -> dict[str, PromptLoader]:
+def named(loaders: Loaders) -> dict[str, PromptLoader]:
     """Return the loaders by the option of their files."""
     both = {"data.train_files": loaders.train, "data.val_files": loaders.val}
     return {option: loader for option, loader in both.items() if loader is not None}
@@ -58,32 +63,31 @@ def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> It
         rollout_batch_size=1,
         mini_rollout_batch_size=None,
     )
-    with _opened(config, replace(config, data=data), folder, make_loaders) as loaders:
+    with _opened(config, config.worker.rollout, folder, partial(make_loaders, data)) as loaders:
         yield loaders
 
 
 @contextmanager
-def opened_conversations(config: SFTConfig, folder: Path) -> Iterator[SFTLoaders]:
+def opened_conversations(config: SFTConfig, folder: Path) -> Iterator[Loaders]:
     """Open the conversations as a run does; see `opened_data`."""
     data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=True)
-    worker = replace(config.worker, actor=replace(config.worker.actor, global_batch_size=1))
-    with _opened(config, replace(config, data=data, worker=worker), folder, make_sft_loaders) as loaders:
+    with _opened(config, data, folder, partial(make_sft_loaders, data, 1)) as loaders:
         yield loaders
 
 
 @contextmanager
-def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, MediaCache], L]) -> Iterator[L]:
+def _opened(
+    config: C, frames: Any, folder: Path, make: Callable[[Readers, Path], Loaders]
+) -> Iterator[Loaders]:
+    # `frames` is the section with the limits on the frames of a video.
     if folder.absolute() == Path(config.trainer.checkpoint_folder):
         raise ValueError(f"{folder} holds the run's own list of bad rows: name another folder")
     (folder / REPORT_NAME).unlink(missing_ok=True)
-    lenient = replace(lenient, trainer=replace(config.trainer, save_checkpoint_path=str(folder)))
     model, template = config.worker.actor.model, config.data.override_chat_template
-    assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
-    tokenizer = load_tokenizer(model.tokenizer_path, template, model.trust_remote_code)
-    processor = load_processor(model.tokenizer_path, template, model.trust_remote_code)
     with closing(MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)) as cache, _quiet():
+        readers = load_readers(model, template, media_options(config.data, frames), cache)
         try:
-            loaders = make(lenient, tokenizer, processor, cache)
+            loaders = make(readers, folder)
         except ValueError as error:
             raise ValueError("\n  ".join([str(error), *_listed(folder / REPORT_NAME)])) from error
         yield loaders

@@ -19,14 +19,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from verl.cli.data_check_open import AnyLoaders, named, opened_conversations, opened_data
+from verl.cli.data_check_open import named, opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.data.bad_rows import REPORT_NAME, BadRow
 from verl.data.dataset import Item, RowDataset
-from verl.data.loader import PromptLoader
+from verl.data.loader import Loaders, PromptLoader
 from verl.data.media.loader import DecodedMedia
 from verl.data.media.references import shown_name
 from verl.data.rl_dataset import RLHFDataset
@@ -83,7 +83,7 @@ class Kind(Generic[C]):
     """How the data of one kind of run are opened and shown."""
 
     row: str  # name of a row
-    open: Callable[[C, Path], AbstractContextManager[AnyLoaders]]  # lists bad rows in the folder
+    open: Callable[[C, Path], AbstractContextManager[Loaders]]  # lists bad rows in the folder
     make_plan: Callable[[C, int], StepPlan]  # raises ValueError if there are too few rows
     lines: Callable[[Any, int, Path], list[str] | BadRow]
 
@@ -146,7 +146,7 @@ class Report(Generic[C]):
             sys.stdout.write("\n  ".join([where, *lines]) + "\n\n")
         return list(row_problems(option, dataset, len(bad), self.config.data))
 
-    def _step_problems(self, loaders: AnyLoaders) -> Iterator[str]:
+    def _step_problems(self, loaders: Loaders) -> Iterator[str]:
         if loaders.train is None:
             return
         try:

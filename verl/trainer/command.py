@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: how they read their arguments, and how they end."""
+"""Shared parts of the commands: reading their arguments, and turning errors into an exit status."""
 
 import argparse
 import sys
@@ -14,6 +14,8 @@ from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.logger.tracker import check_loggers
+from verl.planning.report import Describe
+from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.run.exit_status import (
     BAD_INPUT,
     FOR_THE_USER,
@@ -22,54 +24,54 @@ from verl.trainer.run.exit_status import (
     exit_status_of,
     raised_by_us,
 )
-from verl.trainer.run.run_lock import held_folder
-from verl.trainer.run.supervisor import Attempt, Supervisor
+from verl.trainer.run.run_lock import locked_run_folder
+from verl.trainer.run.supervisor import Supervisor, TrainOnce
+from verl.utils.version_check import check_versions
 
 SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
-
 
 C = TypeVar("C", bound=RunTree)
 
 
+def usage(module: str, example: str, page: str | None = None) -> str:
+    """The text that `--help` prints above the options of a command that trains."""
+    lists = """'["file","wandb"]', '{"a":1}'"""
+    markdown = "... as a Markdown page" + (f": {page}" if page else "")
+    return f"""\
+usage: python3 -m {module} [config=FILE.yaml] [section.option=value ...] [--dry-run]
+
+  config=FILE.yaml        a file such as {example}; options that it omits keep their default
+  section.option=value    one option; wins over the file; lists and mappings as {lists}
+  --dry-run               print the config, the plan of a step and its memory, and exit
+  --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
+  --print-config          print every option with its help as YAML: {example}
+  --print-options         {markdown}
+  --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
+"""
+
+
 @dataclass(frozen=True)
 class TrainingCommand(Generic[C]):
-    """A command that trains: `python3 -m MODULE config=FILE.yaml section.option=value ... --switch`.
-
-    Attributes:
-        config_class: The top of its options.
-        usage: What `--help` prints above them.
-        plan: Prints what would be done; gets the config and all switches, returns the exit status.
-        check: Finds what a run would stop over before anything is loaded.
-        attempt: Trains; called as the supervisor calls it.
-        moved: The keys of another program, which errors then name by what they are called here.
-        switch: Begins a switch that this command has beside `SWITCHES`.
-    """
+    """A command that trains: `python3 -m MODULE config=FILE.yaml section.option=value ... --switch`."""
 
     config_class: type[C]
     usage: str
-    plan: Callable[[C, Sequence[str]], int]
-    check: Callable[[C], None]
-    attempt: Attempt[C]
-    moved: RenamedKeys | None = None
-    switch: str | None = None
+    describe: Describe[C]  # what the memory of a run depends on
+    plan_text: Callable[[C], str]  # for `--dry-run`
+    engine: Callable[[C], str]  # name of the rollout engine whose packages are checked
+    train_once: TrainOnce[C]
+    foreign_keys: RenamedKeys | None = None  # another program's keys, explained in errors
 
     def run(self, arguments: Sequence[str] | None) -> int:
-        """Run the command; what is wrong is told on stderr.
+        """Run the command with the given arguments or this process's, and return its exit status.
 
-        Args:
-            arguments: Of the command line; None takes those of this process.
-
-        Returns:
-            The exit status: 0; 2 for bad input, before anything was trained; 1 for a machine that does not do
-            or a run that failed; 128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
-
-        Raises:
-            Exception: An error of this package, which needs its traceback.
+        It is 0; 2 for bad input, before anything was trained; 1 for an unsuitable machine or a failed run;
+        128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         overrides = [argument for argument in arguments if not argument.startswith("-")]
         switches = [argument for argument in arguments if argument.startswith("-")]
-        unknown = [switch for switch in switches if not self._has(switch)]
+        unknown = [name for name in switches if name not in SWITCHES and not name.startswith(MEMORY_SWITCH)]
         if unknown:
             sys.stderr.write(f"`{unknown[0]}` is not a switch\n\n{self.usage}")
             return BAD_INPUT
@@ -81,16 +83,13 @@ class TrainingCommand(Generic[C]):
             if "--help" in switches or "-h" in switches:
                 sys.stdout.write(self._help(overrides))
                 return 0
-            config = load_config(self.config_class, overrides, self.moved)
+            config = load_with_notes(self.config_class, overrides, self.foreign_keys)
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
-        for note in config_notes(config):
-            sys.stderr.write(f"note: {note}\n")
-        return self.plan(config, switches) if "--dry-run" in switches else self._train(config)
-
-    def _has(self, switch: str) -> bool:
-        return switch in SWITCHES or (self.switch is not None and switch.startswith(self.switch))
+        if "--dry-run" in switches:
+            return dry_run(config, switches, self.describe, self.plan_text)
+        return self._train(config)
 
     def _help(self, topics: Sequence[str]) -> str:
         if topics:
@@ -99,32 +98,26 @@ class TrainingCommand(Generic[C]):
 
     def _train(self, config: C) -> int:
         try:
-            self.check(config)
-            with held_folder(config.trainer):
+            check_versions(self.engine(config))
+            with locked_run_folder(config.trainer):
                 check_run(config.trainer)
-                is_supervised = config.trainer.max_restarts > 0
-                ending = (
-                    Supervisor(config, self.attempt).run() if is_supervised else self.attempt(config, None)
-                )
+                if config.trainer.max_restarts > 0:
+                    end = Supervisor(config, self.train_once).run()
+                else:
+                    end = self.train_once(config, None)
         except FOR_THE_USER as error:
             if not raised_by_us(error):
                 raise
-            ending = exit_status_of(error, config.trainer)
+            end = exit_status_of(error, config.trainer)
         except KeyboardInterrupt:
-            ending = ExitStatus(INTERRUPTED, "interrupted; nothing was trained")
-        if ending.message is not None:
-            sys.stderr.write(f"{ending.message}\n")
-        return ending.status
+            end = ExitStatus(INTERRUPTED, "interrupted; nothing was trained")
+        if end.message is not None:
+            sys.stderr.write(f"{end.message}\n")
+        return end.status
 
 
 def check_run(trainer: RunConfig) -> None:
-    """Find, before anything is loaded, a logger that is not installed and a checkpoint that is not whole.
-
-    Raises:
-        ImportError: A logger's package is missing.
-        FileNotFoundError: A file of the checkpoint to go on from is missing.
-        ValueError: It is damaged.
-    """
+    """Check the loggers and the checkpoint to resume from, before anything is loaded."""
     check_loggers(trainer.logger)
     checkpoint_to_resume(
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
@@ -132,18 +125,13 @@ def check_run(trainer: RunConfig) -> None:
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser that takes options of the config beside the command's own switches.
-
-    Args:
-        name: Of the command.
-        description: The docstring of its module, which `--help` shows as it is.
-    """
+    """Build a parser that takes the options of a config; `--help` prints the description unchanged."""
     parser = argparse.ArgumentParser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "options", nargs="*", metavar="config=FILE.yaml section.option=value",
-        help="the config of the run, as the trainer's command takes it",
+        help="the config of the run, as for the trainer's command",
     )  # fmt: skip
     return parser
 
@@ -153,20 +141,10 @@ def run_command(
     arguments: Sequence[str] | None,
     run: Callable[[argparse.Namespace, PPOConfig], int],
 ) -> int:
-    """Load the config and run a command with it; what is wrong is told on stderr.
-
-    Args:
-        parser: From `make_parser`, with the command's own switches.
-        arguments: Of the command line; None takes those of this process.
-        run: Gets the switches and the config; returns the exit status.
+    """Load the config and run a command with it, with errors on stderr.
 
     Returns:
-        The exit status: what `run` returned; 2 for bad input; 1 for a machine that does not do; 130 after
-        Ctrl-C.
-
-    Raises:
-        SystemExit: An unknown switch, with status 2, or `--help`.
-        Exception: An error of this package, which needs its traceback.
+        The exit status: that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
     """
     return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, run, VERL_KEYS)
 
@@ -175,37 +153,36 @@ def run_with_config(
     switches: argparse.Namespace,
     config_class: type[C],
     run: Callable[[argparse.Namespace, C], int],
-    moved: RenamedKeys | None = None,
+    foreign_keys: RenamedKeys | None = None,
 ) -> int:
-    """Load the config and run a command with it; see `run_command`.
-
-    Args:
-        switches: Of the command, among them `options`, the config's.
-        config_class: The top of the options.
-        run: Gets the switches and the config; returns the exit status.
-        moved: The keys of another program, which errors then name by what they are called here.
-    """
+    """Load the config from `switches.options` and run a command with it; see `run_command`."""
     try:
-        config = load_config(config_class, switches.options, moved)
+        config = load_with_notes(config_class, switches.options, foreign_keys)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
-    for note in config_notes(config):
-        sys.stderr.write(f"note: {note}\n")
     try:
         return run(switches, config)
     except FOR_THE_USER as error:
         if not raised_by_us(error):
-            raise
-        ending = exit_status_of(error, config.trainer)
-        sys.stderr.write(f"{ending.message}\n")
-        return ending.status
+            raise  # our own mistake, which needs its traceback
+        end = exit_status_of(error, config.trainer)
+        sys.stderr.write(f"{end.message}\n")
+        return end.status
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+def load_with_notes(config_class: type[C], overrides: Sequence[str], keys: RenamedKeys | None) -> C:
+    """Load a config, and print its notes on stderr."""
+    config = load_config(config_class, overrides, keys)
+    for note in config_notes(config):
+        sys.stderr.write(f"note: {note}\n")
+    return config
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for a switch of the command line: integers from `minimum` on."""
+    """Return a type for a command-line switch: integers from `minimum` up."""
 
     def read(text: str) -> int:
         number = int(text)
@@ -213,5 +190,5 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {number}")
         return number
 
-    read.__name__ = "integer"  # argparse says: invalid integer value
+    read.__name__ = "integer"  # for argparse's "invalid integer value"
     return read

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithm's steps on whole batches, and the formulas under the names that EasyR1's users import.
 
-The formulas themselves stand in `verl/algorithms/`; here they meet `DataProto` and the options.
+The formulas are in `verl/algorithms/`; here they are applied to a `DataProto` with the options of a run.
 """
 
 from collections.abc import Hashable
@@ -57,11 +57,8 @@ __all__ = [
 
 
 def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
-    """Build what owns the weight of the KL penalty inside the rewards.
-
-    With `algorithm.disable_kl` there is no penalty at all, with `algorithm.use_kl_loss` it stands in the
-    loss: then the controller's `kl_penalty` is None and `apply_kl_penalty` leaves the scores as they are.
-    """
+    """Build the controller of the KL weight in the rewards."""
+    # `kl_penalty` None means that rewards have no KL term: it is in the loss, or there is none.
     if algorithm.disable_kl or algorithm.use_kl_loss:
         return FixedKLController(0.0, kl_penalty=None)
     if algorithm.kl_type == "adaptive":
@@ -72,7 +69,6 @@ def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
 
 
 def get_entropy_controller(actor: ActorConfig) -> EntropyController:
-    """Build what owns the weight of the entropy bonus."""
     adaptive = actor.adaptive_entropy
     if not adaptive.enabled:
         return FixedEntropyController(actor.entropy_coef)
@@ -86,7 +82,6 @@ def get_entropy_controller(actor: ActorConfig) -> EntropyController:
 
 
 def get_rollout_correction(options: RolloutCorrectionConfig) -> RolloutCorrection:
-    """Read what is done about the difference between engine and trainer."""
     return RolloutCorrection.parse(
         options.rollout_is,
         options.rollout_is_threshold,
@@ -101,22 +96,14 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
 
         token_level_rewards = token_level_scores - kl_coef * KL(old policy || reference)    on response tokens
 
-    The metric is the mean over sequences of each one's mean over tokens; the controller adapts to it
-    afterwards, so the weight changes from the next step on.
-
-    Args:
-        batch: Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs` and
-            `ref_log_probs`, or `full_kl` for the KL over the vocabulary.
-        controller: Its weight and estimator; updated here.
-
-    Returns:
-        The batch with `token_level_rewards` (B, R) added, and `actor/kl_penalty` and `actor/kl_coef`; no
-        metrics without a penalty.
+    Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs` and `ref_log_probs`, or
+    `full_kl` for the KL over the vocabulary. Updates the controller. The metric `actor/kl_penalty` is the
+    mean over sequences of each one's mean over tokens.
     """
     tensors = batch.batch
     scores = tensors["token_level_scores"]  # (B, R)
     if controller.kl_penalty is None:
-        return with_tensors(batch, token_level_rewards=scores), {}
+        return batch.merge({"token_level_rewards": scores}), {}
 
     mask, old = tensors["response_mask"], tensors["old_log_probs"]
     kl = kl_divergence(
@@ -125,50 +112,41 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
     current_kl = masked_mean(kl, mask, dim=-1).mean().item()
     metrics = {"actor/kl_penalty": current_kl, "actor/kl_coef": controller.kl_coef}
     rewards = scores - controller.kl_coef * kl
-    controller.update(current_kl, n_steps=len(batch))
-    return with_tensors(batch, token_level_rewards=rewards), metrics
+    controller.update(current_kl, n_steps=len(batch))  # after its use: the next step has the new weight
+    return batch.merge({"token_level_rewards": rewards}), metrics
 
 
-def correct_rollouts(batch: DataProto, correction: RolloutCorrection) -> tuple[DataProto, dict[str, float]]:
-    """Measure how far the trainer is from the engine that sampled, and correct for it as the options say.
+def correct_rollouts(
+    batch: DataProto, options: RolloutCorrectionConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """Measure the mismatch between the engine that sampled and the trainer, and correct for it.
 
-    Args:
-        batch: Reads `old_log_probs`, `rollout_log_probs`, `response_mask`.
-        correction: Which weights, which rejections.
-
-    Returns:
-        The batch with `kept_mask` (B, R), the response mask without what is rejected, and with
-        `rollout_is_weights` (B, R), each if the options ask for it; and `rollout_corr/*`.
+    As far as the options ask for it, adds `kept_mask` (B, R), the response mask without rejected tokens, and
+    `rollout_is_weights` (B, R).
     """
-    tensors = batch.batch
+    tensors, correction = batch.batch, get_rollout_correction(options)
     arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction)
     added = {}
     if correction.rejections:
         added["kept_mask"] = rejection_mask(*arguments)
     if correction.importance_sampling is not None:
         added["rollout_is_weights"] = importance_weights(*arguments)
-    return with_tensors(batch, **added), correction_metrics(*arguments)
+    return batch.merge(added), correction_metrics(*arguments)
 
 
 def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Return the batch with `advantages` and `returns` (B, R), by the estimator of `algorithm.adv_estimator`.
+    """Add `advantages` and `returns` (B, R) by the estimator of `algorithm.adv_estimator`.
 
-    What `kept_mask` rejects leaves the response mask here. A sequence that is rejected as a whole takes no
-    part; one that loses tokens keeps its score, which may stand on one of them, and the others' advantages.
-
-    Args:
-        batch: Reads `token_level_rewards`, `response_mask` and `uid`; the responses to one prompt share a
-            `uid`. What single estimators need beside is read where it is there.
-        algorithm: The options of the section.
-
-    Raises:
-        ValueError: The estimator is unknown, or refuses the batch.
+    Tokens that `kept_mask` rejects leave the response mask here. Inputs that only some estimators read may be
+    missing from the batch.
     """
     tensors, weights = batch.batch, algorithm.gdpo_reward_weights
     mask = tensors["response_mask"]  # (B, R)
     kept = tensors.get("kept_mask", mask)  # (B, R)
     inputs = AdvantageInputs(
         token_level_rewards=tensors["token_level_rewards"],
+        # A sequence that is rejected as a whole takes no part. One that loses tokens keeps its score, which
+        # may be on one of them, and its weight in the others' advantages.
         response_mask=mask * kept.any(-1, keepdim=True),
         group_ids=group_ids_of(batch.non_tensor_batch["uid"]),
         norm_adv_by_std=algorithm.norm_adv_by_std,
@@ -189,11 +167,12 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProt
         softmean_beta=algorithm.sppo_beta,
     )
     advantages, returns = ADV_ESTIMATORS[algorithm.adv_estimator](inputs)
-    return replace_tensors(batch, response_mask=kept, advantages=advantages * kept, returns=returns * kept)
+    added = {"response_mask": kept, "advantages": advantages * kept, "returns": returns * kept}
+    return batch.merge(added, replace=["response_mask"])
 
 
 def entropy_estimate(batch: DataProto) -> float:
-    """Mean of -log p over the response tokens: what the sampled tokens say of the policy's entropy, in nats.
+    """Estimate the policy's entropy in nats: the mean of -log p over the response tokens.
 
     Source: as the Skywork-OR1 trainer measures it; unbiased for tokens sampled at the trainer's temperature.
     """
@@ -201,17 +180,8 @@ def entropy_estimate(batch: DataProto) -> float:
 
 
 def resample_by_score(batch: DataProto, options: PFPPOConfig, seed: int, step: int) -> DataProto:
-    """Draw the sequences of a step anew, by their scores (PF-PPO); as many, some of them several times.
-
-    The draw starts from the order in which the sequences were collected, so that it does not depend on the
-    number of ranks; its generator is that of the seed and the step, so that a resumed run draws the same.
-
-    Args:
-        batch: Reads `row_ids` and `token_level_scores`.
-        options: `algorithm.pf_ppo`.
-        seed: Of the run.
-        step: Of the run.
-    """
+    """Resample the sequences of a step by their scores, with replacement (PF-PPO)."""
+    # In the order of collection, so that the draw does not depend on the number of ranks.
     batch = batch[batch.batch["row_ids"].argsort()]
     scores = batch.batch["token_level_scores"].sum(-1)  # (B,)
     weights = resampling_weights(scores, options.reweight_method, options.weight_pow)
@@ -219,7 +189,7 @@ def resample_by_score(batch: DataProto, options: PFPPOConfig, seed: int, step: i
 
 
 def mixed_seed(seed: int, step: int) -> int:
-    """One seed for a step of a run; other steps and runs have another."""
+    """A seed for one step of a run, which a resumed run computes again."""
     return seed * 1_000_003 + step
 
 
@@ -227,14 +197,3 @@ def group_ids_of(uids: np.ndarray) -> Tensor:
     """Number the prompts in the order of their first response: dense int64 ids (B,) from objects (B,)."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
-
-
-def with_tensors(batch: DataProto, **tensors: Tensor) -> DataProto:
-    """Return a new batch with these tensors added."""
-    return batch.merge(DataProto.from_dict(tensors))
-
-
-def replace_tensors(batch: DataProto, **tensors: Tensor) -> DataProto:
-    """Return a new batch with these tensors in place of those of the same names, or added."""
-    others = set(batch.batch.keys()) - set(tensors)
-    return with_tensors(batch.select(sorted(others)), **tensors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a step: batch statistics, times, throughput, and how far the engine is from the trainer.
+"""Metrics of a step: batch statistics, times, throughput, and the mismatch of engine and trainer.
 
 Names are EasyR1's (`critic/score/mean`, `response_length/clip_ratio`, `timing_s/gen`, `perf/throughput` ...).
 To add a metric of the batch: one line in `compute_batch_metrics`.
@@ -17,19 +17,12 @@ from verl.protocol import DataProto
 
 Metrics = dict[str, float]
 
+STAGES = ("gen", "reward", "old", "ref", "values", "adv", "update_critic", "update_actor")
 PER_RESPONSE_TOKEN = ("gen", "reward")  # stages whose work grows with the responses; others' with all tokens
 
 
 class StageTimer:
-    """Seconds spent in each named stage of a step; stages may nest.
-
-    Example::
-
-        timer = StageTimer()
-        with timer("step"), timer("gen"):
-            ...
-        timer.seconds["gen"]
-    """
+    """Measures the seconds spent in each named stage of a step: `with timer("step"), timer("gen"):`."""
 
     def __init__(self, on_enter: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -37,7 +30,6 @@ class StageTimer:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the time inside to `stage`; tells `on_enter` the stage's name first."""
         if self._on_enter is not None:
             self._on_enter(stage)
         start = time.perf_counter()
@@ -48,7 +40,6 @@ class StageTimer:
 
 
 def mean_max_min(name: str, values: Tensor) -> Metrics:
-    """`name/mean`, `name/max`, `name/min` of a non-empty tensor."""
     values = values.float()
     return {
         f"{name}/mean": values.mean().item(),
@@ -63,13 +54,9 @@ def length_metrics(name: str, lengths: Tensor, limit: int) -> Metrics:
 
 
 def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
-    """Statistics of a finished batch: scores, rewards, advantages, returns, values, lengths, mismatch.
-
-    The mismatch of engine and trainer is that of this step's own responses: those that were carried over come
-    from other weights, and `training/off_policy/trajectory_staleness/*` says from how many steps before.
-    """
+    """Statistics of a finished batch: scores, rewards, advantages, returns, values, lengths, mismatch."""
     tensors = batch.batch
-    mask = tensors["response_mask"].bool()  # (B, R), without what was rejected
+    mask = tensors["response_mask"].bool()  # (B, R), without rejected tokens
     responses = tensors["attention_mask"][:, -mask.shape[-1] :].bool()  # (B, R)
     metrics = mean_max_min("critic/score", tensors["token_level_scores"].sum(-1))
     metrics |= mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1))
@@ -77,16 +64,15 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
         if key in tensors and mask.any():
             metrics |= mean_max_min(f"critic/{key}", tensors[key][mask])
     if "values" in tensors and mask.sum() > 1:
-        metrics["critic/vf_explained_var"] = explained_variance(
-            tensors["values"][mask], tensors["returns"][mask]
-        )
+        values, returns = tensors["values"][mask], tensors["returns"][mask]
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
     metrics |= length_metrics("response_length", responses.sum(-1), responses.shape[-1])
-    metrics |= length_metrics(
-        "prompt_length", tensors["prompt_mask"].sum(-1), tensors["prompt_mask"].shape[-1]
-    )
+    prompt_mask = tensors["prompt_mask"]
+    metrics |= length_metrics("prompt_length", prompt_mask.sum(-1), prompt_mask.shape[-1])
     staleness = step - tensors["rollout_steps"]  # (B,)
     if staleness.any():
         metrics |= mean_max_min("training/off_policy/trajectory_staleness", staleness)
+    # Carried responses were sampled by other weights, so they say nothing about the mismatch.
     fresh = responses & (staleness == 0).unsqueeze(-1)  # (B, R)
     if fresh.any():
         metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
@@ -96,37 +82,23 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Share of the returns' variance that the values explain: 1 - var(returns - values) / var(returns).
 
-    Below zero for values that are worse than a constant; zero where all returns are equal.
-
-    Args:
-        values: (N,), N of at least 2.
-        returns: (N,).
+    Below zero for values that are worse than a constant; zero if all of the N >= 2 returns are equal.
     """
     variance = returns.double().var()
     return 0.0 if variance == 0 else (1 - (returns.double() - values).var() / variance).item()
 
 
 def mismatch_metrics(rollout_log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """How far the engine's log-probs are from the trainer's under the same weights, over response tokens.
+    """Distance of the engine's log-probs from the trainer's under the same weights, over a mask (B, R).
 
-    Right after a sync the two differ by rounding alone; anything more means that the engine samples from
-    another policy than the one that is trained.
-
-    Args:
-        rollout_log_probs: As the engine reported them, (B, R).
-        old_log_probs: As the trainer recomputed them, (B, R).
-        mask: Response tokens, (B, R).
-
-    Returns:
-        `rollout/log_probs_diff_{mean,max}` (nats), `rollout/probs_diff_{mean,max}`, `rollout/kl`: mean of
-        log p_rollout - log p_old, `rollout/k3_kl`, and `rollout/probs_pearson_corr` where the tokens differ
-        in probability.
+    Right after a sync they differ only by rounding; anything more means that the engine samples from another
+    policy than the one that is trained. `rollout/kl` is the mean of log p_rollout - log p_old.
     """
     rollout, old = rollout_log_probs[mask].double(), old_log_probs[mask].double()  # (tokens,)
     log_diff = old - rollout
     prob_diff = (old.exp() - rollout.exp()).abs()
     metrics = {
-        "rollout/log_probs_diff_mean": log_diff.abs().mean().item(),
+        "rollout/log_probs_diff_mean": log_diff.abs().mean().item(),  # nats
         "rollout/log_probs_diff_max": log_diff.abs().max().item(),
         "rollout/probs_diff_mean": prob_diff.mean().item(),
         "rollout/probs_diff_max": prob_diff.max().item(),
@@ -134,20 +106,19 @@ def mismatch_metrics(rollout_log_probs: Tensor, old_log_probs: Tensor, mask: Ten
         "rollout/k3_kl": (log_diff.exp() - 1 - log_diff).mean().item(),
     }
     probs = torch.stack([rollout.exp(), old.exp()])  # (2, tokens)
-    if probs.shape[1] > 1 and bool((probs.std(dim=1) > 0).all()):
+    if probs.shape[1] > 1 and bool((probs.std(dim=1) > 0).all()):  # else the correlation is undefined
         metrics["rollout/probs_pearson_corr"] = torch.corrcoef(probs)[0, 1].item()
     return metrics
 
 
 def compute_timing_metrics(batch: DataProto, seconds: dict[str, float]) -> Metrics:
-    """Seconds of each stage, and milliseconds for each token that the stage worked on."""
+    """Seconds of each stage, and milliseconds for each token that the stage processed."""
     response_tokens = int(batch.batch["response_mask"].sum())
     all_tokens = int(batch.batch["attention_mask"].sum())
     metrics = {f"timing_s/{stage}": value for stage, value in seconds.items()}
-    for stage in ("gen", "reward", "old", "ref", "values", "adv", "update_critic", "update_actor"):
-        if stage in seconds:
-            tokens = response_tokens if stage in PER_RESPONSE_TOKEN else all_tokens
-            metrics[f"timing_per_token_ms/{stage}"] = 1000 * seconds[stage] / tokens
+    for stage in filter(seconds.__contains__, STAGES):
+        tokens = response_tokens if stage in PER_RESPONSE_TOKEN else all_tokens
+        metrics[f"timing_per_token_ms/{stage}"] = 1000 * seconds[stage] / tokens
     return metrics
 
 
@@ -162,10 +133,6 @@ def compute_throughput_metrics(batch: DataProto, step_seconds: float, num_proces
 
 
 def compute_reward_metrics(values: dict[str, list[float]], prefix: str = "reward/") -> Metrics:
-    """The mean of every value that the reward function returned, as `reward/<key>`.
-
-    A value that it returned for some responses only is nan for the others; they do not count. One that no
-    response has is left out.
-    """
+    """The mean of every value of the reward function, over the responses that have it (not nan)."""
     present = {key: [value for value in column if not math.isnan(value)] for key, column in values.items()}
     return {f"{prefix}{key}": sum(known) / len(known) for key, known in present.items() if known}

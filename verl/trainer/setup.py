@@ -1,129 +1,225 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a run together from its config, and takes it apart again.
+"""Builds the trainer of a run from its config, for both kinds of training.
 
-The order is that of failing early: data, reward function and cluster are checked before a model is loaded.
+The order is that of failing early: reward function and data are checked before a model is loaded. To add a
+component: build it in `running_trainer` from its section, and hand it to the trainer.
 """
 
-from collections.abc import Iterator
+import dataclasses
+import os
+import uuid
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from verl.algorithms.kl import FULL
-from verl.config.algorithm import TOKEN_BASELINES
+from verl.config.algorithm import TOKEN_BASELINES, AlgorithmConfig
+from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
-from verl.data.loader import make_loaders, media_options
+from verl.config.sft import SFTConfig
+from verl.config.trainer import RunConfig
+from verl.config.worker import RewardConfig
+from verl.data.loader import (
+    Loaders,
+    PromptLoader,
+    load_readers,
+    make_loaders,
+    make_sft_loaders,
+    media_options,
+)
 from verl.data.media.cache import MediaCache
-from verl.distributed.device import resolve_device
-from verl.planning.planned_run import planned_ppo
-from verl.planning.report import resolve_auto_sizes
-from verl.planning.step_plan import make_plan
+from verl.logger.base import Run
+from verl.logger.tracker import Tracker
+from verl.planning.step_plan import make_plan, make_sft_plan
+from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.single_controller.worker import Worker
 from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
-from verl.trainer.exports import export_checkpoints
+from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
-from verl.trainer.run.cluster_join import join_cluster
-from verl.trainer.run.run_state import RunState
-from verl.trainer.run_parts import (
-    check_trained_models,
-    endless,
-    load_readers,
-    open_cache,
-    open_tracker,
-    start_workers,
-)
+from verl.trainer.run.checkpointing import PPORunState, RunState
+from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
-from verl.viewer.process import viewer_process
 from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.roles.actor import KLLoss
-from verl.workers.run_options import RunOptions
+from verl.workers.run_options import ModelRunOptions, RunOptions
+from verl.workers.sft_worker import SFTWorker
+
+# Environment of the workers; the user's own values win. Errors reach the controller by themselves.
+WORKER_ENV = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @contextmanager
-def running_trainer(config: PPOConfig, patience_s: float = 0.0) -> Iterator[RayPPOTrainer]:
-    """Start everything a run needs and hand out its trainer; on leaving, end all of it.
-
-    Args:
-        config: Of the run; with `trainer.elastic` it may run on fewer devices.
-        patience_s: How long to wait, in seconds, for a cluster that is too small or cannot be reached.
+def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTrainer]:
+    """Start the processes of a run, which end with the block, and yield its trainer.
 
     Example::
 
-        with running_trainer(load_config(PPOConfig, sys.argv[1:])) as trainer:
+        config = load_config(PPOConfig, sys.argv[1:])
+        with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
             trainer.fit()
 
     Raises:
         ValueError: Data, template or reward function cannot be used.
-        ClusterError: The cluster is too small, or cannot be reached.
     """
+    data = config.data
+    worker = config.worker
+    algorithm = config.algorithm
+    trainer = config.trainer
+    folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
-        if config.trainer.viewer_port is not None:
-            folder = Path(config.trainer.checkpoint_folder)
-            stack.enter_context(viewer_process(folder, config.trainer.viewer_port))
-        export_checkpoints(config.worker)
-        device = resolve_device(config.trainer.device)
-        check_trained_models(planned_ppo(config))
-        config, pool = join_cluster(config, device, patience_s, stack)
-        worker = resolve_auto_sizes(config, planned_ppo, device).worker
         cache = open_cache(stack)
-        reward: RewardManager | NoRewardFunction = NoRewardFunction()
-        if config.worker.reward.reward_function is not None:
-            failure_log = Path(config.trainer.checkpoint_folder) / "reward_failures.jsonl"
-            reward = stack.enter_context(RewardManager(config.worker.reward, failure_log))
+        reward = open_reward(stack, worker.reward, folder)
+        media = media_options(data, worker.rollout)
+        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+        loaders = make_loaders(data, readers, folder)
+        training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
 
-        model = config.worker.actor.model
-        tokenizer, processor = load_readers(model, config.data.override_chat_template)
-        loaders = make_loaders(config, tokenizer, processor, cache)
-        plan = make_plan(config, len(loaders.train.dataset) if loaders.train else 0)
-        training_steps = plan.training_steps or 0
-        options = run_options(config, device, training_steps, cache)
-        workers = start_workers(stack, pool, FSDPWorker, worker, options, trainer=config.trainer)
-        tracker = stack.enter_context(open_tracker(config, training_steps))
-        on_progress = None if config.worker.rollout.disable_tqdm else tracker.progress
-        sampler = Sampler(config, workers, reward, tokenizer, on_progress)
-        collector = RolloutCollector(config, sampler, endless(loaders.train))
-        run_state = RunState(
-            config.trainer,
-            training_steps,
-            get_kl_controller(config.algorithm),
-            get_entropy_controller(config.worker.actor),
-            workers,
-            loaders.train,
-            collector,
+        shared = ModelRunOptions(
+            pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
-        validator = Validator(config, sampler, loaders.val)
-        rollout_log = RolloutLog(config, tokenizer, loaders.train.dataset.media if loaders.train else None)
-        yield RayPPOTrainer(config, workers, collector, validator, run_state, rollout_log, tracker)
-        if config.trainer.ray_timeline is not None:
-            ray.timeline(config.trainer.ray_timeline)
+        options = ppo_options(shared, data, algorithm, config.models)
+        workers = start_workers(stack, pool, FSDPWorker, worker, options, trainer.worker_timeout_s)
+        tracker = stack.enter_context(open_tracker(trainer, dataclasses.asdict(config), training_steps))
+
+        on_progress = None if worker.rollout.disable_tqdm else tracker.progress
+        sampler = Sampler(data, worker, workers, reward, readers.tokenizer, on_progress)
+        mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
+        group_filter = make_group_filter(algorithm, trainer.rejection_sample)
+        quota = make_quota(data, trainer, mini_batches.values())
+        prompts = endless(loaders.train)
+        collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
+        balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
+        prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
+        validator = Validator(sampler, loaders.val, worker, config.dp_size, trainer.val_generations_to_log)
+        controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
+        run_state = PPORunState(trainer, training_steps, *controllers, workers, loaders.train, collector)
+        rollout_log = RolloutLog(
+            folder, trainer.rollouts_to_keep, readers.tokenizer, readers.media,
+            skip_special_tokens=worker.reward.skip_special_tokens,
+        )  # fmt: skip
+        yield RayPPOTrainer(
+            config, workers, collector, balancer, prime, validator, run_state, rollout_log, tracker
+        )
+        write_timeline(trainer)
 
 
-def run_options(config: PPOConfig, device: str, training_steps: int, cache: MediaCache) -> RunOptions:
-    """What the workers need to know of the options outside `worker`."""
-    data, algorithm = config.data, config.algorithm
-    has_kl_loss = config.use_reference and algorithm.use_kl_loss
-    has_full_kl = config.use_reference and algorithm.kl_penalty == FULL
+@contextmanager
+def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
+    """Start the processes of a fine-tuning run and yield its trainer, as `running_trainer` does."""
+    data = config.data
+    worker = config.worker
+    trainer = config.trainer
+    folder = Path(trainer.checkpoint_folder)
+    with ExitStack() as stack:
+        cache = open_cache(stack)
+        media = media_options(data, data)
+        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+        loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
+        training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
+
+        options = ModelRunOptions(
+            pool.device, training_steps, media, cache, data.override_chat_template, data.seed
+        )
+        workers = start_workers(stack, pool, SFTWorker, worker, options, trainer.worker_timeout_s)
+        tracker = stack.enter_context(open_tracker(trainer, dataclasses.asdict(config), training_steps))
+        run_state = RunState(trainer, training_steps, workers, loaders.train)
+        batches = endless(loaders.train)
+        yield SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
+        write_timeline(trainer)
+
+
+def open_cache(stack: ExitStack) -> MediaCache:
+    cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
+    stack.callback(cache.close)
+    return cache
+
+
+def open_reward(stack: ExitStack, reward: RewardConfig, folder: Path) -> RewardManager | NoRewardFunction:
+    if reward.reward_function is None:
+        return NoRewardFunction()
+    return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl"))
+
+
+def num_rows(loaders: Loaders) -> int:
+    return len(loaders.train.dataset) if loaders.train else 0
+
+
+def ppo_options(
+    shared: ModelRunOptions, data: DataConfig, algorithm: AlgorithmConfig, models: Collection[str]
+) -> RunOptions:
+    """Collect the options outside `worker` that the workers read; `models` are the run's roles."""
+    use_reference = "ref" in models
+    has_kl_loss = use_reference and algorithm.use_kl_loss
+    has_full_kl = use_reference and algorithm.kl_penalty == FULL
     correction = algorithm.rollout_correction
     return RunOptions(
-        device=device,
-        training_steps=training_steps,
-        max_sequence_length=config.max_sequence_length,
+        **vars(shared),
+        max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_response_length=data.max_response_length,
-        media=media_options(config),
-        media_cache=cache,
-        override_chat_template=data.override_chat_template,
-        use_reference=config.use_reference,
-        use_critic=config.use_critic,
-        use_prime=config.use_prime,
+        use_reference=use_reference,
+        use_critic="critic" in models,
+        use_prime="prime" in models,
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
         has_full_kl_in_rewards=has_full_kl and not has_kl_loss,
         has_sum_squares=algorithm.adv_estimator in TOKEN_BASELINES,
         bypass_correction=get_rollout_correction(correction) if correction.bypass_mode else None,
         is_reinforce=correction.bypass_mode and correction.loss_type == "reinforce",
         accuracy_key=algorithm.prime_accuracy_key,
-        seed=data.seed,
     )
+
+
+def start_workers(
+    stack: ExitStack,
+    pool: ResourcePool,
+    kind: type[Worker],
+    worker: Any,
+    options: ModelRunOptions,
+    timeout_s: float | None,
+) -> RayWorkerGroup:
+    """Start a worker on each device and have them load their models."""
+    env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
+    workers = stack.enter_context(RayWorkerGroup(pool, kind, worker, options, env=env, timeout_s=timeout_s))
+    workers.init_model()
+    return workers
+
+
+def open_tracker(trainer: RunConfig, config: dict[str, Any], training_steps: int) -> Tracker:
+    """Open the loggers of a run, which record its whole `config`."""
+    run = Run(
+        project_name=trainer.project_name,
+        experiment_name=trainer.experiment_name,
+        directory=Path(trainer.checkpoint_folder),
+        config=config,
+        total_steps=training_steps,
+    )
+    return Tracker(trainer.logger, run)
+
+
+def endless(loader: PromptLoader | None) -> Iterator[DataProto]:
+    """Yield the batches of one epoch after another."""
+    assert loader is not None, "only a run that only validates has no training rows"
+    while True:
+        yield from loader
+
+
+def write_timeline(trainer: RunConfig) -> None:
+    if trainer.ray_timeline is not None:
+        ray.timeline(trainer.ray_timeline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a run: what every kind of training has in common, as ordinary Python in one CPU process."""
+"""The loop over training steps, which every kind of training shares."""
 
 from abc import ABC, abstractmethod
 
@@ -9,27 +9,16 @@ from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import Metrics, StageTimer, compute_throughput_metrics, compute_timing_metrics
 from verl.trainer.profiling.profiles import StepProfiles
-from verl.trainer.run.checkpointing import SavedRun
+from verl.trainer.run.checkpointing import RunState
 from verl.trainer.run.stopping import StopRequest
 
 
 class TrainingLoop(ABC):
-    """Runs steps one after another, validating, saving and logging on the way, until it is asked to stop.
-
-    What a step does is the subclass's `train_step`, how weights are judged its `validate`.
-    """
+    """Repeats `train_step`, and validates, saves and logs, until the last step or a stop signal."""
 
     def __init__(
-        self, run: RunConfig, workers: RayWorkerGroup, run_state: SavedRun, tracker: Tracker
+        self, run: RunConfig, workers: RayWorkerGroup, run_state: RunState, tracker: Tracker
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            run: `trainer`.
-            workers: Own the devices and hold the models.
-            run_state: Of the run, at its start.
-            tracker: Takes the metrics.
-        """
         self.run = run
         self.workers = workers
         self.run_state = run_state
@@ -39,25 +28,25 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
-        """Do one step. Returns the finished batch and the metrics of its stages."""
+        """Run one step. Return the finished batch and the metrics of its stages."""
 
     @abstractmethod
     def batch_metrics(self, batch: DataProto) -> Metrics:
-        """What the finished batch of a step says by itself."""
+        """Compute statistics of a step's finished batch."""
 
     @abstractmethod
     def validate(self, timer: StageTimer) -> Metrics:
-        """Judge the current weights on held-out rows; {} if there are none."""
+        """Evaluate the current weights on held-out rows; {} if there are none."""
 
     def fit(self) -> None:
-        """Train until the last step or a request to stop, from where the run stands."""
+        """Train from the last checkpoint to the last step, or until a stop signal."""
         self.run_state.load()
         with self.stop.listening():
             self.train()
-            self.run_state.settle()
+            self.run_state.flush()
 
     def train(self) -> None:
-        """The steps of the run from where it stands; with `trainer.val_only` just a validation."""
+        """Run the remaining steps; with `trainer.val_only` only validate."""
         state = self.run_state
         if self.run.val_before_train or self.run.val_only:
             self._validate_first()
@@ -72,10 +61,10 @@ class TrainingLoop(ABC):
                 batch, metrics = self.train_step(timer)
                 if state.is_due(self.run.val_freq):
                     metrics |= self.validate(timer)
-                if state.is_due(self.run.save_freq) or self.stop.signal or state.unsaved:
+                if state.is_due(self.run.save_freq) or self.stop.signal or state.save_error:
                     with timer("save_checkpoint"):
                         state.save()
-                state.publish()  # what was written meanwhile
+                state.publish()
             metrics |= self.batch_metrics(batch) | compute_timing_metrics(batch, timer.seconds)
             metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
             self.tracker.log(metrics, state.step)

@@ -5,13 +5,12 @@ import math
 import random
 from collections.abc import Iterable
 
-from verl.config.ppo import PPOConfig
+from verl.config.worker import WorkerConfig
 from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
-from verl.trainer.rollouts.sampler import Sampler, sampling_options, with_uids
+from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring
-from verl.workers.rollout.base import SamplingOptions
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
@@ -20,45 +19,50 @@ SAMPLES_SEED = 42  # the same prompts are shown after every validation
 class Validator:
     """Samples and scores every held-out prompt.
 
-    `samples` holds `trainer.val_generations_to_log` of the last run's responses, always of the same prompts.
+    Args:
+        num_samples: Responses to show: `trainer.val_generations_to_log`.
+
+    Attributes:
+        samples: The responses to show of the last validation, always to the same prompts.
     """
 
-    def __init__(self, config: PPOConfig, sampler: Sampler, loader: Iterable[DataProto] | None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        sampler: Sampler,
+        loader: Iterable[DataProto] | None,
+        worker: WorkerConfig,
+        dp_size: int,
+        num_samples: int,
+    ) -> None:
         self.sampler = sampler
         self.loader = loader or ()
         self.has_prompts = loader is not None
-        self.options = validation_options(config)
+        self.reward_model = worker.reward_model
+        self.dp_size = dp_size
+        self.num_samples = num_samples
         self.samples: list[Generation] = []
         self._sampled: list[tuple[DataProto, Scoring]] = []
 
     def sample(self, step: int) -> None:
-        """Sample a response to every prompt; waits for the workers. The engine must be awake."""
+        """Sample a response to every prompt; the engine must be awake."""
         self._sampled = [
-            self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.options)
+            self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.sampler.validation_options)
             for number, prompts in enumerate(self.loader)
         ]
 
     def measure(self) -> Metrics:
-        """Wait for the scores of what was sampled.
+        """Wait for the scores and return their means, without the responses whose scoring failed.
 
-        Returns:
-            `val/reward_score` (the mean of `overall`, and of the reward model's weighted score if there is
-            one), `val/{key}_reward`, and the lengths. Responses whose call of the reward function failed and
-            that are masked count in none of the means.
-
-        Raises:
-            RuntimeError: No response has a score.
+        `val/reward_score` is the mean of `overall` plus the reward model's weighted score, if there is one.
         """
-        values = Scoring([scoring for _, scoring in self._sampled]).result()
+        values = Scoring([scoring.result for _, scoring in self._sampled]).result()
         totals = values["overall"]
-        if self.config.worker.reward_model.is_used:
+        if self.reward_model.is_used:
             values["reward_model"] = [
                 score for sequences, _ in self._sampled for score in self._model_scores(sequences)
             ]
-            coef = self.config.worker.reward_model.coef
             pairs = zip(totals, values["reward_model"], strict=True)
-            totals = [overall + coef * score for overall, score in pairs]
+            totals = [overall + self.reward_model.coef * score for overall, score in pairs]
         sequences = DataProto.concat(
             [sequences.select(SHOWN, SHOWN_COLUMNS) for sequences, _ in self._sampled]
         )
@@ -76,12 +80,12 @@ class Validator:
         return metrics
 
     def _model_scores(self, sequences: DataProto) -> list[float]:
-        padded, padding = pad_dataproto_to_divisor(sequences, self.config.dp_size)
+        padded, padding = pad_dataproto_to_divisor(sequences, self.dp_size)
         scored = self.sampler.workers.compute_reward_model_scores(padded)
         return unpad_dataproto(scored, padding).batch["reward_model_scores"].tolist()
 
     def _choose_samples(self, sequences: DataProto, scores: list[float]) -> list[Generation]:
-        count = min(self.config.trainer.val_generations_to_log, len(sequences))
+        count = min(self.num_samples, len(sequences))
         responses, mask = sequences.batch["responses"], sequences.batch["response_mask"].bool()
         rows = sorted(random.Random(SAMPLES_SEED).sample(range(len(sequences)), count))
         return [
@@ -93,8 +97,3 @@ class Validator:
             )
             for row in rows
         ]
-
-
-def validation_options(config: PPOConfig) -> SamplingOptions:
-    """As training samples, but one response, and changed by `worker.rollout.val_override_config`."""
-    return sampling_options(config).override({"n": 1} | config.worker.rollout.val_override_config)

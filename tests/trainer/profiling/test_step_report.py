@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a step adds up to the step, and says what stands out."""
+"""The report of a step adds up to the step, and names its bottlenecks."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import list_options
-from verl.trainer.profiling.step_report import ADVICE, step_report
+from verl.trainer.profiling.profiles import ADVICE, step_report
 
 EVEN = {"step": 10.0, "gen": 4.0, "sync_weights": 1.0, "old": 1.5, "update_actor": 4.0, "adv": 0.25}
 BALANCED = {"global_seqlen/balanced_max": 110.0, "global_seqlen/balanced_min": 100.0}
@@ -19,7 +19,7 @@ def report(**changed):
     return step_report(3, {f"timing_s/{name}": value for name, value in seconds.items()} | BALANCED | metrics)
 
 
-def test_stages_stand_by_their_time_with_what_is_left_between_them():
+def test_stages_are_sorted_by_their_time_and_the_rest_is_between_them():
     lines = report().splitlines()
 
     assert lines[0] == "step 3: 10.00 s"
@@ -32,7 +32,7 @@ def test_stages_stand_by_their_time_with_what_is_left_between_them():
         ("adv", "0.250", "2.5"),
         ("between the stages", "0.250", "2.5"),  # 10 - 4 - 4 - 1.5 - 0.25
     ]
-    assert lines[-1] == "- nothing stands out"
+    assert lines[-1] == "- no stage stands out"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_stages_stand_by_their_time_with_what_is_left_between_them():
         ({"global_seqlen/balanced_max": 130.0}, "unequal work"),
     ],
 )
-def test_what_stands_out_is_named(changed, expected):
+def test_bottlenecks_are_named(changed, expected):
     assert expected in report(**changed)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling without a model: an engine that writes what a test says, and prompts that are numbers."""
+"""Sampling without a model: an engine with scripted responses, and prompts that are numbers."""
 
 from dataclasses import replace
 from itertools import count
@@ -11,6 +11,7 @@ from verl.checkpoint.manifest import read_manifest, write_manifest
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.sampler import Sampler
 from verl.workers.rollout.base import FinishedResponse
 
@@ -27,7 +28,7 @@ REWARD = """
 
 
 class Words:
-    """In the place of the tokenizer: a token's text is its number."""
+    """A stand-in for the tokenizer: a token's text is its number."""
 
     pad_token_id = 0
 
@@ -36,17 +37,17 @@ class Words:
 
 
 class Engine:
-    """In the place of the worker group: writes responses whose scores follow from the prompt.
+    """A stand-in for the worker group: writes responses whose scores follow from the prompt.
 
     Args:
-        scores_of: The scores of the n responses to a prompt, by its number.
-        greedy_score: Of the greedy response to every prompt.
-        number_of: The number of a prompt, by its token ids.
+        scores_of: Returns the scores of the n responses to a prompt, by its number.
+        greedy_score: Score of the greedy response to every prompt.
+        number_of: Returns the number of a prompt, by its token ids.
 
     Attributes:
         weights: A number that a test may change; all log-probs are minus it.
         calls: The numbers of the prompts of each call, with the options.
-        is_written, save_problem: What it says of the checkpoint that it was told to write.
+        is_written, save_problem: Its answers about the checkpoint that it writes.
     """
 
     def __init__(self, scores_of, greedy_score=0.5, number_of=sum):
@@ -83,7 +84,7 @@ class Engine:
 
 
 def numbered_prompts(batch_size):
-    """Batches of prompts without end; the only token of prompt k is k."""
+    """Yield batches of prompts without end; the only token of prompt k is k."""
     for first in count(0, batch_size):
         numbers = list(range(first, first + batch_size))
         tokens = torch.zeros(batch_size, PROMPT_LENGTH, dtype=torch.int64)
@@ -128,7 +129,20 @@ def make_config(prompts=4, n=2, mini_batch=2, call=None, algorithm=None, trainer
 def make_collector(config, engine, manager, prompts=None):
     """A collector on the engine, with prompts numbered from 0 unless others are given."""
     prompts = numbered_prompts(config.loader_batch_size) if prompts is None else prompts
-    return RolloutCollector(config, Sampler(config, engine, manager, Words()), prompts)
+    algorithm, trainer = config.algorithm, config.trainer
+    mini_batches = [role.global_batch_size for role in config.trained_roles.values()]
+    return RolloutCollector(
+        make_sampler(config, engine, manager),
+        prompts,
+        make_group_filter(algorithm, trainer.rejection_sample),
+        make_quota(config.data, trainer, mini_batches),
+        algorithm,
+        config.worker.reward,
+    )
+
+
+def make_sampler(config, engine, manager, on_progress=None):
+    return Sampler(config.data, config.worker, engine, manager, Words(), on_progress)
 
 
 def numbers_of(batch):

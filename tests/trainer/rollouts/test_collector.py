@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step collects: real batches, real reward processes, an engine that writes what it is told."""
+"""Collection of a step: real batches and reward processes, an engine with scripted responses."""
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_zero_tries_are_without_limit(reward_manager):
     assert numbers_of(make_collector(config, engine, reward_manager).collect(1).batch) == [60, 61]
 
 
-def test_the_filter_reads_the_value_that_it_is_told_to(reward_manager):
+def test_the_filter_reads_the_value_of_its_key(reward_manager):
     # `accuracy` is one from a score of 1 on, so these groups have a mean overall of 0.9 and accuracy of 0.
     engine = Engine(lambda number: [0.9, 0.9] if number < 4 else MIXED)
     config = make_config(algorithm=FILTERING | {"filter_key": "accuracy"})
@@ -230,7 +230,7 @@ def test_remax_compares_each_response_with_the_greedy_one_to_its_prompt(reward_m
     assert (sampled.n, sampled.is_greedy) == (2, False)
 
 
-def test_the_greedy_response_pays_for_its_length_as_the_others_do(reward_manager):
+def test_the_greedy_response_has_the_overlong_penalty_of_the_others(reward_manager):
     # The greedy response to prompt k has k % 5 + 1 tokens: 4 and 5 of 6; the buffer begins at 3.
     engine = Engine(every_fourth_is_easy, greedy_score=0.7)
     config = make_config(

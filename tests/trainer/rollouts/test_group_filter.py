@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups are kept, how they are counted, and when a step has enough of them."""
+"""Groups are kept by their scores and counted, and a step stops when it has enough."""
 
 from dataclasses import replace
 
@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tests.trainer.rollouts.sampling import make_config
+from verl.config.algorithm import AlgorithmConfig
+from verl.trainer.rollouts import group_filter
 from verl.trainer.rollouts.group_filter import (
     EqualScoresFilter,
     MeanScoreFilter,
     Quota,
     make_group_filter,
-    make_quota,
     solve_metrics,
 )
 
@@ -20,12 +21,17 @@ from verl.trainer.rollouts.group_filter import (
 SCORES = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.5, 0.5], [0.0, 0.5]], dtype=torch.float64)
 
 
+def make_quota(config):
+    sizes = [role.global_batch_size for role in config.trained_roles.values()]
+    return group_filter.make_quota(config.data, config.trainer, sizes)
+
+
 def test_online_filtering_keeps_means_strictly_between_its_bounds():
     assert MeanScoreFilter("overall", 0.25, 1.0).keep(SCORES).tolist() == [False, False, True, True, False]
     assert MeanScoreFilter("overall", 0.2, 0.5).keep(SCORES).tolist() == [False] * 4 + [True]
 
 
-def test_rejection_leaves_out_groups_of_equal_scores_whatever_the_scores_are():
+def test_rejection_drops_groups_of_equal_scores_for_any_scores():
     assert EqualScoresFilter("overall").keep(SCORES).tolist() == [False, False, True, False, True]
     assert EqualScoresFilter("overall").keep(torch.tensor([[-3.0, -3.0, -3.0 + 1e-6]])).tolist() == [True]
 
@@ -66,10 +72,12 @@ def test_the_remedy_follows_from_the_more_frequent_reason(low, high, remedy):
 
 
 def test_the_options_choose_the_filter():
-    assert make_group_filter(make_config()) is None
-    filtering = make_config(algorithm={"online_filtering": True, "filter_key": "accuracy"})
-    assert make_group_filter(filtering) == MeanScoreFilter("accuracy", 0.01, 0.99)
-    assert make_group_filter(make_config(trainer={"rejection_sample": True})) == EqualScoresFilter("overall")
+    plain = AlgorithmConfig()
+    filtering = AlgorithmConfig(online_filtering=True, filter_key="accuracy")
+
+    assert make_group_filter(plain, rejection_sample=False) is None
+    assert make_group_filter(filtering, rejection_sample=False) == MeanScoreFilter("accuracy", 0.01, 0.99)
+    assert make_group_filter(plain, rejection_sample=True) == EqualScoresFilter("overall")
 
 
 def test_online_filtering_fills_the_step_and_rejection_whole_mini_batches_of_every_trained_model():
@@ -104,6 +112,6 @@ def test_a_step_stops_when_it_is_full_or_has_a_mini_batch_and_sampled_what_it_wa
 
 
 def test_zero_calls_is_without_limit():
-    assert not Quota(8, 4, max_calls=0).gives_up(1000)
-    assert Quota(8, 4, max_calls=2).gives_up(2) and not Quota(8, 4, max_calls=2).gives_up(1)
+    assert not Quota(8, 4, max_calls=0).is_exhausted(1000)
+    assert Quota(8, 4, max_calls=2).is_exhausted(2) and not Quota(8, 4, max_calls=2).is_exhausted(1)
     assert make_quota(make_config(trainer={"max_try_make_batch": -5})).max_calls == 0

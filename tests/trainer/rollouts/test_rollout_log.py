@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which responses of a batch are kept, and what is written of them."""
+"""The first responses of a batch are recorded with their texts, tokens, scores and media."""
 
 import json
 import math
@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.helpers.media import save_image, save_video
-from tests.trainer.rollouts.sampling import Words, make_config
+from tests.trainer.rollouts.sampling import Words
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.protocol import DataProto, objects
-from verl.trainer.rollouts.rollout_log import FRAMES, RolloutLog, with_reward_values
+from verl.trainer.rollouts.rollout_log import MAX_FRAMES, RolloutLog
+from verl.trainer.rollouts.scores import reward_values
 from verl.viewer.rollout_store import step_files
 
 # Two prompts with two responses each, in the order that balancing left: b1, a0, b0, a1.
@@ -44,14 +45,13 @@ def make_batch(media=(None, None, None, None), trained=MASK, overall=(1.0, 2.0, 
             "multi_modal_data": objects(media),
         },
     )
-    return with_reward_values(batch, {"overall": list(overall), "format": [0.0, 1.0, 0.0, 1.0]})
+    values = {"overall": list(overall), "format": [0.0, 1.0, 0.0, 1.0]}
+    return batch.merge({"reward_values": reward_values(values)})
 
 
 def kept_rows(tmp_path, batch, num_groups, media=None):
-    config = make_config(
-        trainer={"rollouts_to_keep": num_groups, "save_checkpoint_path": str(tmp_path / "run")}
-    )
-    RolloutLog(config, Words(), media).keep(batch, step=5)
+    log = RolloutLog(tmp_path / "run", num_groups, Words(), media, skip_special_tokens=True)
+    log.keep(batch, step=5)
     return {step: pq.read_table(path).to_pylist() for step, path in step_files(tmp_path / "run").items()}
 
 
@@ -64,7 +64,7 @@ def test_the_first_groups_are_kept_whole_in_the_order_in_which_they_were_sampled
     ]
 
 
-def test_a_row_says_what_the_batch_says(tmp_path):
+def test_a_row_has_the_values_of_the_batch(tmp_path):
     (rows,) = kept_rows(tmp_path, make_batch(), 5).values()
 
     row = rows[0]  # a0, the batch's second
@@ -121,7 +121,7 @@ def test_images_and_frames_that_the_model_saw_are_kept_once_for_a_group(tmp_path
     assert rows[0]["media"] == rows[1]["media"] and rows[0]["num_media"] == 2
     picture, frames = rows[0]["media"]
     assert (picture["kind"], picture["source"], len(picture["files"])) == ("image", image, 1)
-    assert (frames["kind"], frames["source"], len(frames["files"])) == ("video", film, FRAMES)
+    assert (frames["kind"], frames["source"], len(frames["files"])) == ("video", film, MAX_FRAMES)
     names = {path.name for path in (tmp_path / "run/rollouts/media").iterdir()}
     assert names == {*picture["files"], *frames["files"]}
     assert picture["problem"] is None and frames["problem"] is None

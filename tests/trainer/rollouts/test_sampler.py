@@ -3,19 +3,19 @@
 
 import torch
 
-from tests.trainer.rollouts.sampling import PROMPT_LENGTH, Engine, Words, make_config, numbered_prompts
+from tests.trainer.rollouts.sampling import PROMPT_LENGTH, Engine, make_config, make_sampler, numbered_prompts
 from verl.protocol import DataProto, objects
-from verl.trainer.rollouts.sampler import Sampler, greedy_options, join_responses, sampling_options, with_uids
+from verl.trainer.rollouts.sampler import join_responses, with_uids
 from verl.workers.rollout.base import FinishedResponse
 
 
-def test_sequences_come_in_the_order_of_their_prompts_whatever_finishes_first(reward_manager):
+def test_sequences_come_in_the_order_of_their_prompts_in_whatever_order_they_finish(reward_manager):
     engine = Engine(lambda number: [0.1 * number, 1.0])
     progress = []
-    sampler = Sampler(make_config(), engine, reward_manager, Words(), lambda *state: progress.append(state))
+    sampler = make_sampler(make_config(), engine, reward_manager, lambda *state: progress.append(state))
 
     prompts = with_uids(next(numbered_prompts(3)), "step1")
-    sequences, scoring = sampler.sample(prompts, sampling_options(make_config()))
+    sequences, scoring = sampler.sample(prompts, sampler.options)
 
     sequences.check()
     assert sequences.non_tensor_batch["uid"].tolist() == [f"step1-{k}" for k in (0, 0, 1, 1, 2, 2)]
@@ -28,7 +28,7 @@ def test_sequences_come_in_the_order_of_their_prompts_whatever_finishes_first(re
     assert progress == [(done, 6, "responses") for done in range(1, 7)]
 
 
-def test_positions_go_on_from_the_prompt_and_padding_is_masked():
+def test_positions_continue_from_the_prompt_and_padding_is_masked():
     prompts = DataProto.from_dict(
         {
             "prompts": torch.tensor([[0, 8, 9]]),
@@ -50,8 +50,9 @@ def test_positions_go_on_from_the_prompt_and_padding_is_masked():
     assert not joined.non_tensor_batch.keys() & {"raw_prompt_ids"}
 
 
-def test_the_greedy_response_differs_from_the_sampled_ones_only_in_how_it_is_drawn():
-    sampled, greedy = sampling_options(make_config(n=5)), greedy_options(make_config(n=5))
+def test_the_greedy_response_differs_from_the_sampled_ones_only_in_how_it_is_sampled():
+    sampler = make_sampler(make_config(n=5), None, None)
+    sampled, greedy = sampler.options, sampler.greedy_options
 
     assert greedy.is_greedy and greedy.n == 1 and not sampled.is_greedy and sampled.n == 5
     assert (greedy.max_tokens, greedy.ignore_eos) == (sampled.max_tokens, sampled.ignore_eos)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto, objects
-from verl.trainer.rollouts.scored_groups import ScoredGroups
+from verl.trainer.rollouts.scores import ScoredGroups
 
 
 def make_groups(first, num_groups, **values):

@@ -9,15 +9,22 @@ import torch
 
 from tests.trainer.rollouts.sampling import make_config
 from verl.protocol import DataProto
-from verl.trainer.rollouts.scores import KnownScores, Scoring, column_of, join_values, on_last_tokens, score
+from verl.trainer.rollouts import scores
+from verl.trainer.rollouts.scores import Scoring, column_of, join_values, on_last_tokens
 
 MASK = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 0, 0]])  # 2, 5 and 2 tokens
 BATCH = DataProto.from_dict({"response_mask": MASK})
 VALUES = {"overall": [1.0, -1.0, 0.5], "accuracy": [1.0, 0.0, 0.5], "format": [0.0, 1.0, 1.0]}
 
 
-def test_a_score_stands_on_the_last_token_that_the_policy_wrote():
-    scores, metrics = score(BATCH, VALUES, make_config())
+def score(values, config, batch=BATCH, model_scores=None):
+    if model_scores is not None:
+        batch = batch.merge({"reward_model_scores": model_scores})
+    return scores.score(batch, values, config.worker, config.algorithm)
+
+
+def test_a_score_is_on_the_last_token_that_the_policy_wrote():
+    scored, metrics = score(VALUES, make_config())
 
     expected = torch.zeros(3, 6)
     expected[0, 1], expected[1, 4], expected[2, 3] = (
@@ -25,8 +32,8 @@ def test_a_score_stands_on_the_last_token_that_the_policy_wrote():
         -1.0,
         0.5,
     )  # the third row has a tool's tokens inside
-    assert scores.keys() == ["token_level_scores"]
-    torch.testing.assert_close(scores.batch["token_level_scores"], expected)
+    assert scored.keys() == ["response_mask", "token_level_scores", "reward_values"]
+    torch.testing.assert_close(scored.batch["token_level_scores"], expected)
     # Sums over the three rows: 0.5, 1.5 and 2.
     assert metrics == pytest.approx(
         {
@@ -45,13 +52,13 @@ def test_a_response_without_a_token_of_the_policy_has_no_score():
     assert scores.tolist() == [[0.0, 0.0], [3.0, 0.0]]
 
 
-def test_the_overlong_penalty_is_part_of_the_score_and_logged_beside_it():
+def test_the_overlong_penalty_is_part_of_the_score_and_logged_separately():
     config = make_config(reward={"overlong_buffer_length": 2, "overlong_penalty_factor": 0.5})
 
-    scores, metrics = score(BATCH, VALUES, config)
+    scored, metrics = score(VALUES, config)
 
     # 6 tokens at most, buffer from 4: five tokens are half into it, -0.5 * 0.5.
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.25, 0.5]
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.25, 0.5]
     assert metrics["reward/overlong"] == pytest.approx(1 / 3)
     assert metrics["reward/overlong_penalty"] == pytest.approx(-0.25 / 3)
     assert metrics["reward/overall"] == pytest.approx(1 / 6)
@@ -62,10 +69,10 @@ def test_a_reward_models_score_is_added_with_its_weight():
     reward_model = replace(config.worker.reward_model, coef=0.5)
     config = replace(config, worker=replace(config.worker, reward_model=reward_model))
 
-    scores, metrics = score(BATCH, VALUES, config, model_scores=torch.tensor([2.0, 4.0, -3.0]))
+    scored, metrics = score(VALUES, config, model_scores=torch.tensor([2.0, 4.0, -3.0]))
 
     # 1 + 0.5 * 2, -1 + 0.5 * 4, 0.5 - 0.5 * 3; the metric is (2 + 4 - 3) / 3.
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0, 1.0, -1.0]
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == [2.0, 1.0, -1.0]
     assert metrics["reward/reward_model"] == 1.0
 
 
@@ -73,7 +80,7 @@ def test_a_term_that_the_reward_function_also_returns_is_refused():
     config = make_config(reward={"overlong_buffer_length": 2})
 
     with pytest.raises(ValueError, match=r"returns \['overlong'\].*overlong_buffer_length=0"):
-        score(BATCH, VALUES | {"overlong": [0.0] * 3}, config)
+        score(VALUES | {"overlong": [0.0] * 3}, config)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +93,9 @@ def test_a_term_that_the_reward_function_also_returns_is_refused():
 def test_estimators_that_read_single_values_get_them_as_columns_in_the_order_of_their_keys(
     algorithm, columns
 ):
-    scores, _ = score(BATCH, VALUES, make_config(algorithm=algorithm))
+    scored, _ = score(VALUES, make_config(algorithm=algorithm))
 
-    components = scores.batch["reward_components"]
+    components = scored.batch["reward_components"]
     assert components.dtype == torch.float32
     assert components.T.tolist() == [VALUES[key] for key in columns]
 
@@ -98,7 +105,7 @@ def test_a_component_that_the_function_does_not_return_is_an_error_with_those_it
 
     message = r"gdpo_reward_keys` must name .* got 'style': it returns \['accuracy', 'format', 'overall'\]"
     with pytest.raises(ValueError, match=message):
-        score(BATCH, VALUES, config)
+        score(VALUES, config)
 
 
 def test_a_value_that_is_needed_must_be_there_for_every_response():
@@ -107,7 +114,7 @@ def test_a_value_that_is_needed_must_be_there_for_every_response():
 
 
 def test_a_value_that_no_response_of_the_step_has_is_not_logged():
-    _, metrics = score(BATCH, VALUES | {"rare": [math.nan] * 3}, make_config())
+    _, metrics = score(VALUES | {"rare": [math.nan] * 3}, make_config())
 
     assert "reward/rare" not in metrics and "reward/format" in metrics
 
@@ -121,7 +128,7 @@ def test_parts_with_different_values_are_joined_row_by_row():
 
 
 def test_scores_follow_their_sequences_when_these_are_reordered_twice():
-    scoring = Scoring([KnownScores({"overall": [0.0, 1.0]}), KnownScores({"overall": [2.0]})])
+    scoring = Scoring([lambda: {"overall": [0.0, 1.0]}, lambda: {"overall": [2.0]}])
 
     once = scoring.reorder([2, 0, 1])
 
@@ -140,31 +147,31 @@ FAILED = {
 
 def test_a_response_whose_call_failed_loses_its_mask_and_counts_in_no_mean():
     config = make_config(reward={"overlong_buffer_length": 2})
-    scores, metrics = score(BATCH, FAILED, config, model_scores=torch.tensor([0.0, 7.0, 0.0]))
+    scored, metrics = score(FAILED, config, model_scores=torch.tensor([0.0, 7.0, 0.0]))
 
-    assert torch.equal(scores.batch["response_mask"], MASK * torch.tensor([[1], [0], [1]]))
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.5]
+    assert torch.equal(scored.batch["response_mask"], MASK * torch.tensor([[1], [0], [1]]))
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.5]
     assert metrics["reward/overall"] == 0.75 and metrics["reward/accuracy"] == 0.5
     assert metrics["reward/failures"] == pytest.approx(1 / 3)
     assert metrics["reward/retries"] == pytest.approx(2 / 3)
 
 
-def test_a_response_whose_call_failed_may_have_a_score_which_stands_for_every_value_that_is_needed():
+def test_a_response_whose_call_failed_may_have_a_score_which_replaces_every_value_that_is_needed():
     values = FAILED | {"overall": [1.0, -2.0, 0.5]}
     config = make_config(algorithm={"adv_estimator": "gdpo", "gdpo_reward_keys": ["accuracy", "overall"]})
 
-    scores, metrics = score(BATCH, values, config)
+    scored, metrics = score(values, config)
 
-    assert scores.keys() == ["token_level_scores", "reward_components"]  # no mask was changed
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -2.0, 0.5]
-    assert scores.batch["reward_components"].tolist() == [[1.0, 1.0], [-2.0, -2.0], [0.0, 0.5]]
+    assert scored.batch["response_mask"].equal(MASK)
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, -2.0, 0.5]
+    assert scored.batch["reward_components"].tolist() == [[1.0, 1.0], [-2.0, -2.0], [0.0, 0.5]]
     assert metrics["reward/accuracy"] == 0.5 and metrics["reward/failures"] == pytest.approx(1 / 3)
 
 
 def test_the_components_of_a_masked_response_are_numbers():
     config = make_config(algorithm={"adv_estimator": "prime", "prime_accuracy_key": "accuracy"})
 
-    assert score(BATCH, FAILED, config)[0].batch["reward_components"].tolist() == [[1.0], [0.0], [0.0]]
+    assert score(FAILED, config)[0].batch["reward_components"].tolist() == [[1.0], [0.0], [0.0]]
 
 
 def test_the_values_of_a_masked_response_are_no_numbers_for_a_filter():
@@ -175,12 +182,12 @@ def test_the_values_of_a_masked_response_are_no_numbers_for_a_filter():
 
 def test_responses_without_a_baseline_are_masked_like_those_without_a_score():
     baselines = torch.tensor([0.5, 0.5, math.nan])
-    batch = BATCH.merge(DataProto.from_dict({"reward_baselines": baselines}))
+    batch = BATCH.merge({"reward_baselines": baselines})
 
-    scores, _ = score(batch, VALUES, make_config())
+    scored, _ = score(VALUES, make_config(), batch)
 
-    assert torch.equal(scores.batch["response_mask"], MASK * torch.tensor([[1], [1], [0]]))
-    assert scores.batch["reward_baselines"].tolist() == [0.5, 0.5, 0.0]
+    assert torch.equal(scored.batch["response_mask"], MASK * torch.tensor([[1], [1], [0]]))
+    assert scored.batch["reward_baselines"].tolist() == [0.5, 0.5, 0.0]
 
 
 def test_a_part_in_which_no_call_failed_has_no_failures():

@@ -8,7 +8,7 @@ import pytest
 from tests.trainer.rollouts.sampling import make_config
 from verl.config.schema import load_config
 from verl.config.sft import SFTConfig
-from verl.trainer.run.elastic import largest_run
+from verl.trainer.run.cluster_join import largest_run
 
 # 8 prompts x 2 responses, mini batches of 4 prompts: 8 sequences over the ranks, in micro batches of 2.
 MICRO = {"micro_batch_size_per_device_for_update": 2, "micro_batch_size_per_device_for_experience": 2}

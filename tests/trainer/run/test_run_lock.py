@@ -16,15 +16,15 @@ import pytest
 from tests.helpers.training import quickstart_arguments
 from verl.config.trainer import RunConfig
 from verl.trainer import main
-from verl.trainer.run.run_lock import FILE, held_folder
+from verl.trainer.run.run_lock import FILE, locked_run_folder
 from verl.trainer.sft import __main__ as sft
 from verl.utils.rank_logger import get_logger
 
 HOLD = """
 import os, sys, time
 from verl.config.trainer import RunConfig
-from verl.trainer.run.run_lock import held_folder
-with held_folder(RunConfig(save_checkpoint_path=sys.argv[1])):
+from verl.trainer.run.run_lock import locked_run_folder
+with locked_run_folder(RunConfig(save_checkpoint_path=sys.argv[1])):
     {inside}
     print("held", flush=True)
     sys.stdin.readline()
@@ -34,18 +34,18 @@ FORK = "if os.fork() == 0: time.sleep(600)"
 SUPERVISED = """
 import signal, sys, time
 from verl.config.ppo import PPOConfig, TrainerConfig
-from verl.trainer.run.run_lock import held_folder
+from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor
 
-def attempt(config, patience_s):
+def train_once(config, wait_s):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what comes when the command is gone: this saves first
     print("held", flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
     config = PPOConfig(trainer=TrainerConfig(save_checkpoint_path=sys.argv[1], max_restarts=1))
-    with held_folder(config.trainer):
-        Supervisor(config, attempt).run()
+    with locked_run_folder(config.trainer):
+        Supervisor(config, train_once).run()
 """
 
 
@@ -85,7 +85,7 @@ def run_in(folder):
 
 def assert_refused(folder):
     with pytest.raises(ValueError, match="must be a folder that no other run writes") as caught, \
-            held_folder(run_in(folder)):  # fmt: skip
+            locked_run_folder(run_in(folder)):  # fmt: skip
         pytest.fail("two runs hold one folder")
     return str(caught.value)
 
@@ -93,17 +93,17 @@ def assert_refused(folder):
 def test_the_error_names_the_folder_the_other_run_and_the_remedy(other_run, tmp_path):
     other = other_run()
 
-    told = assert_refused(tmp_path / "run")
+    message = assert_refused(tmp_path / "run")
 
-    assert f"`trainer.save_checkpoint_path` ({tmp_path / 'run'})" in told
-    assert f"but pid {other.pid} on {socket.gethostname()} (since 20" in told
-    assert "give this one a name of its own (`trainer.experiment_name=...`)" in told
+    assert f"`trainer.save_checkpoint_path` ({tmp_path / 'run'})" in message
+    assert f"but pid {other.pid} on {socket.gethostname()} (since 20" in message
+    assert "give this one its own name (`trainer.experiment_name=...`)" in message
 
 
 def test_a_folder_is_free_once_its_run_has_ended(other_run, tmp_path):
     other_run().communicate("end\n")
 
-    with held_folder(run_in(tmp_path / "run")):
+    with locked_run_folder(run_in(tmp_path / "run")):
         assert_held_elsewhere(tmp_path / "run")
 
 
@@ -123,7 +123,7 @@ def test_a_killed_run_leaves_its_folder_free_even_if_processes_that_it_forked_li
     other.wait()
 
     assert forked.is_running()
-    with held_folder(run_in(tmp_path / "run")):
+    with locked_run_folder(run_in(tmp_path / "run")):
         pass
 
 
@@ -140,19 +140,19 @@ def test_a_folder_is_not_free_while_the_child_of_a_killed_supervisor_trains_on(o
     deadline = time.monotonic() + 5
     while child.is_running() and time.monotonic() < deadline:
         time.sleep(0.05)
-    with held_folder(run_in(tmp_path / "run")):
+    with locked_run_folder(run_in(tmp_path / "run")):
         pass
 
 
 def test_nothing_is_left_of_a_run_that_wrote_nothing(tmp_path):
-    with held_folder(run_in(tmp_path / "project" / "run")):
+    with locked_run_folder(run_in(tmp_path / "project" / "run")):
         assert (tmp_path / "project" / "run" / FILE).is_file()
 
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_run_wrote_stays(tmp_path):
-    with held_folder(run_in(tmp_path / "run")):
+    with locked_run_folder(run_in(tmp_path / "run")):
         (tmp_path / "run" / "log").write_text("step 1")
 
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["log"]
@@ -166,17 +166,17 @@ def test_a_file_system_without_locks_costs_a_warning(code, tmp_path, monkeypatch
     monkeypatch.setattr(fcntl, "lockf", refuse)
     monkeypatch.setattr(get_logger("verl.trainer.run.run_lock"), "propagate", True)
 
-    with held_folder(run_in(tmp_path / "run")):
+    with locked_run_folder(run_in(tmp_path / "run")):
         pass
 
     assert "a second run in its folder would not be noticed" in caplog.text
 
 
-def test_a_file_that_cannot_be_made_is_told_with_the_folder(tmp_path):
+def test_a_file_that_cannot_be_made_is_reported_with_the_folder(tmp_path):
     (tmp_path / "run" / FILE).mkdir(parents=True)
 
     with pytest.raises(OSError, match=r"its run\.lock cannot: Is a directory"), \
-            held_folder(run_in(tmp_path / "run")):  # fmt: skip
+            locked_run_folder(run_in(tmp_path / "run")):  # fmt: skip
         pass
 
 

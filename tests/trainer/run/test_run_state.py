@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds beside the models, and that a run goes on from it as if it had not stopped."""
+"""A checkpoint holds more than the models, and a run resumes from it as if it had not stopped."""
 
 import json
 from dataclasses import replace
@@ -12,12 +12,11 @@ from verl.algorithms.entropy import FixedEntropyController
 from verl.algorithms.kl import FixedKLController
 from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.tracker import find_last_checkpoint
-from verl.data.loader import make_loaders
+from verl.data.loader import Readers, make_loaders
 from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
-from verl.trainer.run.checkpointing import LOADER_FILE, STATE_FILE
-from verl.trainer.run.run_state import GROUPS_FILE, RunState
-from verl.trainer.run_parts import endless
+from verl.trainer.run.checkpointing import GROUPS_FILE, LOADER_FILE, STATE_FILE, PPORunState
+from verl.trainer.setup import endless
 
 FILTERING = {"online_filtering": True}
 
@@ -45,10 +44,11 @@ def start_run(folder, model, rows, manager, trainer=None, **options):
     data = replace(config.data, train_files=str(rows), max_prompt_length=64, num_workers=0)
     actor = replace(config.worker.actor, model=replace(config.worker.actor.model, model_path=str(model)))
     config = replace(config, data=data, worker=replace(config.worker, actor=actor))
-    loader = make_loaders(config, load_tokenizer(str(model)), None).train
+    readers = Readers(load_tokenizer(str(model)), None, None, None)
+    loader = make_loaders(config.data, readers, folder).train
     engine = Engine(two_of_three_are_mixed, number_of=len)
     collector = make_collector(config, engine, manager, endless(loader))
-    return RunState(
+    return PPORunState(
         config.trainer, 100, FixedKLController(0.1), FixedEntropyController(0.0), engine, loader, collector
     )
 
@@ -75,14 +75,14 @@ def run_steps(state, last_step):
     [{"algorithm": FILTERING | {"adv_estimator": "remax"}}, {"trainer": {"rejection_sample": True}}],
     ids=["online_filtering", "rejection_sample"],
 )
-def test_a_run_that_was_stopped_goes_on_with_the_carried_groups(
+def test_a_run_that_was_stopped_continues_with_the_carried_groups(
     options, stop_after, model, rows, reward_manager, tmp_path
 ):
     unbroken = run_steps(start_run(tmp_path / "a", model, rows, reward_manager, **options), 6)
     stopped = start_run(tmp_path / "b", model, rows, reward_manager, **options)
     before = run_steps(stopped, stop_after)
     stopped.save()
-    stopped.settle()
+    stopped.flush()
 
     resumed = start_run(tmp_path / "b", model, rows, reward_manager, **options)
     resumed.load()
@@ -100,7 +100,7 @@ def test_groups_are_carried_over_the_checkpoints_that_are_compared(model, rows, 
 
     assert max(carried) > 0, carried
     state.save()
-    state.settle()
+    state.flush()
     recorded = json.loads((tmp_path / "global_step_4" / STATE_FILE).read_text())
     assert recorded["carried_groups"] == carried[-1]
     assert (tmp_path / "global_step_4" / GROUPS_FILE).is_file() == (carried[-1] > 0)
@@ -112,7 +112,7 @@ def save_with_carried_groups(folder, model, rows, manager):
     run_steps(state, 2)
     assert state.collector.num_carried > 0
     state.save()
-    state.settle()
+    state.flush()
     return state.saved
 
 
@@ -134,7 +134,7 @@ def test_carried_groups_of_other_options_are_refused_by_name(model, rows, reward
         start_run(tmp_path, model, rows, reward_manager, algorithm=remax).load()
 
 
-def test_a_run_that_filters_no_more_drops_carried_groups_and_says_so(
+def test_a_run_that_no_longer_filters_drops_carried_groups_with_a_warning(
     model, rows, reward_manager, tmp_path, caplog
 ):
     save_with_carried_groups(tmp_path, model, rows, reward_manager)
@@ -147,7 +147,7 @@ def test_a_run_that_filters_no_more_drops_carried_groups_and_says_so(
     assert "carried groups are dropped" in caplog.text
 
 
-def test_a_run_that_only_validates_goes_on_from_a_checkpoint_without_training_rows(tmp_path):
+def test_a_run_that_only_validates_resumes_from_a_checkpoint_without_training_rows(tmp_path):
     folder = tmp_path / "global_step_3"
     (folder / "actor").mkdir(parents=True)
     write_manifest(folder / "actor", {"weights": 5.0})
@@ -165,7 +165,7 @@ def test_a_run_that_only_validates_goes_on_from_a_checkpoint_without_training_ro
     engine = Engine(two_of_three_are_mixed)
     collector = make_collector(config, engine, manager=None, prompts=endless(None))
 
-    run_state = RunState(
+    run_state = PPORunState(
         config.trainer, 0, FixedKLController(0.1), FixedEntropyController(0.0), engine, None, collector
     )
     run_state.load()
@@ -193,25 +193,25 @@ def test_a_checkpoint_counts_when_it_is_written_and_the_next_waits_for_it(
     assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_2" == state.saved
 
 
-def test_what_cannot_be_written_is_told_and_leaves_the_checkpoint_before(
+def test_a_failure_to_write_is_logged_and_leaves_the_checkpoint_before(
     model, rows, reward_manager, tmp_path, caplog
 ):
     state = start_run(tmp_path, model, rows, reward_manager)
     run_steps(state, 1)
     state.save()
-    state.settle()
+    state.flush()
     state.workers.save_problem = "rank 1: OSError: [Errno 28] No space left on device"
     run_steps(state, 2)
     state.save()
 
     with pytest.raises(OSError, match=r"step 2 could not be saved to `trainer.save_checkpoint_path`: rank 1"):
-        state.settle()
+        state.flush()
     assert "the next step tries again: step=2" in caplog.text and "No space left on device" in caplog.text
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_1"]
     state.workers.save_problem = None
     run_steps(state, 3)
     state.save()
-    state.settle()
+    state.flush()
     assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_3"
     resumed = start_run(tmp_path, model, rows, reward_manager)
     resumed.load()

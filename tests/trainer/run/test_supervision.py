@@ -46,8 +46,8 @@ def disturbed(folder, name, step, disturb, *options):
     )  # fmt: skip
     wait_for(lambda: (output / "experiment_log.jsonl").is_file() and step in read_metrics(output), process)
     disturb(process)
-    told = process.communicate(timeout=300)[1]
-    return process.returncode, told
+    stderr = process.communicate(timeout=300)[1]
+    return process.returncode, stderr
 
 
 def wait_for(condition, process, limit_s=200):
@@ -59,7 +59,7 @@ def wait_for(condition, process, limit_s=200):
 
 
 def kill_a_worker(process):
-    """End the first rank as the kernel does for want of memory."""
+    """End the first rank as the kernel does when memory runs out."""
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if is_worker(child)]
     os.kill(ranks[0].pid, signal.SIGKILL)
 
@@ -77,22 +77,22 @@ def assert_as(metrics, expected):
         assert learned(metrics[step]) == learned(expected[step])
 
 
-def test_a_run_whose_worker_is_killed_goes_on_from_the_last_checkpoint(folder, undisturbed):
-    status, told = disturbed(folder, "killed", 2, kill_a_worker, "trainer.max_restarts=1")
+def test_a_run_whose_worker_is_killed_resumes_from_the_last_checkpoint(folder, undisturbed):
+    status, stderr = disturbed(folder, "killed", 2, kill_a_worker, "trainer.max_restarts=1")
 
-    assert status == 0, told
-    assert "starting again: restart=1 of=1" in told
+    assert status == 0, stderr
+    assert "restarting: restart=1 of=1" in stderr
     assert_as(read_metrics(folder / "killed"), undisturbed)
     assert "rank 0 of 2" in (folder / "killed" / "failures.log").read_text()
 
 
 @pytest.mark.slow  # tests/faults has it too
-def test_without_restarts_a_killed_worker_ends_the_run_with_the_way_to_go_on(folder, undisturbed):
-    status, told = disturbed(folder, "ended", 2, kill_a_worker)
+def test_without_restarts_a_killed_worker_ends_the_run_with_a_hint_to_resume(folder, undisturbed):
+    status, stderr = disturbed(folder, "ended", 2, kill_a_worker)
 
     assert status == 1
-    assert "rank 0 of 2" in told and "died in phase" in told
-    assert "the same command goes on from the last checkpoint" in told
+    assert "rank 0 of 2" in stderr and "died in phase" in stderr
+    assert "the same command resumes from the last checkpoint" in stderr
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,15 @@ def test_without_restarts_a_killed_worker_ends_the_run_with_the_way_to_go_on(fol
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
     ids=["Ctrl-C", "SIGTERM"],
 )
-def test_a_signal_saves_the_step_under_way_and_the_next_run_goes_on(folder, undisturbed, number):
+def test_a_signal_saves_the_current_step_and_the_next_run_resumes(folder, undisturbed, number):
     def send(process):  # Ctrl-C reaches every process of the terminal, a scheduler's SIGTERM the first
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
 
     name = f"stopped-{number.name}"
-    status, told = disturbed(folder, name, 1, send, "trainer.save_freq=-1")
+    status, stderr = disturbed(folder, name, 1, send, "trainer.save_freq=-1")
     done = read_record(folder / name).last_global_step
 
-    assert status == 128 + number, told
-    assert f"stopped after step {done}; the same command goes on" in told
+    assert status == 128 + number, stderr
+    assert f"stopped after step {done}; the same command resumes" in stderr
     assert 1 <= done < STEPS
     assert_as(train(folder / name, *arguments_for(folder)), undisturbed)

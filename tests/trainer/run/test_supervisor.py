@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor starts again whatever it is given to attempt: here functions that train nothing."""
+"""The supervisor restarts functions that train nothing."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.helpers.attempts import (
     be_wrong,
     lose_a_worker_once,
     lose_every_worker,
-    patience_of,
+    waits_of,
 )
 from tests.helpers.fine_tuning import arguments_for
 from verl.config.ppo import PPOConfig
@@ -31,7 +31,7 @@ def config_of(kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "attempt", "ending", "patience"),
+    ("kind", "train_once", "exit_status", "waits"),
     [
         (PPOConfig, lose_a_worker_once, DONE, ["None", f"{WAIT_S}"]),
         (SFTConfig, be_killed_once, DONE, ["None", f"{WAIT_S}"]),
@@ -40,21 +40,21 @@ def config_of(kind, folder):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_may_go_away_is_attempted_again_as_often_as_is_allowed(
-    kind, attempt, ending, patience, tmp_path
+def test_a_retryable_failure_is_restarted_as_often_as_the_options_allow(
+    kind, train_once, exit_status, waits, tmp_path
 ):
     config = config_of(kind, tmp_path)
-    supervisor = Supervisor(config, attempt)
+    supervisor = Supervisor(config, train_once)
 
-    assert supervisor.run() == ending
-    assert patience_of(config) == patience
-    assert supervisor.restarts == len(patience) - 1
-    assert (tmp_path / REPORT).exists() == (attempt is be_killed_once)
+    assert supervisor.run() == exit_status
+    assert waits_of(config) == waits
+    assert supervisor.restarts == len(waits) - 1
+    assert (tmp_path / REPORT).exists() == (train_once is be_killed_once)
 
 
 def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self.attempt) or DONE)
+    monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self.train_once) or DONE)
     for name in ("sft_train.jsonl", "sft_val.jsonl"):
         (tmp_path / name).write_text("{}\n")
     for name in ("model", "images"):

@@ -1,32 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank trains on which sequences.
+"""Assignment of sequences to ranks.
 
-A mini batch holds the same prompts whatever the number of ranks; only its split over ranks follows the
-lengths.
+A mini batch holds the same prompts for any number of ranks; only its split over ranks follows the lengths.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from verl.distributed.length_balancing import balance, balance_groups, length_metrics, workload
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics
+from verl.trainer.rollouts.collector import Collected
 from verl.workers.packing.micro_batches import prompt_lengths
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """Orders rows such that every rank gets similar work in each mini batch of an update."""
+
+    dp_size: int
+    group_size: int  # responses to a prompt
+    mini_batch_prompts: Mapping[str, int]  # by the role that is updated
+    share_prompt: bool = False  # responses run behind one copy of their prompt
+
+    def spread(self, collected: Collected) -> Collected:
+        """Order what a step collected for the actor's update; responses to a prompt stay together."""
+        order, metrics = self._order(collected.batch, "actor", self.group_size)
+        return Collected(
+            collected.batch[order], collected.scoring.reorder(order), collected.metrics | metrics
+        )
+
+    def spread_rows(self, batch: DataProto, role: str = "actor") -> DataProto:
+        """Order single sequences for the update of a role."""
+        return batch[self._order(batch, role, group_size=1)[0]]
+
+    def for_update(self, batch: DataProto, role: str) -> DataProto:
+        """Cut a batch that is ordered for the actor into the mini batches of another role."""
+        if self.mini_batch_prompts[role] == self.mini_batch_prompts["actor"]:
+            return batch
+        return self.spread_rows(batch[batch.batch["row_ids"].argsort(stable=True)], role)
+
+    def _order(self, batch: DataProto, role: str, group_size: int) -> tuple[list[int], Metrics]:
+        mini_batch_rows = self.mini_batch_prompts[role] * self.group_size
+        return balance_over_ranks(batch, mini_batch_rows, group_size, self.dp_size, self.share_prompt)
 
 
 def balance_over_ranks(
     batch: DataProto, mini_batch_rows: int, group_size: int, dp_size: int, share_prompt: bool = False
 ) -> tuple[list[int], Metrics]:
-    """Find the order of the rows in which the ranks' equal, contiguous shards cost about the same.
+    """Find the order of rows in which the ranks' equal, contiguous shards cost about the same.
 
-    Shard r holds its share of mini batch 0, then of mini batch 1, and so on.
-
-    Args:
-        batch: The sequences of a step, the responses to a prompt next to each other.
-        mini_batch_rows: Sequences in a mini batch.
-        group_size: Responses to a prompt.
-        dp_size: Ranks that train on different sequences.
-        share_prompt: The responses to a prompt run behind one copy of it; reads `response_mask`.
+    Shard r holds its part of mini batch 0, then of mini batch 1, and so on. Groups of adjacent rows stay
+    together where that is possible.
 
     Returns:
-        The new order as row numbers, rank 0's first, and `global_seqlen/*`.
+        Row numbers in the new order, rank 0's first, and `global_seqlen/*`.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
     prompts = prompt_lengths(batch) if share_prompt else None
@@ -34,20 +62,20 @@ def balance_over_ranks(
     for first in range(0, len(lengths), mini_batch_rows):
         rows = slice(first, first + mini_batch_rows)
         own_prompts = None if prompts is None else prompts[rows]
-        parts = share_rows(lengths[rows], group_size, dp_size, own_prompts)
+        parts = divide_rows(lengths[rows], group_size, dp_size, own_prompts)
         for shard, part in zip(shards, parts, strict=True):
             shard.extend(first + row for row in sorted(part))
     return [row for shard in shards for row in shard], length_metrics(lengths, shards)
 
 
-def share_rows(
+def divide_rows(
     lengths: list[int], group_size: int, parts: int, prompts: list[int] | None = None
 ) -> list[list[int]]:
-    """Divide the sequences of a mini batch into parts of equal number and similar work.
+    """Divide a mini batch into parts of equal size and similar work.
 
-    The responses to a prompt stay together where each part gets a whole number of prompts; otherwise single
-    sequences are spread. `prompts` are the lengths of prompts that run once for their responses.
+    `prompts` are the lengths of prompts that run once for their responses.
     """
+    # Groups stay whole only if every part gets the same number of them.
     if len(lengths) % (group_size * parts) == 0:
         groups = [row // group_size for row in range(len(lengths))]
         return balance_groups(lengths, groups, parts, prompts)

@@ -1,42 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts a step trains on, by the scores of their responses.
+"""Selection of the prompts that a step trains on, by the scores of their responses.
 
 A filter sees the scores of whole groups, (G, n), under `algorithm.filter_key`; nan is a response without a
-score, which takes no part in its group. To add one: a class with the methods of `GroupFilter` and a line in
+score, which is ignored. To add one: a class with the methods of `GroupFilter` and a line in
 `make_group_filter`.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from verl.config.ppo import PPOConfig
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.data import DataConfig
+from verl.config.ppo import TrainerConfig
 from verl.trainer.metrics import Metrics
 
 
 class GroupFilter(Protocol):
-    """Decides which groups are worth training on."""
+    """Chooses the groups to train on."""
 
     def keep(self, scores: Tensor) -> Tensor:
-        """Which groups stay: (G,) bool for scores (G, n)."""
+        """Return the groups to keep, (G,) bool for scores (G, n)."""
         ...
 
     def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
-        """Counts for the groups that a step sampled, (G, n), and for those it trains on, (K, n)."""
+        """Count the groups that a step sampled, (G, n), and those it trains on, (K, n)."""
         ...
 
     def reasons(self, sampled: Tensor) -> str:
-        """Why groups were left out, and what to change, as the end of an error message."""
+        """Explain why groups were left out, and what to change, as the end of an error message."""
         ...
 
 
 @dataclass(frozen=True)
 class MeanScoreFilter:
-    """Keeps groups whose mean score lies strictly between two bounds (dynamic sampling).
+    """Keeps groups whose mean score is strictly between two bounds (dynamic sampling).
 
-    With scores of 0 and 1 and bounds next to them, that leaves out prompts which all responses solve or none.
+    With scores of 0 and 1 and bounds next to them, this drops prompts that all or no responses solve.
 
     Source: DAPO, section 3.2 (https://arxiv.org/abs/2503.14476).
     """
@@ -46,20 +49,17 @@ class MeanScoreFilter:
     high: float
 
     def keep(self, scores: Tensor) -> Tensor:
-        """Which groups stay: (G,) bool for scores (G, n)."""
         means = scores.nanmean(-1)
         return (means > self.low) & (means < self.high)
 
     def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
-        """`filter/too_low` and `filter/too_high`: left out; `filter/all_equal`: any group of equal scores."""
         return {f"filter/{name}": float(count) for name, count in self._counts(sampled).items()}
 
     def reasons(self, sampled: Tensor) -> str:
-        """Why groups were left out, and what to change."""
         counts = self._counts(sampled)
         if counts["too_low"] >= counts["too_high"]:
             remedy = (
-                "the prompts are too hard, or the reward function does not recognise what the policy writes:"
+                "the prompts are too hard, or the reward function does not recognize the responses:"
                 " choose easier prompts or lower `algorithm.filter_low`"
             )
         else:
@@ -80,7 +80,7 @@ class MeanScoreFilter:
 
 @dataclass(frozen=True)
 class EqualScoresFilter:
-    """Leaves out groups whose responses all score the same: they have no advantage to learn from.
+    """Drops groups whose responses all score the same, which have no advantage to learn from.
 
     Source: Skywork-OR1, rejection of groups without advantage (https://arxiv.org/abs/2505.22312).
     """
@@ -88,16 +88,14 @@ class EqualScoresFilter:
     key: str
 
     def keep(self, scores: Tensor) -> Tensor:
-        """Which groups stay: (G,) bool for scores (G, n)."""
         return ~all_equal(scores)
 
     def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
-        """`batch/*` of the groups trained on, and the same with `_before_rs` of all that were sampled."""
+        """`batch/*` of the groups trained on, and `batch/*_before_rs` of all that were sampled."""
         before = {f"{name}_before_rs": value for name, value in solve_metrics(sampled).items()}
         return solve_metrics(trained) | before
 
     def reasons(self, sampled: Tensor) -> str:
-        """Why groups were left out, and what to change."""
         counts = solve_metrics(sampled)
         return (
             f"{counts['batch/solve_none']:.0f} solved by no response (every `{self.key}` at most 0),"
@@ -107,32 +105,23 @@ class EqualScoresFilter:
         )
 
 
-def make_group_filter(config: PPOConfig) -> GroupFilter | None:
-    """Return the filter that the options ask for; None keeps every group."""
-    algorithm = config.algorithm
+def make_group_filter(algorithm: AlgorithmConfig, rejection_sample: bool) -> GroupFilter | None:
+    """Return the filter of a run; None keeps every group."""
     if algorithm.online_filtering:
         return MeanScoreFilter(algorithm.filter_key, algorithm.filter_low, algorithm.filter_high)
-    return EqualScoresFilter(algorithm.filter_key) if config.trainer.rejection_sample else None
+    return EqualScoresFilter(algorithm.filter_key) if rejection_sample else None
 
 
 def all_equal(scores: Tensor) -> Tensor:
-    """Whether the responses of a group all score the same, or none has a score: (G,) bool for (G, n)."""
+    """Find the groups, (G,) bool for (G, n), whose responses all score the same or have no score."""
     highest = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)
     lowest = scores.masked_fill(scores.isnan(), math.inf).amin(-1)
     return highest <= lowest
 
 
 def solve_metrics(scores: Tensor) -> Metrics:
-    """How many groups no response solves (all scores at most 0), and all do (all at least 1).
-
-    Args:
-        scores: (G, n); the shares are zero without a group.
-
-    Returns:
-        `batch/solve_none`, `batch/solve_all`, both as `_ratio`, and `batch/without_adv_ratio`: the share of
-        groups with equal scores.
-    """
-    total = max(len(scores), 1)
+    """Count groups that no response solves (all scores at most 0) and that all solve (all at least 1)."""
+    total = max(len(scores), 1)  # without a group all ratios are zero
     has_scores = ~scores.isnan().all(-1)  # (G,)
     none = (has_scores & ~(scores > 0).any(-1)).sum().item()
     every = (has_scores & ~(scores < 1).any(-1)).sum().item()
@@ -147,47 +136,35 @@ def solve_metrics(scores: Tensor) -> Metrics:
 
 @dataclass(frozen=True)
 class Quota:
-    """How many prompts a step takes, and how hard it tries.
+    """The number of prompts of a step, and the effort to get them."""
 
-    Attributes:
-        target: Prompts of a step at most: `data.rollout_batch_size`.
-        multiple: A step's prompts are a multiple of it, and so at least that many.
-        oversampling: Prompts sampled for each one that is missing, before a step makes do with fewer.
-        max_calls: Calls of the engine after which a step gives up; 0 is never.
-        prompts_per_call: Prompts of one call at most; None sets no limit.
-    """
-
-    target: int
-    multiple: int
-    oversampling: int = 1
-    max_calls: int = 0
-    prompts_per_call: int | None = None
+    target: int  # prompts of a step at most: `data.rollout_batch_size`
+    multiple: int  # divides the prompts of a step, which has at least that many
+    oversampling: int = 1  # prompts sampled for each missing one
+    max_calls: int = 0  # calls of the engine in a step; 0 is without limit
+    prompts_per_call: int | None = None  # None is without limit
 
     def wanted(self, num_kept: int) -> int:
-        """Prompts to sample for a step that has `num_kept` groups to begin with."""
         return max(self.target - num_kept, 0) * self.oversampling
 
     def has_enough(self, num_kept: int, num_sampled: int, wanted: int) -> bool:
-        """Whether a step that sampled `num_sampled` of the `wanted` prompts stops here."""
+        # A step that sampled all the prompts it wanted trains on fewer than its target.
         return num_kept >= self.target or (num_sampled >= wanted and num_kept >= self.multiple)
 
-    def gives_up(self, calls: int) -> bool:
-        """Whether no more calls are allowed."""
+    def is_exhausted(self, calls: int) -> bool:
         return 0 < self.max_calls <= calls
 
     def usable(self, num_kept: int) -> int:
-        """How many of the kept groups the step trains on."""
         return min(num_kept, self.target) // self.multiple * self.multiple
 
 
-def make_quota(config: PPOConfig) -> Quota:
+def make_quota(data: DataConfig, trainer: TrainerConfig, mini_batch_prompts: Iterable[int]) -> Quota:
     """Return the quota of a run: online filtering fills a step, rejection fills whole mini batches."""
-    prompts, trainer = config.data.rollout_batch_size, config.trainer
-    mini_batch = math.lcm(*(role.global_batch_size for role in config.trained_roles.values()))
+    prompts = data.rollout_batch_size
     return Quota(
         target=prompts,
-        multiple=mini_batch if trainer.rejection_sample else prompts,
+        multiple=math.lcm(*mini_batch_prompts) if trainer.rejection_sample else prompts,
         oversampling=trainer.rejection_sample_multiplier if trainer.rejection_sample else 1,
         max_calls=max(trainer.max_try_make_batch, 0),
-        prompts_per_call=config.data.mini_rollout_batch_size,
+        prompts_per_call=data.mini_rollout_batch_size,
     )

@@ -1,137 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the reward function returned to scores on tokens.
+"""Scores of responses: from the reward function's values to scores on tokens, and groups of scored sequences.
 
 `Scoring` waits for the reward function; `score` adds the overlong penalty and the reward model's score and
-puts the sum on each response's last token. To add another term: one more column in `shaping_terms`.
-
-A response whose call of the reward function failed may have no score, `overall` is nan: it is masked.
+puts the sum on each response's last token. To add a term: one more entry in `shaping_terms`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.algorithms.reward_shaping import overlong_penalty
-from verl.config.ppo import PPOConfig
-from verl.protocol import DataProto
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.worker import RewardConfig, WorkerConfig
+from verl.protocol import DataProto, objects
 from verl.rewards.failures import FAILURES, RETRIES
 from verl.trainer.metrics import Metrics, compute_reward_metrics
+from verl.utils.plain_data import encode
 
-Values = dict[str, list[float]]  # what the reward function returned, by name; one number for each sequence
+COLUMN_PREFIX = "score/"  # names the columns that hold the reward function's values in a file
 
-
-class PendingScores(Protocol):
-    """The scores of some sequences, known now or later."""
-
-    def result(self) -> Values:
-        """Wait for the scores."""
-        ...
-
-
-@dataclass(frozen=True)
-class KnownScores:
-    """Scores that nobody needs to wait for."""
-
-    values: Values
-
-    def result(self) -> Values:
-        """Return the scores."""
-        return self.values
+Values = dict[str, list[float]]  # of the reward function, by name; one number for each sequence
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The scores of sequences while they are computed: part after part, each of some sequences.
+    """The scores of a batch while they are computed; each part waits for those of some rows."""
 
-    Example::
-
-        scoring = Scoring([job, KnownScores({"overall": [1.0]})]).reorder([1, 0])
-        scoring.result()  # {"overall": [1.0, 0.0]}
-    """
-
-    parts: Sequence[PendingScores]
-    order: list[int] | None = None  # where the sequences stand now, if they were reordered
+    parts: Sequence[Callable[[], Values]]
+    order: list[int] | None = None  # row numbers, if the sequences were reordered since
 
     def reorder(self, order: list[int]) -> "Scoring":
-        """The same scores for sequences that were put into another order."""
-        return Scoring([self], order)
+        return Scoring([self.result], order)
 
     def result(self) -> Values:
-        """Wait for the scores: every value of the reward function by name, in the order of the sequences."""
-        values = join_values([part.result() for part in self.parts])
+        values = join_values([part() for part in self.parts])
         if self.order is None:
             return values
         return {key: [column[row] for row in self.order] for key, column in values.items()}
 
 
 def join_values(parts: Sequence[Values]) -> Values:
-    """Put the scores of several batches one behind the other; what a batch has no value for is nan.
-
-    A batch that does not say which calls failed or were repeated had none of them.
-    """
     keys = dict.fromkeys(key for part in parts for key in part)
     joined: Values = {key: [] for key in keys}
     for part in parts:
         for key in keys:
+            # A batch without these two columns had no failures and no retries.
             absent = 0.0 if key in (FAILURES, RETRIES) else math.nan
             joined[key].extend(part.get(key) or [absent] * len(part["overall"]))
     return joined
 
 
 def score(
-    batch: DataProto, values: Values, config: PPOConfig, model_scores: Tensor | None = None
+    batch: DataProto, values: Values, worker: WorkerConfig, algorithm: AlgorithmConfig
 ) -> tuple[DataProto, Metrics]:
     """Put each response's score on its last token.
 
         score_i = overall_i + overlong penalty_i + coef * model_score_i
 
-    The penalty with `worker.reward.overlong_buffer_length`, the last term with a reward model. A response
-    without a single token in its mask has no score. One whose `overall` is nan, or for which `remax` has no
-    baseline, because a call of the reward function failed, loses its mask: from here on it takes no part.
-
-    Args:
-        batch: Reads `response_mask` (B, R), and `reward_baselines` (B,) if there.
-        values: What `Scoring.result` returned for these rows.
-        config: The whole config.
-        model_scores: Of the reward model, (B,); None without one.
+    A response without a score, because a call of the reward function failed, loses its mask: from here on it
+    takes no part.
 
     Returns:
-        What to put into the batch: `token_level_scores` (B, R) and, for estimators that read single values of
-        the reward function, `reward_components` (B, K) in the order of `component_keys`; in place of those
-        that are there, `response_mask` and `reward_baselines` if responses are masked. And the mean of each
-        value and term as `reward/<name>`; `reward/failures` is the share of responses whose call failed,
-        `reward/retries` how often one was repeated, for each response.
-
-    Raises:
-        ValueError: A value that is needed is missing, or a term has the name of one.
+        The batch with `token_level_scores` (B, R), `reward_values` (B,) and, for estimators that read single
+        values, `reward_components` (B, K); and the mean of each value and term as `reward/<name>`.
     """
-    mask = batch.batch["response_mask"]
-    terms = shaping_terms(mask.sum(-1), config)
+    mask, model_scores = batch.batch["response_mask"], batch.batch.get("reward_model_scores")
+    terms = shaping_terms(mask, worker.reward)
     if model_scores is not None:
         terms["reward_model"] = model_scores.float()
     _check_names(values, terms)
     overall = torch.tensor(values["overall"])  # (B,)
     total = overall + terms.get("overlong_penalty", 0.0)  # (B,)
     if model_scores is not None:
-        total = total + config.worker.reward_model.coef * terms["reward_model"]
-    tensors, is_masked = _without_masked(batch, overall)
-    tensors["token_level_scores"] = on_last_tokens(total.masked_fill(is_masked, 0.0), mask)
-    keys = component_keys(config)
+        total = total + worker.reward_model.coef * terms["reward_model"]
+    replaced, is_masked = _mask_unscored(batch, overall)
+    added = {"token_level_scores": on_last_tokens(total.masked_fill(is_masked, 0.0), mask)}
+    option, keys = component_keys(algorithm)
     if keys:
-        components = reward_components(values, keys, _component_option(config))  # (B, K)
-        tensors["reward_components"] = components.masked_fill(is_masked.unsqueeze(-1), 0.0)
-    calls = {name: [0.0] * len(overall) for name in (FAILURES, RETRIES)}
+        components = reward_components(values, keys, option)  # (B, K)
+        added["reward_components"] = components.masked_fill(is_masked.unsqueeze(-1), 0.0)
+    scored = batch.merge(added | {"reward_values": reward_values(values)})
+    return scored.merge(replaced, replace=replaced), _score_metrics(values, terms)
+
+
+def _score_metrics(values: Values, terms: Mapping[str, Tensor]) -> Metrics:
+    # Shares of responses whose call failed or was repeated, also if there were none.
+    calls = {name: [0.0] * len(values["overall"]) for name in (FAILURES, RETRIES)}
     logged = calls | values | {name: term.tolist() for name, term in terms.items()}
-    known = {name: column for name, column in logged.items() if not all(map(math.isnan, column))}
-    return DataProto.from_dict(tensors), compute_reward_metrics(known)
+    return compute_reward_metrics(
+        {name: column for name, column in logged.items() if not all(map(math.isnan, column))}
+    )
 
 
-def _without_masked(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What masks responses without a score, if there are any, and which they are: (B,) bool."""
+def _mask_unscored(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors that change if responses lack a score, and which responses do, (B,) bool."""
     baselines = batch.batch.get("reward_baselines")  # (B,) of remax, or None
     is_masked = overall.isnan() if baselines is None else overall.isnan() | baselines.isnan()  # (B,)
     if not is_masked.any():
@@ -142,22 +109,16 @@ def _without_masked(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor
     return tensors, is_masked
 
 
-def shaping_terms(lengths: Tensor, config: PPOConfig) -> dict[str, Tensor]:
-    """What the lengths of responses (B,) add to their scores, each (B,); empty if there is no such term.
-
-    `overlong` is one where a penalty applies, `overlong_penalty` the penalty itself.
-    """
-    reward = config.worker.reward
+def shaping_terms(mask: Tensor, reward: RewardConfig) -> dict[str, Tensor]:
+    """Terms that a response's length adds to its score, each (B,), for response masks (B, R)."""
     if reward.overlong_buffer_length == 0:
         return {}
+    lengths, longest = mask.sum(-1), mask.shape[-1]  # R is `data.max_response_length`
     penalty = overlong_penalty(
-        lengths,
-        config.data.max_response_length,
-        reward.overlong_buffer_length,
-        reward.overlong_penalty_factor,
+        lengths, longest, reward.overlong_buffer_length, reward.overlong_penalty_factor
     )
-    start = config.data.max_response_length - reward.overlong_buffer_length
-    return {"overlong": (lengths > start).float(), "overlong_penalty": penalty}
+    is_overlong = lengths > longest - reward.overlong_buffer_length
+    return {"overlong": is_overlong.float(), "overlong_penalty": penalty}
 
 
 def on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
@@ -168,34 +129,20 @@ def on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape).scatter(1, last, kept.unsqueeze(-1))
 
 
-def component_keys(config: PPOConfig) -> list[str]:
-    """The values of the reward function that the advantage estimator reads one by one; mostly none."""
-    algorithm = config.algorithm
+def component_keys(algorithm: AlgorithmConfig) -> tuple[str, list[str]]:
+    """The values that the advantage estimator reads one by one, after the option that names them."""
     if algorithm.adv_estimator == "gdpo":
-        return list(algorithm.gdpo_reward_keys)
-    return [algorithm.prime_accuracy_key] if algorithm.adv_estimator == "prime" else []
+        return "algorithm.gdpo_reward_keys", list(algorithm.gdpo_reward_keys)
+    keys = [algorithm.prime_accuracy_key] if algorithm.adv_estimator == "prime" else []
+    return "algorithm.prime_accuracy_key", keys
 
 
 def reward_components(values: Values, keys: Sequence[str], option: str) -> Tensor:
-    """The named values of the reward function as float32 columns, (B, K).
-
-    Raises:
-        ValueError: The function does not return one of them, or not for every response.
-    """
     return torch.stack([column_of(values, key, option) for key in keys], dim=-1).float()
 
 
 def column_of(values: Values, key: str, option: str) -> Tensor:
-    """One value of the reward function, (B,) float64; of a response whose call failed, its `overall`.
-
-    Args:
-        values: What `Scoring.result` returned.
-        key: Its name.
-        option: Where the user wrote the name, for errors.
-
-    Raises:
-        ValueError: The function does not return it, or not for every response.
-    """
+    """One value of the reward function, (B,) float64; a response whose call failed has its `overall`."""
     failed = torch.tensor(values.get(FAILURES, [0.0] * len(values["overall"]))) > 0  # (B,)
     if key not in values and not failed.all():
         raise ValueError(
@@ -214,6 +161,12 @@ def column_of(values: Values, key: str, option: str) -> Tensor:
     return column
 
 
+def reward_values(values: Values) -> np.ndarray:
+    """The values of each row as one object: {"overall": 1.0, "format": 0.0}."""
+    rows = zip(*values.values(), strict=True)
+    return objects([dict(zip(values, row, strict=True)) for row in rows])
+
+
 def _check_names(values: Values, terms: Mapping[str, Tensor]) -> None:
     both = sorted(set(values) & set(terms))
     if both:
@@ -223,6 +176,52 @@ def _check_names(values: Values, terms: Mapping[str, Tensor]) -> None:
         )
 
 
-def _component_option(config: PPOConfig) -> str:
-    is_gdpo = config.algorithm.adv_estimator == "gdpo"
-    return "algorithm.gdpo_reward_keys" if is_gdpo else "algorithm.prime_accuracy_key"
+@dataclass(frozen=True)
+class ScoredGroups:
+    """G groups of n sequences with their scores; the responses to a prompt are adjacent."""
+
+    sequences: DataProto  # G * n rows
+    values: Values  # of the reward function, one number for each row
+    group_size: int  # n
+
+    def __len__(self) -> int:
+        return len(self.sequences) // self.group_size
+
+    def select(self, groups: Tensor) -> "ScoredGroups":
+        """Copy the groups with these numbers, (K,) int64."""
+        rows = (groups.unsqueeze(-1) * self.group_size + torch.arange(self.group_size)).flatten()
+        numbers = rows.tolist()
+        values = {key: [column[row] for row in numbers] for key, column in self.values.items()}
+        return ScoredGroups(self.sequences[rows], values, self.group_size)
+
+    @staticmethod
+    def concat(parts: Sequence["ScoredGroups"]) -> "ScoredGroups":
+        sequences = DataProto.concat([part.sequences for part in parts])
+        return ScoredGroups(sequences, join_values([part.values for part in parts]), parts[0].group_size)
+
+    def split(self, first: int) -> tuple["ScoredGroups", "ScoredGroups"]:
+        """Split off the `first` groups, which share memory with these; the others are copied."""
+        end = first * self.group_size
+        values = {key: column[:end] for key, column in self.values.items()}
+        head = ScoredGroups(self.sequences[:end], values, self.group_size)
+        return head, self.select(torch.arange(first, len(self)))
+
+    def check_storable(self) -> None:
+        """Raise a `TypeError` that names the column if `save` would fail."""
+        for key, column in self.sequences.non_tensor_batch.items():
+            encode(column, f"column `{key}` of the training rows")
+
+    def save(self, path: Path) -> None:
+        scores = {
+            COLUMN_PREFIX + key: torch.tensor(column, dtype=torch.float64)
+            for key, column in self.values.items()
+        }
+        about = {"group_size": self.group_size, "keys": list(self.values)}
+        self.sequences.merge(DataProto.from_dict(scores, meta_info=about)).save_to_disk(path)
+
+    @staticmethod
+    def load(path: Path) -> "ScoredGroups":
+        stored = DataProto.load_from_disk(path)
+        group_size, keys = stored.meta_info.pop("group_size"), stored.meta_info.pop("keys")
+        scores = stored.pop([COLUMN_PREFIX + key for key in keys]).batch
+        return ScoredGroups(stored, {key: scores[COLUMN_PREFIX + key].tolist() for key in keys}, group_size)

@@ -1,112 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run stands, and how it is saved and resumed.
+"""The state of a run, and how it is saved and resumed.
 
 A checkpoint is `global_step_N/` with the workers' folders, the loader's `dataloader.pt` and the controller's
-`trainer_state.json`. It appears whole or not at all. One that cannot be written is no reason to lose the
-training: the next step tries again. To save more, override `_save_own` and `_load_own`.
+`trainer_state.json`; it appears whole or not at all. To save more, override `_save_own` and `_load_own`.
 """
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from verl.algorithms.entropy import EntropyController
+from verl.algorithms.kl import KLController
 from verl.checkpoint.manifest import write_json, write_manifest
 from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.config.trainer import RunConfig
-from verl.data.loader import PromptLoader
 from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.rollouts.collector import RolloutCollector
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
 LOADER_FILE = "dataloader.pt"
 STATE_FILE = "trainer_state.json"
+GROUPS_FILE = "carried_groups.pt"  # only if groups wait for the next step
 
 
-class Saving(NamedTuple):
+class ResumableLoader(Protocol):
+    """A data loader with a position that can be saved."""
+
+    def state_dict(self) -> dict[str, int]: ...
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class PendingCheckpoint(NamedTuple):
     """A checkpoint that is being written."""
 
     step: int
     score: float | None
 
 
-class SavedRun:
-    """The step, the score, and what else every run needs to be resumed.
-
-    Attributes:
-        step: Training steps done; the one under way counts.
-        training_steps: Steps of the whole run.
-        saved: The last checkpoint that this object wrote.
-        unsaved: Why the last attempt to write one failed; None if it did not.
-    """
+class RunState:
+    """The progress of a run, and its checkpoints."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        training_steps: int,
-        workers: RayWorkerGroup,
-        loader: PromptLoader | None,
+        self, config: RunConfig, training_steps: int, workers: RayWorkerGroup, loader: ResumableLoader | None
     ) -> None:
-        """Put the parts together; a run that only validates has no loader."""
         self.config = config
         self.training_steps = training_steps
         self.workers = workers
-        self.loader = loader
-        self.step = 0
+        self.loader = loader  # None in a run that only validates
+        self.step = 0  # done, the current one included
         self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
-        self.saved: Path | None = None
-        self.unsaved: str | None = None
-        self._saving: Saving | None = None
+        self.saved: Path | None = None  # the last checkpoint of this object
+        self.save_error: str | None = None  # of the last checkpoint that was begun
+        self._pending: PendingCheckpoint | None = None
         self._score: tuple[int, float] | None = None  # step and value of the last validation
 
     def is_due(self, frequency: int) -> bool:
-        """Whether something that happens every `frequency` steps, and always after the last, happens now."""
+        """Return whether an action of every `frequency` steps, and of the last step, is due now."""
         if self.step == self.training_steps:
             return True
         return frequency > 0 and self.step % frequency == 0
 
     def record_score(self, score: float) -> None:
-        """Remember the validation score of the current step; the best step's checkpoint is kept."""
         self._score = (self.step, score)
 
     def save(self) -> None:
-        """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it.
-
-        One is written at a time: this waits for the one before.
-        """
-        self._finish()
+        """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
+        self._finish()  # one checkpoint is written at a time
         step, score = self._score or (None, None)
-        self._saving = Saving(self.step, score if step == self.step else None)
+        self._pending = PendingCheckpoint(self.step, score if step == self.step else None)
         try:
             folder = self.checkpoints.begin(self.step)
             self._write_own_files(folder)
-        except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
-            self._give_up(str(error))
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
+            self._abandon(str(error))
             return
-        behind = self.config.async_save
-        self.workers.save_checkpoint(str(folder), self.config.save_model_only, behind)
-        if not behind:
+        self.workers.save_checkpoint(str(folder), self.config.save_model_only, self.config.async_save)
+        if not self.config.async_save:
             self._finish()
 
     def publish(self) -> None:
-        """Make the checkpoint that is being written count if it is written by now."""
-        if self._saving is not None and all(self.workers.is_checkpoint_written()):
+        if self._pending is not None and all(self.workers.is_checkpoint_written()):
             self._finish()
 
-    def settle(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            OSError: The last checkpoint could not be written.
-        """
+    def flush(self) -> None:
+        """Wait until everything is written; raise `OSError` if the last checkpoint could not be."""
         self._finish()
-        if self.unsaved is not None:
+        if self.save_error is not None:
             raise OSError(
-                f"step {self.step} could not be saved to `trainer.save_checkpoint_path`: {self.unsaved}"
+                f"step {self.step} could not be saved to `trainer.save_checkpoint_path`: {self.save_error}"
             )
+
+    def load(self) -> None:
+        """Resume from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
+        config = self.config
+        folder = checkpoint_to_resume(
+            config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
+        )
+        self.checkpoints.clear()
+        if folder is None:
+            return
+        self.step = checkpoint_step(folder)
+        self.workers.load_checkpoint(str(folder))
+        if self.loader is not None:
+            self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
+        self._load_own(folder, json.loads((folder / STATE_FILE).read_text()))
+        logger.info("resumed: step=%d path=%s", self.step, folder)
 
     def _write_own_files(self, folder: Path) -> None:
         assert self.loader is not None, "a run that trains has a loader"
@@ -115,53 +118,67 @@ class SavedRun:
         write_manifest(folder, {"step": self.step})
 
     def _finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and make it count."""
-        if self._saving is None:
+        """Wait for the pending checkpoint, if any, and publish it."""
+        if self._pending is None:
             return
-        problem = next(filter(None, self.workers.finish_checkpoint()), None)
-        if problem is not None:
-            self._give_up(problem)
+        error = next(filter(None, self.workers.finish_checkpoint()), None)
+        if error is not None:
+            self._abandon(error)
             return
         try:
-            self.saved = self.checkpoints.publish(*self._saving)
-        except OSError as error:
-            self._give_up(str(error))
+            self.saved = self.checkpoints.publish(*self._pending)
+        except OSError as os_error:
+            self._abandon(str(os_error))
             return
-        self._saving, self.unsaved = None, None
+        self._pending, self.save_error = None, None
 
-    def _give_up(self, problem: str) -> None:
-        """Free the room of a checkpoint that cannot be written; the one before stays what it is."""
-        assert self._saving is not None, "called while one is written"
+    def _abandon(self, error: str) -> None:
+        # A checkpoint that cannot be written is no reason to lose the training: the next step tries again.
+        assert self._pending is not None, "called while one is written"
         free = shutil.disk_usage(self.checkpoints.root).free / 2**20
         logger.warning(
             "a checkpoint could not be written, the next step tries again: step=%d free_mib=%.0f cause=%s",
-            self._saving.step, free, problem,
+            self._pending.step, free, error,
         )  # fmt: skip
-        self._saving, self.unsaved = None, problem
+        self._pending, self.save_error = None, error
         self.checkpoints.clear()
-
-    def load(self) -> None:
-        """Go on from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
-        folder = self._find()
-        self.checkpoints.clear()
-        if folder is None:
-            return
-        self.step = checkpoint_step(folder)
-        self.workers.load_checkpoint(str(folder))
-        if self.loader is not None:  # only validation goes without training rows
-            self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
-        self._load_own(folder, json.loads((folder / STATE_FILE).read_text()))
-        logger.info("resumed: step=%d path=%s", self.step, folder)
 
     def _save_own(self, folder: Path) -> dict[str, Any]:
-        """Write files of this kind of run; returns what it keeps in `trainer_state.json`."""
+        """Write the files of this kind of run; return its entries of `trainer_state.json`."""
         return {}
 
     def _load_own(self, folder: Path, state: dict[str, Any]) -> None:
-        """Take up what `_save_own` wrote and returned."""
+        """Read what `_save_own` wrote and returned."""
 
-    def _find(self) -> Path | None:
-        config = self.config
-        return checkpoint_to_resume(
-            config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
-        )
+
+class PPORunState(RunState):
+    """The state of reinforcement learning: adds the controllers' weights and the collector's groups."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training_steps: int,
+        kl_controller: KLController,
+        entropy_controller: EntropyController,
+        workers: RayWorkerGroup,
+        loader: ResumableLoader | None,
+        collector: RolloutCollector,
+    ) -> None:
+        super().__init__(config, training_steps, workers, loader)
+        self.kl_controller = kl_controller
+        self.entropy_controller = entropy_controller
+        self.collector = collector
+
+    def _save_own(self, folder: Path) -> dict[str, Any]:
+        self.collector.save_carried(folder / GROUPS_FILE)
+        return {
+            "kl_controller": self.kl_controller.state_dict(),
+            "entropy_controller": self.entropy_controller.state_dict(),
+            "carried_groups": self.collector.num_carried,
+        }
+
+    def _load_own(self, folder: Path, state: dict[str, Any]) -> None:
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
+        if self.loader is not None and state["carried_groups"]:
+            self.collector.load_carried(folder / GROUPS_FILE)

@@ -1,67 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the devices of a run, whatever it trains: at once, after some patience, or fewer than asked for."""
+"""Joining the cluster: connects to Ray and finds the devices of a run, or as many as there are."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import ray
 
+from verl.config.schema import ConfigError, check_config
 from verl.config.trainer import RunTree
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
-from verl.trainer.run.elastic import largest_run
 from verl.utils.rank_logger import get_logger
 
-RETRY_S = 1.0  # between looks for machines that are missing
+RETRY_S = 1.0  # between looks for missing machines
 
 C = TypeVar("C", bound=RunTree)
 
 logger = get_logger(__name__)
 
 
-def join_cluster(config: C, device: str, patience_s: float, stack: ExitStack) -> tuple[C, ResourcePool]:
-    """Connect to Ray and find the devices; with `trainer.elastic` fewer of them change the config.
-
-    Args:
-        config: Of the run.
-        device: What its workers run on: "cuda" or "cpu".
-        patience_s: How long to wait, in seconds, for a cluster that is too small or cannot be reached.
-        stack: Of the run; leaving it disconnects, unless this process was connected before.
+def join_cluster(config: C, device: str, wait_s: float, stack: ExitStack) -> tuple[C, ResourcePool]:
+    """Connect to Ray and find the devices of a run; with `trainer.elastic` the config may change to fewer.
 
     Raises:
-        ClusterError: The cluster is too small, or cannot be reached.
+        ClusterError: The cluster is too small, or unreachable, for more than `wait_s` seconds.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + wait_s
     if not ray.is_initialized():
-        _until(deadline, connect)
-        stack.callback(ray.shutdown)
+        _retry_until(deadline, connect)
+        stack.callback(ray.shutdown)  # not if the caller had connected before
     pool = _pool_of(config, device)
     try:
-        _until(deadline, pool.check)
+        _retry_until(deadline, pool.check)
     except ClusterError:
         smaller = largest_run(config, pool.capacities()) if config.trainer.elastic else None
         if smaller is None:
             raise
         options = smaller.trainer
         logger.warning(
-            "fewer devices than asked for: nodes=%d of=%d on_each=%d of=%d",
+            "fewer devices than requested: nodes=%d of=%d on_each=%d of=%d",
             options.nnodes, config.trainer.nnodes, options.n_gpus_per_node, config.trainer.n_gpus_per_node,
         )  # fmt: skip
         return smaller, _pool_of(smaller, device)
     return config, pool
 
 
+def largest_run(config: C, capacities: Sequence[int]) -> C | None:
+    """Return the same run on as many devices as there are and as its batch sizes allow; None if none do.
+
+    Args:
+        capacities: Number of processes that each node of the cluster can hold.
+    """
+    # The loss does not depend on the split of a batch over ranks: a smaller run computes the same numbers.
+    for nnodes, per_node in _sizes(config, capacities):
+        smaller = replace(config, trainer=replace(config.trainer, nnodes=nnodes, n_gpus_per_node=per_node))
+        try:
+            check_config(smaller)
+        except ConfigError:
+            continue
+        return smaller
+    return None
+
+
+def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield nodes and processes per node that fit, most processes first, then fewest nodes."""
+    trainer, ranked = config.trainer, sorted(capacities, reverse=True)
+    sizes = [
+        (nnodes, per_node)
+        for nnodes in range(1, min(trainer.nnodes, len(ranked)) + 1)
+        for per_node in range(1, min(trainer.n_gpus_per_node, ranked[nnodes - 1]) + 1)
+    ]
+    yield from sorted(sizes, key=lambda size: (-size[0] * size[1], size[0]))
+
+
 def _pool_of(config: RunTree, device: str) -> ResourcePool:
     return ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
 
 
-def _until(deadline: float, attempt: Callable[[], object]) -> None:
-    """Repeat what the cluster refuses until the deadline, by the monotonic clock."""
+def _retry_until(deadline: float, action: Callable[[], object]) -> None:
     while True:
         try:
-            attempt()
+            action()
         except ClusterError:
             if time.monotonic() >= deadline:
                 raise

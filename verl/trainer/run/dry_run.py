@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--dry-run` of every command that trains: the config, the plan of a step and its memory."""
+"""`--dry-run` of the commands that train: prints the config, the plan of a step and its memory."""
 
 import math
 import sys
@@ -13,32 +13,20 @@ MEMORY_SWITCH = "--device-memory-gb="
 
 
 def dry_run(config: C, switches: Sequence[str], describe: Describe[C], plan_text: Callable[[C], str]) -> int:
-    """Print what would be done, and return the exit status.
-
-    Args:
-        config: Of the run.
-        switches: Of the command line; the last `--device-memory-gb` counts.
-        describe: Says what the memory of the run follows from.
-        plan_text: Of a step, once the micro batch sizes are numbers as far as that is possible.
-    """
+    """Print what a run would do, and return the exit status."""
     try:
         memory_gb = _memory_gb(switches)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
-    chosen, memory = dry_run_memory(config, describe, memory_gb)
+    resolved, memory = dry_run_memory(config, describe, memory_gb)
     sys.stdout.write(
-        f"{config_yaml(config)}\nplan of a training step\n{plan_text(chosen)}\nmemory at its most\n{memory}"
+        f"{config_yaml(config)}\nplan of a training step\n{plan_text(resolved)}\nmemory at its most\n{memory}"
     )
     return 0
 
 
 def _memory_gb(switches: Sequence[str]) -> float | None:
-    """The memory that is planned for, if it is given.
-
-    Raises:
-        ValueError: It is no number of GiB above zero.
-    """
     given = [switch.removeprefix(MEMORY_SWITCH) for switch in switches if switch.startswith(MEMORY_SWITCH)]
     if not given:
         return None
