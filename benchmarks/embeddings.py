@@ -18,9 +18,13 @@ from pathlib import Path
 import av
 import numpy as np
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
-from verl.utils.cuda_builds import repair_cuda_builds
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS, ROWS = 4, 8
@@ -88,7 +92,6 @@ def train(folder: Path, options: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     """Measure and print."""
-    repair_cuda_builds()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,11 +29,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
-from verl.utils.cuda_builds import repair_cuda_builds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -253,7 +257,6 @@ def write_rows(path: Path, rows: dict[str, str]) -> None:
 
 def main() -> int:
     """Run the chosen cases one after the other; returns the exit code."""
-    repair_cuda_builds()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

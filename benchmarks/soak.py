@@ -34,10 +34,14 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 from verl.data.media.cache import PREFIX, SHARED_MEMORY
 from verl.logger.file import METRICS_FILE
 from verl.models.tiny import save_tiny_model
-from verl.utils.cuda_builds import repair_cuda_builds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -338,7 +342,6 @@ def save(samples: Sequence[Sample], path: Path) -> None:
 
 def main() -> int:
     """Train, print the table, judge; returns the exit code."""
-    repair_cuda_builds()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

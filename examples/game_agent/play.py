@@ -19,7 +19,6 @@ from game import DIGITS, HERE, NAMES, QUESTION, Game, Player, open_page, random_
 from PIL import Image, ImageDraw
 
 from verl.data.prompt_template import PromptFormat
-from verl.utils.cuda_builds import repair_cuda_builds
 
 ENLARGED = 3  # pixels of the film for one of the page
 FRAME_MS = 900
@@ -104,7 +103,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Play, and print the counts."""
-    repair_cuda_builds()
     options = parse_arguments()
     model = None if options.player == "random" else ModelPlayer(options.player, options.max_new_tokens)
     player = model or random_player(random.Random(options.first_seed))

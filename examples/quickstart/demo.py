@@ -29,11 +29,15 @@ from moving import NUM_SAMPLED, write_video_questions
 from PIL import Image
 from shapes import IMAGE_SIZE, write_questions
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
 from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
-from verl.utils.cuda_builds import repair_cuda_builds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -238,7 +242,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     """Prepare, train, draw, export, ask."""
-    repair_cuda_builds()
     arguments, overrides = parse_arguments()
     name, kind = arguments.name, KINDS[arguments.name]
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / name).resolve()

@@ -26,6 +26,7 @@ from verl.trainer.run.exit_status import (
 )
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor, TrainOnce
+from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.version_check import check_versions
 
 SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
@@ -68,6 +69,7 @@ class TrainingCommand(Generic[C]):
         It is 0; 2 for bad input, before anything was trained; 1 for an unsuitable machine or a failed run;
         128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
         """
+        repair_cuda_builds()
         arguments = sys.argv[1:] if arguments is None else arguments
         overrides = [argument for argument in arguments if not argument.startswith("-")]
         switches = [argument for argument in arguments if argument.startswith("-")]
@@ -156,6 +158,7 @@ def run_with_config(
     foreign_keys: RenamedKeys | None = None,
 ) -> int:
     """Load the config from `switches.options` and run a command with it; see `run_command`."""
+    repair_cuda_builds()
     try:
         config = load_with_notes(config_class, switches.options, foreign_keys)
     except ConfigError as error:

@@ -44,12 +44,18 @@ def repair_cuda_builds() -> None:
     """Make the packages importable, or hide them, in this process and its children. Imports nothing heavy."""
     if not any(map(is_broken, ("torchvision", *HIDDEN))):
         return
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(CHILD_SITE) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD_SITE), *filter(None, paths)])
+    os.environ |= child_environment()
     for position, finder in enumerate(sys.meta_path):
         if isinstance(finder, type) and finder.__name__ == PathFinder.__name__:
             sys.meta_path[position] = RepairingFinder(finder)
+
+
+def child_environment() -> dict[str, str]:
+    """Return the variables that repair a child process; Ray's workers on other nodes do not inherit them."""
+    if not any(map(is_broken, ("torchvision", *HIDDEN))):
+        return {}
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([str(CHILD_SITE), *paths]))}
 
 
 def is_broken(package: str) -> bool:

@@ -10,6 +10,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from verl.single_controller.ray.resource_pool import ResourcePool, Slot, alive_nodes, run_on_node
+from verl.utils.cuda_builds import child_environment
 
 # Below Linux's ports for outgoing connections and above those of Ray's workers, so that a port is unlikely to
 # be taken between the choice and its use.
@@ -34,6 +35,7 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
         common["GLOO_SOCKET_IFNAME"] = "lo"
     if pool.device == "cpu":
         common["CUDA_VISIBLE_DEVICES"] = ""
+        common |= child_environment()
         common |= {name: os.environ.get(name, entries) for name, entries in CPU_CACHES.items()}
     else:
         common["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = ""  # each process must see its own GPU only
