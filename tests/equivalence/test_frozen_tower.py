@@ -22,7 +22,7 @@ from verl.models.position_ids import MropeConstants, continue_positions, positio
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing import vision_features as frozen_tower
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.vision_features import FrozenTower, Stretch, _rounds
+from verl.workers.packing.vision_features import FrameRange, FrozenTower, _tower_calls
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 ROWS = [  # media, responses
@@ -180,7 +180,7 @@ def test_features_in_a_folder_are_found_by_a_later_run(root, tmp_path):
             assert torch.equal(tensor, second[key].tensors[name])
 
 
-def test_long_videos_are_encoded_in_stretches_of_frames(root, monkeypatch):
+def test_long_videos_are_encoded_in_several_calls(root, monkeypatch):
     model = load(root / "qwen2_5_vl", True)
     rows = [{"images": [str(root / "small.png")], "videos": [str(root / "long.mp4")]}]
     (whole, whole_video) = tower_of(model, loader_for(root / "qwen2_5_vl")).encode(rows).values()
@@ -195,18 +195,18 @@ def test_long_videos_are_encoded_in_stretches_of_frames(root, monkeypatch):
     )
 
 
-def test_rounds_take_whole_frames_up_to_the_limit():
+def test_calls_of_the_tower_take_whole_frames_up_to_the_limit():
     # An image of 4 patches, 3 frames of 6, an image of 20 that alone is over the limit of 10, one of 2.
     grids = {"a": (1, 2, 2), "b": (3, 2, 3), "c": (1, 4, 5), "d": (1, 1, 2)}
 
-    assert _rounds(grids, 10) == [
-        [Stretch("a", 0, 1, 4), Stretch("b", 0, 1, 6)],
-        [Stretch("b", 1, 2, 6)],
-        [Stretch("b", 2, 3, 6)],
-        [Stretch("c", 0, 1, 20)],
-        [Stretch("d", 0, 1, 2)],
+    assert _tower_calls(grids, 10) == [
+        [FrameRange("a", 0, 1, 4), FrameRange("b", 0, 1, 6)],
+        [FrameRange("b", 1, 2, 6)],
+        [FrameRange("b", 2, 3, 6)],
+        [FrameRange("c", 0, 1, 20)],
+        [FrameRange("d", 0, 1, 2)],
     ]
-    assert _rounds({}, 10) == []
+    assert _tower_calls({}, 10) == []
 
 
 def on_ranks(rank, world_size, root, run_id, sp_size):

@@ -321,7 +321,7 @@ def test_models_with_another_head_than_the_role_needs_are_refused(again, classif
     policy, labels, silent = again["errors"]
 
     assert f"`worker.reward_model.model.model_path` ({classifiers['sequence']})" in policy
-    assert "Qwen2ForSequenceClassification, which scores and cannot write" in policy
+    assert "Qwen2ForSequenceClassification, which cannot generate text" in policy
     assert "with 3 labels, one is needed" in labels
     assert f"({folders['qwen2']}) holds no `score.weight`" in silent
 

@@ -112,7 +112,7 @@ def losses_on_ranks(rank, world_size, root, settings):
     from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
-    from verl.workers.packing.sp_strategy import StrategyPlanner, Way
+    from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
     from verl.workers.roles.sft import DataParallelSFT
 
     found = {}
@@ -132,7 +132,7 @@ def losses_on_ranks(rank, world_size, root, settings):
             sp = SequenceParallel.build(range(world_size), sp_size, 1)
             forward = PackedForward(model, model.config, media, "cpu", sp=sp)
             if sp_size > 1:
-                forward.division = StrategyPlanner(sp_size, [Way.DIVIDED])
+                forward.planner = StrategyPlanner(sp_size, [Strategy.SHARDED])
             optimizer = RecordingOptimizer(model)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
             config = SFTActorConfig(global_batch_size=len(whole), max_grad_norm=1e9, **options)

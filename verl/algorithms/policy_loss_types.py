@@ -17,8 +17,22 @@ from verl.utils.registry import Registry
 MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossOptions:
+    """Coefficients of losses, under their names in `worker.actor`."""
+
+    clip_ratio_low: float = 0.2  # the ratio is clipped at 1 - low ...
+    clip_ratio_high: float = 0.2  # ... and at 1 + high
+    clip_ratio_dual: float = 3.0  # bound on the ratio of tokens with negative advantage
+    tau_positive: float = 1.0  # sharpness of the soft bound for positive advantages (sapo) ...
+    tau_negative: float = 1.05  # ... and for negative ones
+    ppo_kl_coef: float = 0.1  # weight of |log ratio| on the selected tokens (kl_cov)
+    dro_beta: float | None = None  # weight of the squared log-ratio (dro)
+    sppo_eta: float = 1.0  # weight of the advantage (sppo)
+
+
 @dataclass(frozen=True)
-class PolicyLossInputs:
+class PolicyLossInputs(PolicyLossOptions):
     """What losses read. Rows are sequences; padding has `response_mask` 0 and may hold anything, NaN too.
 
     Example::
@@ -30,14 +44,6 @@ class PolicyLossInputs:
     old_log_probs: Tensor  # (B, R) float32
     advantages: Tensor  # (B, R) float32
     response_mask: Tensor  # (B, R), one on response tokens
-    clip_ratio_low: float = 0.2  # the ratio is clipped at 1 - low ...
-    clip_ratio_high: float = 0.2  # ... and at 1 + high
-    clip_ratio_dual: float = 3.0  # bound on the ratio of tokens with negative advantage
-    tau_positive: float = 1.0  # sharpness of the soft bound for positive advantages (sapo) ...
-    tau_negative: float = 1.05  # ... and for negative ones
-    ppo_kl_coef: float = 0.1  # weight of |log ratio| on the selected tokens (kl_cov)
-    dro_beta: float | None = None  # weight of the squared log-ratio (dro)
-    sppo_eta: float = 1.0  # weight of the advantage (sppo)
     selected: Tensor | None = None  # (B, R) bool, from `TOKEN_SELECTIONS` over the whole mini batch
 
 

@@ -4,7 +4,7 @@ import torch
 
 from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto
-from verl.workers.roles.conversation import (
+from verl.workers.roles.reward_model import (
     encode_conversations,
     has_same_conversations,
     has_same_tokens,

@@ -24,8 +24,7 @@ from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto, objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.roles.conversation import load_reward_tokenizer
-from verl.workers.roles.reward_model import RewardModelScorer, check_has_score
+from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 6
 PROMPTS = ["How many?", "What colour is the circle?", "1 + 2", "red"]

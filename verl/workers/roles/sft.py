@@ -7,30 +7,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl.algorithms.aggregation import LossDenominators, aggregate_loss
+from verl.algorithms.aggregation import aggregate_loss
 from verl.config.sft_options import SFTActorConfig
 from verl.config.update_options import as_number
 from verl.protocol import DataProto
-from verl.workers.packing.forward import PackedForward
-from verl.workers.roles.updater import (
-    FORWARD_KEYS,
-    OBJECT_KEYS,
-    MetricSums,
-    Updater,
-    UpdateSettings,
-    forward_in_micro_batches,
-)
+from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.packing.schedule import forward_in_micro_batches
+from verl.workers.roles.updater import MiniBatch, Updater
 
-ROLE = "train"  # names the metrics
+ROLE = "train"  # prefix of the metrics
 TEMPERATURE = 1.0
 
 
 class DataParallelSFT:
-    """Teaches a model the responses of its rows: the mean of -log p over the tokens that are learned.
+    """Trains a model on the responses of its rows: the mean of -log p over the tokens of `response_mask`.
 
         loss = - sum_{i,t} m[i,t] log p(y[i,t] | y[i,<t]) / sum_{i,t} m[i,t]
 
-    Both sums run over the whole step, on all ranks, so the loss does not depend on how it is cut.
+    Both sums run over the whole step, on all ranks.
 
     Example::
 
@@ -47,36 +41,25 @@ class DataParallelSFT:
         optimizer: Optimizer,
         scheduler: LRScheduler,
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            config: `worker.actor`.
-            forward: The sharded model behind the packed forward pass.
-            group: The data-parallel ranks, None for all.
-            optimizer: Of the model.
-            scheduler: Of the optimizer's learning rate; stepped once for each training step.
-        """
+        """Build the role; see `Updater` for the arguments, `config` is `worker.actor`."""
         self.config, self.forward, self.group = config, forward, group
-        settings = UpdateSettings.of(ROLE, config, rollout_n=1, max_response_length=1)
-        self.updater = Updater(forward, group, settings, optimizer, scheduler)
+        self.updater = Updater(ROLE, config, forward, group, optimizer, scheduler)
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step; see `Updater.run`.
-
-        Args:
-            batch: This rank's rows of the step.
+        """Take an optimizer step on this rank's rows; collective over all ranks.
 
         Returns:
-            Metrics over all ranks, the same on each.
+            Metrics over all ranks, see `Updater.finish`.
         """
-        return self.updater.run(batch.select(FORWARD_KEYS, OBJECT_KEYS), self._micro_batch_loss)
+        for mini_batch in self.updater.mini_batches(batch.select(FORWARD_KEYS, OBJECT_KEYS)):
+            for micro_batch in mini_batch.micro_batches():
+                self.updater.backward(self._loss(micro_batch, mini_batch))
+            self.updater.step()
+        return self.updater.finish()
 
     @torch.no_grad()
     def losses(self, batch: DataProto) -> Tensor:
-        """The sum of -log p over the tokens of each row that are learned, (B,) float64 on CPU.
-
-        Every rank must call it: the ranks agree on the number of micro batches.
-        """
+        """The sum of -log p over the learned tokens of each row, (B,) float64 on CPU; collective."""
         return forward_in_micro_batches(
             self.forward,
             batch.select(FORWARD_KEYS, OBJECT_KEYS),
@@ -86,15 +69,12 @@ class DataParallelSFT:
             group=self.group,
         )
 
-    def _micro_batch_loss(
-        self, micro_batch: DataProto, denominators: LossDenominators, metrics: MetricSums
-    ) -> Tensor:
-        """Return the share of a micro batch in the loss of the step."""
+    def _loss(self, micro_batch: DataProto, mini_batch: MiniBatch) -> Tensor:
         mask = micro_batch.batch["response_mask"]  # (B, T - 1)
-        loss = aggregate_loss(-self._log_probs(micro_batch), mask, "token", denominators)
-        metrics.add_loss(f"{ROLE}/loss", loss)
+        loss = aggregate_loss(-self._log_probs(micro_batch), mask, "token", mini_batch.denominators)
+        mini_batch.metrics.add_loss(f"{ROLE}/loss", loss)
         return loss
 
     def _log_probs(self, micro_batch: DataProto) -> Tensor:
-        """(B, T - 1), zero where nothing is learned."""
+        # (B, T - 1), zero where nothing is learned
         return self.forward.log_probs(micro_batch, TEMPERATURE).log_probs
