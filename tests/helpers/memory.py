@@ -31,7 +31,7 @@ from verl.planning.sft import planned_sft
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.sft import DataParallelSFT
-from verl.workers.sharded_model import Place, ShardedModel
+from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
 PEAK, NOW = "VmHWM:", "VmRSS:"
@@ -218,7 +218,8 @@ def measure(case: Case, device: str, world_size: int = 1) -> dict[str, int]:
     batch, peaks = make_rows(rows), {}
     base = forget_peak(device)
     hosted = ShardedModel(
-        "actor", config.model, config.fsdp, config.offload, Place(torch.device(device), world_size, None),
+        "actor", config.model, config.fsdp, config.offload,
+        ModelSetup(torch.device(device), world_size, None),
         optim=config.optim, training_steps=10,
     )  # fmt: skip
     works = (lambda: None, *kind.works(config, rows, hosted, batch))

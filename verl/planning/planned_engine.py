@@ -10,7 +10,7 @@ from verl.planning.memory_model import ModelShape
 from verl.planning.phases import Item
 
 VLLM_BYTES = GIB // 4  # of its process beside that of a worker; an estimate
-CPU_SEQUENCES = 256  # that vLLM's cache on CPU is made for, see `rollout/vllm_rollout_spmd.py`
+CPU_SEQUENCES = 256  # that vLLM's cache on CPU is made for, see `rollout/vllm_inputs.py`
 MAX_CPU_CACHE = GIB
 
 

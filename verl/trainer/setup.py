@@ -38,9 +38,8 @@ from verl.trainer.run_parts import (
 )
 from verl.trainer.validation import Validator
 from verl.viewer.process import viewer_process
-from verl.workers.fsdp_worker import FSDPWorker
+from verl.workers.fsdp_worker import FSDPWorker, RunOptions
 from verl.workers.roles.actor import KLLoss
-from verl.workers.run_options import RunOptions
 
 
 @contextmanager

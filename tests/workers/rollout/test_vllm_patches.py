@@ -7,7 +7,7 @@ from transformers import Qwen2Config
 
 from tests.workers.rollout.reference import rollout_config
 from verl.workers.rollout import vllm_patches
-from verl.workers.rollout.vllm_rollout_spmd import cpu_cache_bytes
+from verl.workers.rollout.vllm_inputs import cpu_cache_bytes
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.1rc1.dev5+cpu"])
@@ -61,8 +61,7 @@ def test_only_files_of_the_group_are_unlinked(tmp_path, monkeypatch):
 
 def test_logits_come_divided_by_the_temperature_of_the_moment():
     model = SimpleNamespace(compute_logits=lambda hidden: None if hidden is None else hidden.bfloat16())
-    scale = vllm_patches.LogitScale()
-    vllm_patches.scale_logits(model, scale)
+    scale = vllm_patches.scale_logits(model)
 
     plain = model.compute_logits(torch.tensor([3.0]))
     scale.temperature = 0.5

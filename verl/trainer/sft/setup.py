@@ -27,7 +27,7 @@ from verl.trainer.run_parts import (
     start_workers,
 )
 from verl.trainer.sft.sft_trainer import SFTTrainer
-from verl.workers.run_options import ModelRunOptions
+from verl.workers.base_worker import ModelRunOptions
 from verl.workers.sft_worker import SFTWorker
 
 
