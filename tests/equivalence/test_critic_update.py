@@ -67,6 +67,7 @@ def update_on_ranks(rank, world_size, root):
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
     from verl.workers.roles.critic import DataParallelPPOCritic
+    from verl.workers.roles.updater import Training
 
     batch = DataProto.load_from_disk(root / "batch")
     size = len(batch) // world_size
@@ -87,9 +88,10 @@ def update_on_ranks(rank, world_size, root):
                 micro_batch_size_per_device_for_experience=3, **options,
             )  # fmt: skip
             critic = DataParallelPPOCritic(
-                config, PackedForward(model, model.config), dist.group.WORLD, optimizer,
-                torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), rollout_n=N,
-                max_response_length=MAX_RESPONSE_LENGTH,
+                config, PackedForward(model, model.config), dist.group.WORLD,
+                Training(
+                    optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), N, MAX_RESPONSE_LENGTH
+                ),
             )  # fmt: skip
             metrics = critic.update(batch)
             errors = relative_errors(optimizer.gradients[0], expected[mode][2])

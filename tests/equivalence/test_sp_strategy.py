@@ -21,6 +21,7 @@ from verl.workers.packing.schedule import forward_in_micro_batches
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
+from verl.workers.roles.updater import Training
 
 ROWS = 8  # of a mini batch
 # The first mini batch has a group larger than all the rest; rows and prompts differ in length everywhere.
@@ -118,8 +119,8 @@ def train(content, setting, loss_type, folder, sp):
             found["metrics"] |= actor.update(batch, TEMPERATURE, seed=3)
         else:
             critic = DataParallelPPOCritic(
-                CriticConfig(**config), forward, group, optimizer, scheduler,
-                rollout_n=1, max_response_length=20,
+                CriticConfig(**config), forward, group,
+                Training(optimizer, scheduler, max_response_length=20),
             )  # fmt: skip
             found["values"] = critic.compute_values(batch).numpy()
             found["metrics"] |= critic.update(batch)

@@ -31,6 +31,7 @@ from verl.planning.sft import planned_sft
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.sft import DataParallelSFT
+from verl.workers.roles.updater import Training
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 PAGES_OF_ITS_OWN = 1 << 16  # bytes of a tensor from which on the allocator asks the system for each
@@ -271,7 +272,7 @@ def _sft_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: Da
     assert isinstance(config, SFTActorConfig)
     batch.batch["responses"] = batch.batch["input_ids"][:, 1:]
     batch.batch["response_mask"] = torch.ones_like(batch.batch["responses"])
-    sft = DataParallelSFT(config, hosted.forward, None, *hosted.training)
+    sft = DataParallelSFT(config, hosted.forward, None, Training(*hosted.training))
     return [lambda: [sft.update(batch) for _ in range(2)], lambda: sft.losses(batch)]
 
 

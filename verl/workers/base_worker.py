@@ -91,7 +91,6 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def is_checkpoint_written(self) -> bool:
-        """True if this rank has nothing left to write."""
         return self.checkpoints.is_done()
 
     @register(Dispatch.ALL, phase="save_checkpoint")
@@ -101,7 +100,6 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ALL, phase="profile")
     def start_profiler(self) -> None:
-        """Start recording every operation of this process."""
         self.profiler.start()
 
     @register(Dispatch.ALL, phase="profile")
@@ -123,13 +121,7 @@ class ModelWorker(Worker):
         """Restore `_extra_state`."""
 
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:
-        """Set up parallelism, tokenizer and media before models are built.
-
-        Args:
-            actor: Its sequence-parallel sizes hold for all models; its tokenizer is used.
-            share_prompt: Run a prompt once for all of its responses.
-            feature_chunks: Parts in which features of media are gathered over a sequence-parallel group.
-        """
+        """Set up parallelism, tokenizer and media before models are built."""
         sp_size = actor.sp_size
         self.set_axis(
             "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
@@ -171,7 +163,6 @@ class ModelWorker(Worker):
         optim: OptimConfig | None = None,
         head: str = "causal",
     ) -> ShardedModel:
-        """Build a model of the run; with an optimizer it is updated and saved."""
         sharded = ShardedModel(
             role,
             model,
@@ -187,7 +178,7 @@ class ModelWorker(Worker):
 
     @property
     def trained(self) -> list[ShardedModel]:
-        """The models that are updated and saved, the policy first."""
+        # the policy first
         return [model for model in self.models if model.optimizer is not None]
 
     def _encoded_media(self) -> dict[str, float]:
@@ -233,7 +224,6 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Start recording; until `stop` everything is slower."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -241,7 +231,7 @@ class StepProfiler:
         self._profile.start()
 
     def stop(self, path: Path) -> None:
-        """Write the trace; the file appears complete."""
+        # the file appears complete
         assert self._profile is not None, "stop() follows start()"
         recorded, self._profile = self._profile, None
         recorded.stop()

@@ -25,6 +25,7 @@ from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
+from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import (
     EmbeddedMedia,
     EngineAdapter,
@@ -103,8 +104,7 @@ class FSDPWorker(ModelWorker):
         self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
         training = ActorTraining(
             *self.policy.training,
-            rollout_n=self.config.rollout.n,
-            max_response_length=options.max_response_length,
+            **self._sizes(),
             kl_loss=options.kl_loss,
             reference=self.reference_forward,
             bypass_correction=options.bypass_correction,
@@ -112,19 +112,19 @@ class FSDPWorker(ModelWorker):
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
 
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "rollout_n": self.config.rollout.n,
+            "max_response_length": self.options.max_response_length,
+        }
+
     def _init_critic(self) -> None:
         config = self.config.critic
         self.critic_model = self._build_model(
             "critic", config, config.model, optim=config.optim, head="scalar"
         )
-        self.critic = DataParallelPPOCritic(
-            config,
-            self.critic_model.forward,
-            self.group,
-            *self.critic_model.training,
-            rollout_n=self.config.rollout.n,
-            max_response_length=self.options.max_response_length,
-        )
+        training = Training(*self.critic_model.training, **self._sizes())
+        self.critic = DataParallelPPOCritic(config, self.critic_model.forward, self.group, training)
 
     def _init_prime(self) -> None:
         config = self.config.prime
@@ -142,16 +142,12 @@ class FSDPWorker(ModelWorker):
             fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
             self.prime_reference = self._build_model("prime", replace(config, fsdp=fsdp), model)
             reference_forward = self.prime_reference.forward
-        optimizer, scheduler = self.prime_model.training
         self.prime = DataParallelPrimeModel(
             config,
             self.prime_model.forward,
             reference_forward,
             self.group,
-            rollout_n=self.config.rollout.n,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            max_response_length=self.options.max_response_length,
+            Training(*self.prime_model.training, **self._sizes()),
             accuracy_key=self.options.accuracy_key,
         )
 

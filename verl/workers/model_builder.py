@@ -45,29 +45,17 @@ def build_model(
     model: ModelConfig,
     fsdp: FSDPConfig,
     *,
-    mesh: DeviceMesh,
-    device: torch.device | str,
+    mesh: DeviceMesh,  # from `make_mesh`
+    device: torch.device | str,  # where the forward passes run
     trainable: bool,
     head: str = "causal",
-    option: str = "worker.actor.model",
+    option: str = "worker.actor.model",  # path of `model` in the config, for errors
 ) -> PreTrainedModel:
     """Build, shard and load a model; collective over all ranks.
 
-    Args:
-        model: The files, and changes to their config.
-        fsdp: Sharding and dtypes.
-        mesh: From `make_mesh`.
-        device: Where the forward passes run.
-        trainable: With gradients. Weights are kept in float32 unless `fsdp.torch_dtype` is set; in bfloat16
-            with adapters or if not trainable.
-        head: "causal" for a policy; "scalar" for a value or reward model, one number per token. The files may
-            be of a scalar model or, if trainable, of a causal or vision-language one: then the score starts
-            at zero for every token.
-        option: Path of `model` in the config, for errors.
-
-    Returns:
-        The model, its parameters DTensors, with the `config` and `generation_config` of the files; the config
-        of a scalar model is changed to be one (`verl.models.scalar_head`).
+    With `head="scalar"` for values or scores, a trainable model may be loaded from files of a causal or
+    vision-language model: then the score starts at zero. Weights are kept in float32 unless
+    `fsdp.torch_dtype` is set; in bfloat16 with adapters or if not trainable.
 
     Raises:
         FileNotFoundError: The folder has no config or no weights that can be read.
@@ -160,7 +148,6 @@ def apply_overrides(
 
 
 def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:
-    """Load the generation config next to the weights, or derive it from the model's config."""
     assert model.model_path is not None, "required when the config was checked"
     try:
         return GenerationConfig.from_pretrained(model.model_path)
@@ -223,10 +210,7 @@ def _adapt_source(
                 set_adapter(source, read_adapter(Path(model.lora.path), where), hub.of_module, where)
             except ValueError as error:
                 problem = str(error)
-    problems = [problem]
-    dist.broadcast_object_list(problems, src=0)
-    if problems[0] is not None:
-        raise ValueError(problems[0])
+    _raise_everywhere(ValueError, problem)
 
 
 def _fill(
@@ -258,17 +242,22 @@ def _read_on_rank0(
     source, problem = None, None
     if dist.get_rank() == 0:
         source, problem = _read_model(model, config, dtype, trainable, option)
+    _raise_everywhere(FileNotFoundError, problem)
+    return source
+
+
+def _raise_everywhere(kind: type[Exception], problem: str | None) -> None:
+    # on all ranks, if rank 0 found a problem: else the others would wait in the next collective
     problems = [problem]
     dist.broadcast_object_list(problems, src=0)
     if problems[0] is not None:
-        raise FileNotFoundError(problems[0])
-    return source
+        raise kind(problems[0])
 
 
 def _read_model(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> tuple[PreTrainedModel | None, str | None]:
-    """Return the model, or an error message."""
+    # the model, or an error message
     where = f"`{option}.model_path` ({model.model_path})"
     try:
         source, report = auto_class(config).from_pretrained(
@@ -318,7 +307,6 @@ def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> No
 
 
 def _whole_tensor(given: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    """Broadcast rank 0's tensor to every rank's device."""
     if given is None:
         whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     else:

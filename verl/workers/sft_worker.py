@@ -12,6 +12,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelRunOptions, ModelWorker
 from verl.workers.roles.sft import DataParallelSFT
+from verl.workers.roles.updater import Training
 
 
 class SFTWorker(ModelWorker):
@@ -23,11 +24,11 @@ class SFTWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        """Load the model."""
         actor = self.config.actor
         self._prepare(actor)
         self.policy = self._build_model("actor", actor, actor.model, optim=actor.optim)
-        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, *self.policy.training)
+        training = Training(*self.policy.training)
+        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, training)
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update(self, batch: DataProto) -> dict[str, float]:

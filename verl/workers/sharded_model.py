@@ -46,41 +46,21 @@ class ModelSetup:
 
 
 class ShardedModel:
-    """One model of a worker, named after its section: `actor`, `critic`, `ref`, `prime`, `reward_model`.
-
-    Attributes:
-        model: The sharded model.
-        forward: The packed forward pass through it.
-        adapter: Its adapter config; None where its weights are trained.
-        tower: Its vision tower, if frozen.
-        optimizer, scheduler: None for a frozen model.
-        flops: Counts the floating-point operations of its passes.
-    """
+    """One model of a worker, named after its section: `actor`, `critic`, `ref`, `prime`, `reward_model`."""
 
     def __init__(
         self,
-        role: str,
+        role: str,  # section of the options, and folder in checkpoints
         model: ModelConfig,
         fsdp: FSDPConfig,
         offload: OffloadConfig,
         setup: ModelSetup,
         *,
-        optim: OptimConfig | None = None,
-        training_steps: int = 0,
-        head: str = "causal",
+        optim: OptimConfig | None = None,  # None for a model that is never updated
+        training_steps: int = 0,  # for the learning rate schedule
+        head: str = "causal",  # `causal`, or `scalar` for values and scores
     ) -> None:
-        """Build, shard, load and check the model; collective over all ranks.
-
-        Args:
-            role: Section of the options; names the folder in checkpoints.
-            model: The section's `model`.
-            fsdp: The section's `fsdp`.
-            offload: The section's `offload`.
-            setup: Device and parallelism.
-            optim: None for a model that is never updated.
-            training_steps: Of the run, for the learning rate schedule.
-            head: `causal`, or `scalar` for values and scores.
-        """
+        """Build, shard, load and check the model; collective over all ranks."""
         self.role, self.fsdp, self.offload, self.setup = role, fsdp, offload, setup
         option = f"worker.{role}.model"
         self.model: PreTrainedModel = build_model(
@@ -106,7 +86,6 @@ class ShardedModel:
 
     @property
     def training(self) -> tuple[Optimizer, LRScheduler]:
-        """Optimizer and scheduler of a trained model."""
         assert self.optimizer is not None and self.scheduler is not None, f"{self.role} is never updated"
         return self.optimizer, self.scheduler
 
@@ -133,10 +112,9 @@ class ShardedModel:
         return self._forward(BaseForward)
 
     def engine_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor of each weight, adapters folded in; every rank iterates to the end.
+        """Yield name and full tensor of each weight; every rank iterates to the end.
 
-        Args:
-            dtype: Weights are cast to it before they are gathered, unless adapters are folded in.
+        Weights are cast to `dtype` before they are gathered, unless adapters are folded in.
         """
         if self.adapter is None:
             return full_named_tensors(self.model, dtype)
@@ -144,7 +122,7 @@ class ShardedModel:
         return fold(full_named_tensors(self.model), adapter.scale, has_magnitude=adapter.use_dora)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Gather the full adapter tensors by their names in the model; every rank calls it."""
+        # collective
         return dict(full_named_tensors(self.model, select=is_adapter))
 
     def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:

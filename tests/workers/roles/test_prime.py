@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
+from verl.workers.roles.updater import Training
 
 PROMPT_LENGTH, RESPONSE_LENGTH, ROWS, N = 6, 8, 12, 3  # 4 prompts, 2 mini batches of 2
 BETA = 0.4
@@ -81,10 +82,12 @@ def make_prime(folder, reference, *, make_optimizer=RecordingOptimizer, **option
         trained,
         forward(reference, trainable=False),
         dist.group.WORLD,
-        rollout_n=N,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        max_response_length=RESPONSE_LENGTH,
+        Training(
+            optimizer,
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+            rollout_n=N,
+            max_response_length=RESPONSE_LENGTH,
+        ),
         accuracy_key="right",
     )
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed forward pass of actor, reference and critic: padded rows in, numbers for response tokens out.
 
-Rows are packed into one sequence, run through the prepared model (`verl.models.registry.prepare_model`), and
-the results are unpacked. Only tokens that predict a response token reach the head. Under sequence parallelism
-all ranks of a group get the same rows, run their shard of the frames and tokens, and return all results;
-or each rank gets rows of its own (`WholeRows`).
+Only tokens that predict a response token reach the head. Under sequence parallelism all ranks of a group get
+the same rows, run their shard of the frames and tokens, and return all results; or each rank gets rows of its
+own (`WholeRows`).
 """
 
 from collections.abc import Callable
@@ -65,46 +64,27 @@ class ModelInputs(NamedTuple):
 class PackedForward:
     """Runs micro batches through a prepared model.
 
-    Every method reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if present; to
-    share prompts also `response_mask` and `uid`. A micro batch without rows runs one unused token, because
-    FSDP's collectives need every rank.
+    Reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if present; to share
+    prompts `response_mask` and `uid` too.
 
     Example::
 
         forward = PackedForward(model, model.config, media_loader, "cuda")
         result = forward.log_probs(micro, temperature=1.0, with_entropy=True)
         loss = (result.log_probs - 0.1 * result.entropy).sum()  # (B, R) each
-
-        critic = PackedForward(value_model, value_model.config, media_loader, "cuda")
-        values = critic.values(micro)  # (B, R)
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # prepared by `prepare_model`, possibly under FSDP
         config: Any,
-        media: MediaFeatures | None = None,
+        media: MediaFeatures | None = None,  # None if rows hold text only
         device: torch.device | str = "cpu",
-        share_prompt: bool = False,
-        sp: SequenceParallel | None = None,
-        tower: FrozenTower | None = None,
+        share_prompt: bool = False,  # run a prompt once for all of its rows, if the attention allows it
+        sp: SequenceParallel
+        | None = None,  # the ranks that shard each sequence; the gradient is the sum of theirs
+        tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
     ) -> None:
-        """Wrap a prepared model, possibly under FSDP.
-
-        Args:
-            model: Prepared by `prepare_model`.
-            config: Its transformers config.
-            media: None if rows hold text only.
-            device: Where the model computes.
-            share_prompt: Run a prompt once for all rows with the same `uid` and prompt, if the model's
-                attention allows it; the log says if not.
-            sp: The ranks that shard each sequence; None if every rank runs whole sequences. All of them
-                return the same results, and the gradient is the sum of theirs.
-            tower: Provides the features of media instead of the model's own tower.
-
-        Raises:
-            ValueError: The model's attention cannot be sharded like that.
-        """
         self.model, self.config, self.media, self.device = model, config, media, device
         self.tower = tower
         self.model_type = model_type_of(config)
@@ -117,7 +97,6 @@ class PackedForward:
 
     @cached_property
     def planner(self) -> StrategyPlanner:
-        """Chooses the sequence-parallel strategy of each pass."""
         return StrategyPlanner(self.sp.size)
 
     def media_tokens(self, batch: DataProto) -> list[int]:
@@ -143,9 +122,8 @@ class PackedForward:
             temperature: Divides the logits, the reference's as well.
             with_entropy: Also compute the entropy.
             with_sum_squares: Also compute the sum of the squared probabilities over the vocabulary.
-            reference: Also compute KL(this || reference) over the vocabulary, for another model of the same
-                family and vocabulary. It runs first, without autograd. Its head must stay gathered after its
-                forward pass, as it does in the root FSDP group, and both models must be on the device.
+            reference: Also compute KL(this || reference) over the vocabulary. It runs without autograd on
+                the same device; its head must stay gathered after its forward pass (root FSDP group).
 
         Returns:
             (B, R) float32 each, zero where `response_mask` is zero; None for what was not requested.
@@ -209,17 +187,14 @@ class PackedForward:
         packed, media = self._with_media(self._pack(micro), micro)
         positions = packed.position_ids if len(packed.position_ids) == 1 else packed.position_ids[:, None]
         arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
+        plan = None
         if self.sp.size > 1 and WholeRows.of(micro) is None:
             plan = shard_plan(packed.groups, self.sp, self.device)
             arguments |= {"packed_layout": sequence_layout(plan, self.sp), "local_tokens": plan.local}
+        elif packed.is_shared:
+            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device)
         else:
-            plan = None
-            is_shared = packed.is_shared
-            arguments["packed_layout"] = (
-                SharedLayout.of(packed.groups, self.device)
-                if is_shared
-                else PackedLayout.of(packed.cu_seqlens)
-            )
+            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens)
         return ModelInputs(arguments | media, packed.positions, plan)
 
     def _pack(self, micro: DataProto) -> PackedBatch:
@@ -247,7 +222,7 @@ class PackedForward:
         return position_ids.transpose(0, 1)
 
     def _with_media(self, packed: PackedBatch, micro: DataProto) -> tuple[PackedBatch, dict[str, Any]]:
-        """Make the media inputs, and append a dummy row where FSDP needs something to run."""
+        # a dummy row is appended where FSDP needs something to run
         column = micro.non_tensor_batch.get("multi_modal_data")
         rows = [] if column is None else [column[row] for row in packed.prompt_rows if has_media(column[row])]
         if rows and self._has_features:
@@ -267,7 +242,7 @@ class PackedForward:
         return self.tower is not None and self.tower.held is not None
 
     def _encoded_media(self, rows: list[MediaRow], micro: DataProto) -> dict[str, Any]:
-        """Make inputs of the media to encode here; where ranks encode together, of all ranks' rows."""
+        # where ranks encode together, the inputs are of all ranks' rows
         whole = WholeRows.of(micro)
         together = None if whole is None else whole.media
         media, order = media_inputs(rows, rows if together is None else together, self._row_features)

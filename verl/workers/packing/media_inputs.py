@@ -22,9 +22,7 @@ BLANK: MediaRow = {}  # a blank image, encoded where a rank's rows have no media
 class MediaFeatures(Protocol):
     """Decodes a row's media: `verl.data.media.loader.MediaLoader`."""
 
-    def features(self, multi_modal_data: MediaRow, /) -> Features:
-        """Pixels and grids under the names of `FEATURE_KEYS`."""
-        ...
+    def features(self, multi_modal_data: MediaRow, /) -> Features: ...
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,18 @@ class WholeRows:
 
     @classmethod
     def of(cls, micro: DataProto) -> "WholeRows | None":
-        """Metadata of a micro batch; None if all ranks of the sequence-parallel group run it."""
         return micro.meta_info.get("whole_rows")
 
     def attach_to(self, micro: DataProto) -> DataProto:
-        """Return the micro batch with this metadata."""
         return DataProto(micro.batch, micro.non_tensor_batch, micro.meta_info | {"whole_rows": self})
 
 
 def has_media(row: MediaRow | None) -> bool:
-    """True if a row has images or videos."""
     return bool(row) and any(row.values())
 
 
 def join_features(parts: Iterable[Features]) -> Features:
-    """Concatenate inputs of the same name; not every part has every name."""
+    # not every part has every name
     joined: dict[str, list[Tensor]] = {}
     for part in parts:
         for name, value in part.items():
@@ -60,15 +55,10 @@ def join_features(parts: Iterable[Features]) -> Features:
 def media_inputs(
     rows: Iterable[MediaRow], encoded: Iterable[MediaRow], features_of: Callable[[MediaRow], Features]
 ) -> tuple[Features, dict[str, list[int]]]:
-    """Decode media, each distinct row once.
-
-    Args:
-        rows: Rows of the packed sequence that have media, in order.
-        encoded: Rows to encode; `rows` are among them.
-        features_of: Makes the inputs of one row.
+    """Make the inputs of all distinct rows in `encoded`, among them `rows`.
 
     Returns:
-        The joined inputs, and for `rows` the index of each image and video among the encoded ones.
+        The joined inputs, and for `rows` in order the index of each image and video among the encoded ones.
     """
     made: dict[tuple, Features] = {}
     for row in encoded:

@@ -2,9 +2,8 @@
 """Divide a batch into micro batches: the rows that one device runs through the model at once.
 
 All ranks of a group get the same number, because each micro batch is a round of FSDP collectives; ranks with
-fewer rows end with empty ones. Rows that share a prompt stay together as far as the limit allows, and the
-prompt's tokens count once. Except for `agreed_splits`, everything follows from token counts alone, so ranks
-with the same rows agree without communication.
+fewer rows end with empty ones. Rows that share a prompt stay together as far as the limit allows. Except for
+`agreed_splits`, everything follows from token counts, so ranks with the same rows agree.
 """
 
 import itertools
@@ -48,13 +47,7 @@ class RowCounts:
 
     @classmethod
     def of(cls, batch: DataProto, share_prompt: bool, media: Sequence[int] | None = None) -> "RowCounts":
-        """Count the tokens of a batch.
-
-        Args:
-            batch: Reads `attention_mask`; to share prompts also `uid` and `response_mask`, if both are there.
-            share_prompt: Rows of the same `uid` share their prompt.
-            media: (B,) tokens of each row's media that must be encoded; zero by default.
-        """
+        # without `uid` or `response_mask` no prompt is shared
         lengths = tuple(batch.batch["attention_mask"].sum(-1).tolist())
         prompts, group_ids = (0,) * len(lengths), tuple(range(len(lengths)))
         prompt_ids = _prompt_ids(batch)
@@ -70,7 +63,6 @@ class RowCounts:
         return [groups[group] for group in sorted(groups)]
 
     def tokens(self, group: Sequence[int]) -> int:
-        """Count the tokens of rows that share their prompt."""
         prompt = self.prompts[group[0]]
         return prompt + sum(self.lengths[row] - prompt for row in group)
 
@@ -82,7 +74,7 @@ class RowCounts:
         )
 
     def encoded(self, rows: Sequence[int]) -> int:
-        """Count the tokens of these rows' media, each medium once."""
+        # each medium counts once
         return sum({self.prompt_ids[row]: self.media[row] for row in rows}.values())
 
 
@@ -106,12 +98,7 @@ def split_rows(counts: RowCounts, rows: Sequence[int], limit: MicroBatchLimit, a
 def agreed_splits(
     divide: Callable[[int], list[Split]], group: dist.ProcessGroup | None = None
 ) -> list[Split]:
-    """Divide so that all splits of all ranks have the same number of micro batches; collective.
-
-    Args:
-        divide: Makes one or more splits, each of at least the given number of micro batches.
-        group: The ranks that must agree; all by default.
-    """
+    """Call `divide(at_least)` until all splits of all ranks in `group` have the same size; collective."""
     count = 1
     while True:
         splits = divide(count)
@@ -130,30 +117,22 @@ def rows_by_prompt(batch: DataProto) -> list[list[int]]:
 
 
 def prompt_lengths(batch: DataProto) -> list[int]:
-    """Tokens of each row's prompt, from `attention_mask` and `response_mask`."""
     width = batch.batch["response_mask"].shape[1]
     return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
 
 
 def split_evenly(rows: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Split rows into `count` parts whose sizes differ by at most one."""
     bounds = [len(rows) * part // count for part in range(count + 1)]
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def restore_order(results: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """Join results (rows, ...) of micro batches in the order of the batch: (B, ...).
-
-    Args:
-        results: One for each micro batch.
-        parts: The rows of each micro batch.
-    """
+    """Join results (rows, ...) of the micro batches `parts` in the order of the batch: (B, ...)."""
     order = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
     return torch.cat(list(results))[order.argsort()]
 
 
 def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
-    """The largest value of all ranks; collective."""
     if not dist.is_initialized():
         return value
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

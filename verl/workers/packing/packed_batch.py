@@ -19,7 +19,6 @@ class Packed(NamedTuple):
     """The tokens of a padded batch, row after row."""
 
     values: Tensor  # (N, ...)
-    cu_seqlens: Tensor  # (B + 1,) int32
     positions: Tensor  # (B, T) int64: packed position of each token; on padding, of the row's token before it
 
 
@@ -34,7 +33,6 @@ class PackedBatch(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """True if any rows share a prompt."""
         return any(group.responses for group in self.groups)
 
     @property
@@ -59,10 +57,8 @@ def pack(values: Tensor, mask: Tensor) -> Packed:
     """Drop the padding of `values` (B, T), where `mask` (B, T) is zero, and join the rows."""
     check_same_shape(values=values, mask=mask)
     keep = mask.bool()
-    cu_seqlens = torch.zeros(len(mask) + 1, dtype=torch.int32, device=mask.device)
-    cu_seqlens[1:] = keep.sum(-1).cumsum(0)
     positions = (keep.flatten().cumsum(0) - 1).view_as(keep)
-    return Packed(values[keep], cu_seqlens, positions)
+    return Packed(values[keep], positions)
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
@@ -72,15 +68,9 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBatch:
-    """Pack rows, each with its own prompt.
-
-    Args:
-        input_ids: (B, T).
-        mask: (B, T), one on tokens and zero on padding.
-        position_ids: (1 or 4, B, T).
-    """
+    """Pack rows (B, T), position ids (1 or 4, B, T), each row with its own prompt."""
     packed = pack(input_ids, mask)
-    groups = tuple(LineGroup(length) for length in packed.cu_seqlens.diff().tolist())
+    groups = tuple(LineGroup(length) for length in mask.sum(-1).tolist())
     rows = tuple(range(len(groups)))
     return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
 

@@ -17,17 +17,10 @@ from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, StrategyP
 
 
 class MicroBatchSchedule:
-    """The micro batches of this rank over a batch; every rank has the same number.
-
-    Example::
-
-        schedule = MicroBatchSchedule(plan, sp, group)
-        results = [function(micro) for micro in schedule.micro_batches(batch)]
-        joined = schedule.join(results, "cuda")  # (B, ...), equal on all ranks of the sp group
-    """
+    """The micro batches of this rank over a batch; every rank has the same number."""
 
     def __init__(self, plan: StrategyPlan, sp: SequenceParallel, group: dist.ProcessGroup | None) -> None:
-        """Agree on the number of micro batches; collective over all ranks, `group` the data-parallel ones."""
+        # collective over all ranks; `group` are the data-parallel ones
         self.strategy, self.sp = plan.strategy, sp
         self.splits = agreed_splits(plan.splits, group)
 
@@ -66,7 +59,6 @@ class MicroBatchSchedule:
         return self.strategy is not Strategy.SHARDED
 
     def micro_batches(self, batch: DataProto) -> Iterator[DataProto]:
-        """Yield the rows that this rank runs, in the same rounds as the other ranks."""
         for parts in zip(*self.splits, strict=True):
             if not self.is_whole:
                 yield batch[parts[0]]
@@ -76,12 +68,7 @@ class MicroBatchSchedule:
             yield WholeRows(media).attach_to(batch[parts[self.sp.index]])
 
     def join(self, results: Sequence[Tensor], device: torch.device | str) -> Tensor:
-        """Join results (rows, ...) of the micro batches in the order of the batch: (B, ...) on CPU.
-
-        Args:
-            results: One for each micro batch of this rank.
-            device: Where ranks exchange them.
-        """
+        """Join results (rows, ...) in the order of the batch: (B, ...) on CPU; collective."""
         own = torch.cat(list(results))
         if self.is_whole:
             counts = [sum(map(len, split)) for split in self.splits]
@@ -106,7 +93,7 @@ def forward_in_micro_batches(
         forward: The model that the function runs.
         batch: This rank's sequences.
         function: From a micro batch of b rows to a tensor (b, ...).
-        size: Sequences in a micro batch; with `dynamic_batching` the measure of its tokens.
+        size: See `StrategyLimits.of`.
         dynamic_batching: Fill micro batches by tokens.
         group: The data-parallel ranks.
 
@@ -122,7 +109,7 @@ def forward_in_micro_batches(
 
 
 def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[MediaRow, ...] | None:
-    """Media of all ranks' rows, with a blank image for a rank without; None if no rank has any."""
+    # a blank image for a rank without media; None if no rank has any
     column = batch.non_tensor_batch.get("multi_modal_data")
     if column is None:
         return None

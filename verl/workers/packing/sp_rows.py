@@ -26,12 +26,11 @@ class SPRows:
 
     @classmethod
     def of(cls, positions: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
-        """Find the tokens at packed positions (M,); no plan where the sequence is not sharded."""
         shards = None if plan is None else plan.rows(positions)
         return cls(positions if shards is None else shards.local, shards, sp)
 
     def select(self, values: Tensor) -> Tensor:
-        """Select the values of this rank's tokens: (M,) to (m,)."""
+        """(M,) to (m,)."""
         if self.shards is None:
             return values
         start = sum(self.shards.counts[: self.sp.index])

@@ -50,22 +50,12 @@ class StrategyLimits:
         cls,
         counts: RowCounts,
         *,
-        size: int,
+        size: int,  # rows of a micro batch; with `dynamic_batching` the padded tokens of as many on one rank
         dynamic_batching: bool,
-        prompt_width: int,
-        response_width: int,
+        prompt_width: int,  # tokens of the longest prompt that the options allow
+        response_width: int,  # the same of responses
         ranks: int,
     ) -> "StrategyLimits":
-        """Derive the limits from a micro batch size.
-
-        Args:
-            counts: Token counts of the batch.
-            size: Rows of a micro batch; with `dynamic_batching` their padded tokens are those of one rank.
-            dynamic_batching: Fill micro batches by tokens.
-            prompt_width: Tokens of the longest prompt that the options allow.
-            response_width: Tokens of the longest response.
-            ranks: Size of the sequence-parallel group.
-        """
         if dynamic_batching:
             tokens = size * (prompt_width + response_width)
             return cls(MicroBatchLimit(tokens=tokens * ranks), tokens)
@@ -85,27 +75,19 @@ class StrategyPlan:
     reason: str
 
     def splits(self, at_least: int = 1) -> list[Split]:
-        """Divide each share into at least so many micro batches."""
         return [split_rows(self.counts, rows, self.limit, at_least) for rows in self.shares]
 
 
 class StrategyPlanner:
-    """Chooses the strategy for one model, and logs each when it is first chosen.
-
-    Example::
-
-        planner = StrategyPlanner(ranks=4)
-        plan = planner.plan(counts, limits)  # plan.strategy is Strategy.REPLICATED
-    """
+    """Chooses the strategy for one model, and logs each when it is first chosen."""
 
     def __init__(self, ranks: int, strategies: Collection[Strategy] = tuple(Strategy)) -> None:
-        """Choose among `strategies`; without `SHARDED`, rows run whole even if they do not fit."""
+        # without `SHARDED`, rows run whole even if they do not fit
         self.ranks = ranks
         self.strategies = frozenset(strategies)
         self._logged: set[Strategy] = set()
 
     def plan(self, counts: RowCounts, limits: StrategyLimits) -> StrategyPlan:
-        """Choose for a pass over a batch; see `plan_strategies`."""
         plan = plan_strategies(counts, limits, self.ranks, self.strategies)
         if self.ranks > 1 and plan.strategy not in self._logged:
             self._logged.add(plan.strategy)
@@ -145,11 +127,8 @@ def plan_strategies(
 def deal_rows(counts: RowCounts, ranks: int) -> list[list[int]]:
     """Deal each rank rows of nearly equal work, splitting groups that share a prompt where it helps.
 
-    Of up to `ranks` parts for the group with the most work, and fewer for others, the smallest number is
-    taken that minimizes the work of the busiest rank.
-
-    Returns:
-        The rows of each rank, group after group; some may be empty.
+    Of up to `ranks` parts for the group with the most work, and fewer for others, the smallest number that
+    minimizes the work of the busiest rank is taken.
     """
     groups = counts.group(range(len(counts.lengths)))
     work = [counts.work(rows) for rows in groups]

@@ -4,9 +4,6 @@
 They are kept in the node's media cache, and in a folder if there is one, under a name made of the medium's
 content, the options that shape the model's inputs, and the tower's weights. The rollout engine, the passes
 over the responses and every update read them; none of these runs the tower.
-
-Under FSDP all ranks must run the tower equally often, so computing is a separate collective call (`encode`,
-`holding`).
 """
 
 import hashlib
@@ -46,39 +43,26 @@ class FrameRange(NamedTuple):
 class FrozenTower:
     """Features of media under the frozen vision tower of one model.
 
+    `encode` and `holding` are collective: under FSDP all ranks must run the tower equally often.
+
     Example::
 
         tower = FrozenTower(model, model.config, media_loader, device, torch.bfloat16)
-        tower.encode(rows)  # every rank; other ranks of the node find the result
-        with tower.holding(rows):  # every rank; `PackedForward` reads them
+        tower.encode(rows)  # other ranks of the node find the result
+        with tower.holding(rows):  # `PackedForward` reads them
             forward.log_probs(micro, temperature=1.0)
-
-    Attributes:
-        num_encoded: Media computed by this rank's sequence-parallel group.
-        held: Features by name inside `holding`, else None.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # prepared, possibly under FSDP
         config: Any,
-        media: MediaLoader,
+        media: MediaLoader,  # its cache keeps the features
         device: torch.device | str,
-        dtype: torch.dtype,
-        sp: SequenceParallel | None = None,
-        folder: str | None = None,
+        dtype: torch.dtype,  # the tower computes in it
+        sp: SequenceParallel | None = None,  # the ranks with the same rows, which share the work
+        folder: str | None = None,  # keeps features across runs
     ) -> None:
-        """Wrap a prepared model, possibly under FSDP, whose tower changes only when a checkpoint is loaded.
-
-        Args:
-            model: Prepared by `prepare_model`.
-            config: Its transformers config.
-            media: Makes the model's inputs; its cache keeps the features.
-            device: Where the model computes.
-            dtype: In which its tower computes.
-            sp: The ranks with the same rows, which share the work.
-            folder: `worker.actor.cached_embeds_dir`: keeps features across runs.
-        """
         self.model, self.config, self.media = model, config, media
         self.device, self.dtype = device, dtype
         self.sp = sp or SequenceParallel.none()
@@ -88,12 +72,12 @@ class FrozenTower:
         self._weights: str | None = None  # digest of the tower's weights
 
     def forget(self) -> None:
-        """Forget the name of the weights after they were replaced, so that older features are not found."""
+        # the weights were replaced: older features must not be found
         self._weights = None
 
     @contextmanager
     def holding(self, rows: Iterable[MediaData]) -> Iterator[None]:
-        """Keep the features of the rows' media in memory inside the block; collective over all ranks."""
+        """Keep the features of the rows' media in memory inside the block."""
         self.held = self.encode(rows)
         try:
             yield
@@ -101,10 +85,7 @@ class FrozenTower:
             self.held = None
 
     def encode(self, rows: Iterable[MediaData]) -> dict[str, Entry]:
-        """Compute missing features; collective over all ranks, with any rows on each.
-
-        Returns:
-            The features of the rows' media by name.
+        """Compute missing features; return the features of the rows' media by name.
 
         Raises:
             ValueError: A file is missing or corrupt; the message names it.
@@ -194,7 +175,7 @@ class FrozenTower:
         return entries
 
     def _metadata(self, kind: str, ref: Reference) -> dict[str, Tensor]:
-        """What the rollout engine reads of a medium in addition to its features."""
+        # what the rollout engine reads in addition to the features
         shape = self.media.measure({f"{kind}s": [ref]})
         if kind == "image":
             return {"grid_thw": shape.image_grid_thw}  # (1, 3)
@@ -205,7 +186,7 @@ class FrozenTower:
         }
 
     def _encode(self, frames: list[FrameRange], media: Mapping[str, tuple[str, Reference]]) -> list[Tensor]:
-        """Run the tower; without frames over an unused blank image. Returns features on CPU."""
+        # without frames, an unused blank image: all ranks must run the tower
         inputs = self._inputs(frames, media)
         share = None
         if self.sp.size > 1:
@@ -232,7 +213,7 @@ class FrozenTower:
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
 
     def _publish(self, key: str, features: Tensor, metadata: dict[str, Tensor]) -> Entry:
-        """Cache the features of a medium, on one rank of the sequence-parallel group."""
+        # one rank of the sequence-parallel group writes
         entry = Entry({FEATURES: features, **metadata}, {})
         if self.sp.index != 0:
             return entry

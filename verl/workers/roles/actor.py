@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import aggregate_loss
 from verl.algorithms.kl import FULL, kl_divergence
@@ -16,14 +14,12 @@ from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, weighted
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import TOKEN_SELECTIONS
-from verl.config.update_options import as_number
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.packing.schedule import forward_in_micro_batches
 from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import MiniBatch, Updater
+from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "old_log_probs", "advantages"]
 OPTIONAL_KEYS = ["row_ids", "ref_log_probs", "rollout_is_weights"]
@@ -38,13 +34,9 @@ class KLLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ActorTraining:
+class ActorTraining(Training):
     """Optimizer and loss options of a policy that is updated."""
 
-    optimizer: Optimizer
-    scheduler: LRScheduler  # stepped once for each training step
-    rollout_n: int = 1  # responses to each prompt: `global_batch_size` counts prompts
-    max_response_length: int = 1  # tokens: the scale of `seq_sum_norm`
     kl_loss: KLLoss | None = None  # None leaves the reference out of the loss
     reference: PackedForward | None = None  # read only for the KL over the whole vocabulary
     bypass_correction: RolloutCorrection | None = None  # weights for the difference to `old_log_probs`
@@ -63,19 +55,11 @@ class DataParallelPPOActor:
 
     def __init__(
         self,
-        config: ActorConfig,
+        config: ActorConfig,  # for the reference too
         forward: PackedForward,
         group: dist.ProcessGroup | None,
-        training: ActorTraining | None = None,
+        training: ActorTraining | None = None,  # None: never updated
     ) -> None:
-        """Build the policy.
-
-        Args:
-            config: `worker.actor`, for the reference too.
-            forward: The sharded model.
-            group: The data-parallel ranks; None for all.
-            training: None for a policy that is never updated.
-        """
         self.config, self.forward, self.group, self.training = config, forward, group, training
         self.selection = None
         self.full_kl_reference = None
@@ -88,23 +72,12 @@ class DataParallelPPOActor:
             self.loss_options = {
                 entry.name: getattr(config, entry.name) for entry in fields(PolicyLossOptions)
             }
-            self.updater = Updater(
-                "actor",
-                config,
-                forward,
-                group,
-                training.optimizer,
-                training.scheduler,
-                rollout_n=training.rollout_n,
-                max_response_length=training.max_response_length,
-                ppo_epochs=config.ppo_epochs,
-            )
+            self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
             if loss_type in TOKEN_SELECTIONS:
                 self.selection = MiniBatchSelection(config, forward, group)
 
     @property
     def reads_reference(self) -> bool:
-        """True if an update runs the reference as well."""
         return self.full_kl_reference is not None
 
     @torch.no_grad()
@@ -118,11 +91,7 @@ class DataParallelPPOActor:
     ) -> TokenLogProbs:
         """Compute log-probs of the response tokens under the current weights; collective over all ranks.
 
-        Args:
-            batch: This rank's sequences.
-            temperature: Divides the logits, as in sampling.
-            with_sum_squares: Also compute the sum of the squared probabilities at each token.
-            reference: Also compute the KL divergence from this model over the whole vocabulary.
+        See `PackedForward.log_probs` for the arguments.
 
         Returns:
             (B, R) float32 on CPU each, zero on padding; without entropy.
@@ -134,14 +103,7 @@ class DataParallelPPOActor:
             )
             return torch.stack([value for value in result if value is not None], dim=-1)  # (b, R, values)
 
-        result = forward_in_micro_batches(
-            self.forward,
-            batch.select(FORWARD_KEYS, OBJECT_KEYS),
-            stacked,
-            size=as_number(self.config.micro_batch_size_per_device_for_experience),
-            dynamic_batching=self.config.dynamic_batching,
-            group=self.group,
-        )
+        result = compute_experience(self.config, self.forward, self.group, batch, stacked)
         values = iter(result.unbind(-1))
         return TokenLogProbs(
             next(values),
@@ -155,17 +117,11 @@ class DataParallelPPOActor:
         """Update the policy: an optimizer step for each mini batch and PPO epoch; collective over all ranks.
 
         Args:
-            batch: This rank's sequences in the order of the mini batches, with advantages, old and (for a KL
-                loss) reference log-probs, and `rollout_is_weights` if the loss is weighted.
+            batch: This rank's sequences in the order of the mini batches, with `advantages`,
+                `old_log_probs`, for a KL loss `ref_log_probs`, and for a weighted one `rollout_is_weights`.
             temperature: Divides the logits, as for `old_log_probs`.
             entropy_coef: Weight of the entropy bonus; None is the option's.
             seed: For losses that select tokens at random; another in every step.
-
-        Returns:
-            Metrics over all ranks, see `Updater.finish`.
-
-        Raises:
-            ValueError: The rows do not divide into mini batches.
         """
         assert self.training is not None, "the reference is never updated"
         keys = UPDATE_KEYS + [key for key in OPTIONAL_KEYS if key in batch.batch]
@@ -213,7 +169,7 @@ class DataParallelPPOActor:
         return aggregate_loss(per_token, mask, self.config.loss_avg_mode, mini_batch.denominators)
 
     def _policy_loss(self, log_probs: Tensor, micro_batch: DataProto) -> PolicyLoss:
-        """The policy loss of each token, with importance weights of the batch or of the bypass mode."""
+        # of each token, with importance weights of the batch or of the bypass mode
         tensors = micro_batch.batch
         mask, old = tensors["response_mask"], tensors["old_log_probs"]
         policy = self.policy_loss(

@@ -4,17 +4,13 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import aggregate_loss
 from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
-from verl.config.update_options import as_number
 from verl.config.worker import CriticConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.packing.schedule import forward_in_micro_batches
-from verl.workers.roles.updater import MiniBatch, Updater
+from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "values", "returns"]
 
@@ -24,7 +20,7 @@ class DataParallelPPOCritic:
 
     Example::
 
-        critic = DataParallelPPOCritic(config.critic, forward, group, optimizer, scheduler, rollout_n=1, ...)
+        critic = DataParallelPPOCritic(config.critic, forward, group, Training(optimizer, scheduler))
         values = critic.compute_values(batch)  # (B, R)
         metrics = critic.update(batch)  # {"critic/vf_loss": ..., "critic/grad_norm": ...}
     """
@@ -34,46 +30,20 @@ class DataParallelPPOCritic:
         config: CriticConfig,
         forward: PackedForward,
         group: dist.ProcessGroup | None,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        *,
-        rollout_n: int,
-        max_response_length: int,
+        training: Training,
     ) -> None:
-        """Build the critic; see `Updater` for the arguments, `config` is `worker.critic`."""
         self.config, self.forward, self.group = config, forward, group
-        self.updater = Updater(
-            "critic",
-            config,
-            forward,
-            group,
-            optimizer,
-            scheduler,
-            rollout_n=rollout_n,
-            max_response_length=max_response_length,
-            ppo_epochs=config.ppo_epochs,
-        )
+        self.updater = Updater("critic", config, forward, group, training, config.ppo_epochs)
 
     @torch.no_grad()
     def compute_values(self, batch: DataProto) -> Tensor:
-        """Compute values before each response token: (B, R) float32 on CPU; collective over all ranks."""
-        return forward_in_micro_batches(
-            self.forward,
-            batch.select(FORWARD_KEYS, OBJECT_KEYS),
-            self.forward.values,
-            size=as_number(self.config.micro_batch_size_per_device_for_experience),
-            dynamic_batching=self.config.dynamic_batching,
-            group=self.group,
-        )
+        """(B, R) float32 on CPU: the value before each response token; collective over all ranks."""
+        return compute_experience(self.config, self.forward, self.group, batch, self.forward.values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Update the critic: an optimizer step for each mini batch and PPO epoch; collective over all ranks.
 
-        Args:
-            batch: This rank's sequences, with `values` (as computed before the update) and `returns`.
-
-        Returns:
-            Metrics over all ranks, see `Updater.finish`.
+        Reads `values` (as computed before the update) and `returns`.
         """
         for mini_batch in self.updater.mini_batches(batch.select(UPDATE_KEYS, OBJECT_KEYS)):
             for micro_batch in mini_batch.micro_batches():

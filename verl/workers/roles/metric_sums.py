@@ -31,7 +31,6 @@ class MetricSums:
         self._losses[name] = self._losses.get(name, self._zero) + loss.detach() / self._ranks
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add values to a mean over the ones of a mask of the same shape."""
         total, count = masked_sum(values.detach().double(), mask), mask.sum()
         self._sums[name] = self._sums.get(name, self._zero) + total / self._ranks
         self._counts[name] = self._counts.get(name, self._zero) + count / self._ranks
@@ -39,12 +38,9 @@ class MetricSums:
     def reduce(
         self, group: dist.ProcessGroup | None, num_updates: int, sp_group: dist.ProcessGroup | None = None
     ) -> dict[str, float]:
-        """Sum over the ranks and return means: losses over `num_updates`, the others over their counts.
+        """Sum over the data-parallel `group` and `sp_group`, the ranks with the same rows, and return means.
 
-        Args:
-            group: The data-parallel ranks; None for all.
-            num_updates: Mini batches.
-            sp_group: The ranks that share the same rows, if there are several.
+        Losses are divided by `num_updates`, the other metrics by their counts.
         """
         tables = (self._losses, self._sums, self._counts)
         flat = torch.stack([value for table in tables for value in table.values()])

@@ -31,38 +31,18 @@ MODEL_KEYS = ["input_ids", "attention_mask", "position_ids"]
 
 
 class RewardModelScorer:
-    """Scores whole responses: the reward model's output at the last token of the sequence.
-
-    Example::
-
-        scorer = RewardModelScorer(forward, tokenizer, policy_tokenizer, config.reward_model, group, ...)
-        scores = scorer.score(batch)  # (B,)
-    """
+    """Scores whole responses: the reward model's output at the last token of the sequence."""
 
     def __init__(
         self,
-        forward: PackedForward,
+        forward: PackedForward,  # with the policy's media loader: as many tokens for an image
         tokenizer: Any,
-        policy_tokenizer: Any,
+        policy_tokenizer: Any,  # with the chat template of the prompts
         config: RewardModelConfig,
         group: dist.ProcessGroup | None,
         *,
-        policy_model_type: str,
+        policy_model_type: str,  # `model_type` of its transformers config
     ) -> None:
-        """Build the scorer.
-
-        Args:
-            forward: The reward model, with a scalar head. Its media loader is the policy's: an image must
-                become as many tokens as it did for the policy.
-            tokenizer: The reward model's.
-            policy_tokenizer: The policy's, with the chat template that its prompts were rendered by.
-            config: `worker.reward_model`.
-            group: The data-parallel ranks; None for all.
-            policy_model_type: `model_type` of the policy's transformers config.
-
-        Raises:
-            ValueError: Conversations must be rendered again and the reward model has no chat template.
-        """
         self.forward = forward
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
@@ -79,9 +59,7 @@ class RewardModelScorer:
     def score(self, batch: DataProto) -> Tensor:
         """Score each response: (B,) float32 on CPU, unweighted; collective over all ranks.
 
-        Args:
-            batch: This rank's sequences; reads `input_ids`, `attention_mask`, `position_ids`, `responses`,
-                `multi_modal_data` if present, and `prompt_messages` if conversations are rendered again.
+        Reads `prompt_messages` if conversations are rendered again.
 
         Raises:
             NotImplementedError: Rows hold media, and the reward model is of another type than the policy.
@@ -133,12 +111,7 @@ class RewardModelScorer:
 
 
 def check_has_score(config: RewardModelConfig) -> None:
-    """Check that a checkpoint has a head: a causal model's new head would score everything zero.
-
-    Raises:
-        FileNotFoundError: The folder has no config that can be read.
-        ValueError: The checkpoint has no head that gives a single score.
-    """
+    # a causal model's new head would score everything zero
     files = load_model_config(config.model, OPTION)
     where = f"`{OPTION}.model_path` ({config.model.model_path})"
     if not is_scalar(files):
@@ -151,11 +124,7 @@ def check_has_score(config: RewardModelConfig) -> None:
 
 
 def load_reward_tokenizer(tokenizer_path: str, trust_remote_code: bool = False) -> Any:
-    """Load a reward model's tokenizer, which unlike the policy's may lack a chat template and padding.
-
-    Raises:
-        ValueError: There is no tokenizer at this folder or hub name.
-    """
+    """Load a reward model's tokenizer, which unlike the policy's may lack a chat template and padding."""
     use_modelscope_hub_if_asked()
     try:
         return AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
@@ -193,16 +162,8 @@ def encode_conversations(
 
     A response that was cut off ends like any other: the template closes the assistant's turn.
 
-    Args:
-        prompts: Chat messages of each row, their contents strings.
-        responses: The assistant's answer in each row.
-        tokenizer: One with a chat template.
-
     Returns:
         `input_ids`, `attention_mask` and `position_ids`, (B, T) each, padded on the right.
-
-    Raises:
-        ValueError: The template refuses a conversation.
     """
     texts = [
         _render([*prompt, {"role": "assistant", "content": response}], tokenizer)

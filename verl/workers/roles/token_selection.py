@@ -7,16 +7,17 @@ weights before its update, and gathered; every rank makes the same choice and ke
 one more forward pass.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.token_selection import TOKEN_SELECTIONS, SelectionInputs
-from verl.config.update_options import as_number
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.schedule import forward_in_micro_batches
+from verl.workers.roles.updater import compute_experience
 
 
 class MiniBatchSelection:
@@ -34,13 +35,12 @@ class MiniBatchSelection:
         """Add `selected` (B, R) bool; collective over all ranks."""
         tensors = mini_batch.batch
         keep = tensors["response_mask"].bool()  # (B, R)
-        log_probs = forward_in_micro_batches(
+        log_probs = compute_experience(
+            self.config,
             self.forward,
+            self.group,
             mini_batch,
             lambda micro: self.forward.log_probs(micro, temperature).log_probs,
-            size=as_number(self.config.micro_batch_size_per_device_for_experience),
-            dynamic_batching=self.config.dynamic_batching,
-            group=self.group,
         )
         columns = torch.arange(keep.shape[1]).expand_as(keep)
         row_ids = tensors["row_ids"][:, None].expand_as(keep)
@@ -65,17 +65,7 @@ class MiniBatchSelection:
 
     def _gather(self, columns: Tensor) -> tuple[Tensor, slice]:
         """Gather (k, n) of every rank as (k, N), n its own; also return the slice of this rank's columns."""
-        device = self.forward.device
-        counts = torch.zeros(dist.get_world_size(self.group), dtype=torch.int64, device=device)
-        rank = dist.get_rank(self.group)
-        counts[rank] = columns.shape[1]
-        dist.all_reduce(counts, group=self.group)
-        sizes = counts.tolist()
-        padded = columns.new_zeros(len(columns), max(sizes))
-        padded[:, : columns.shape[1]] = columns
-        padded = padded.to(device)
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self.group)
-        joined = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1).cpu()
-        start = sum(sizes[:rank])
-        return joined, slice(start, start + sizes[rank])
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, columns, group=self.group)
+        start = sum(part.shape[1] for part in gathered[: dist.get_rank(self.group)])
+        return torch.cat(gathered, dim=1), slice(start, start + columns.shape[1])

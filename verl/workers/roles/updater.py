@@ -7,7 +7,7 @@ and gradients are summed.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,21 @@ from verl.config.update_options import TrainedModelConfig, as_number
 from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
-from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.schedule import MicroBatchSchedule
+from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.packing.schedule import MicroBatchSchedule, forward_in_micro_batches
 from verl.workers.roles.metric_sums import MetricSums
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Optimizer and sizes of a model that is updated."""
+
+    optimizer: Optimizer
+    scheduler: LRScheduler  # stepped once per training step
+    rollout_n: int = 1  # responses to each prompt; `global_batch_size` counts prompts
+    max_response_length: int = 1  # in tokens: the scale of `seq_sum_norm`
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,27 @@ class MiniBatch:
     schedule: MicroBatchSchedule
 
     def micro_batches(self) -> Iterator[DataProto]:
-        """Put the model into training mode and yield the micro batches on its device."""
         self.forward.model.train()
         for micro_batch in self.schedule.micro_batches(self.batch):
             yield micro_batch.to(self.forward.device)
+
+
+def compute_experience(
+    config: TrainedModelConfig,
+    forward: PackedForward,
+    group: dist.ProcessGroup | None,
+    batch: DataProto,
+    function: Callable[[DataProto], Tensor],
+) -> Tensor:
+    """`forward_in_micro_batches` with the sizes of a role; `function` reads what `PackedForward` reads."""
+    return forward_in_micro_batches(
+        forward,
+        batch.select(FORWARD_KEYS, OBJECT_KEYS),
+        function,
+        size=as_number(config.micro_batch_size_per_device_for_experience),
+        dynamic_batching=config.dynamic_batching,
+        group=group,
+    )
 
 
 class Updater:
@@ -59,45 +86,24 @@ class Updater:
 
     def __init__(
         self,
-        role: str,
-        config: TrainedModelConfig,
+        role: str,  # prefix of its metrics and section of its options
+        config: TrainedModelConfig,  # that section
         forward: PackedForward,
-        group: dist.ProcessGroup | None,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        *,
-        rollout_n: int = 1,
-        max_response_length: int = 1,
+        group: dist.ProcessGroup | None,  # the data-parallel ranks; None for all
+        training: Training,
         ppo_epochs: int = 1,
     ) -> None:
-        """Set up the updates of a role.
-
-        Args:
-            role: Prefix of its metrics, and its section of the options for errors.
-            config: The role's section.
-            forward: The sharded model.
-            group: The data-parallel ranks; None for all.
-            optimizer: The model's.
-            scheduler: The optimizer's; stepped once per training step.
-            rollout_n: Responses to each prompt; `global_batch_size` counts prompts.
-            max_response_length: In tokens: the scale of `seq_sum_norm`.
-            ppo_epochs: Passes over the batch.
-        """
         self.role, self.config, self.forward, self.group = role, config, forward, group
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer, self.scheduler = training.optimizer, training.scheduler
         self.ppo_epochs = ppo_epochs
-        self.max_response_length = float(max_response_length)
+        self.max_response_length = float(training.max_response_length)
         self.dp_size, self.world_size = dist.get_world_size(group), dist.get_world_size()
-        self.mini_batch_rows = config.global_batch_size * rollout_n // self.dp_size
+        self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
         self.metrics = MetricSums(forward.device)
         self.grad_norms: list[float] = []
 
     def mini_batches(self, batch: DataProto) -> Iterator[MiniBatch]:
-        """Yield the mini batches of an update, in order, once for each PPO epoch.
-
-        Raises:
-            ValueError: The rows do not divide into mini batches.
-        """
+        """Yield the mini batches of an update in order, once for each PPO epoch."""
         self._check_rows(len(batch))
         self.metrics, self.grad_norms = MetricSums(self.forward.device), []
         parts = batch.split(self.mini_batch_rows)
@@ -107,11 +113,8 @@ class Updater:
                 yield self._mini_batch(part, counts)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro batch's loss.
-
-        Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an
-        unsharded gradient of the whole model on every device.
-        """
+        # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an
+        # unsharded gradient of the whole model on every device.
         # FSDP averages gradients over all ranks, but the loss is the sum of their losses: of other rows and,
         # where a sequence is sharded, of other tokens of the same rows.
         (loss * self.world_size).backward()

@@ -29,10 +29,5 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
 
 
 def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:
-    """Build the engine named by `config.name`, collective; its weights are undefined until `sync_weights`.
-
-    Args:
-        config: The section `worker.rollout`.
-        setup: The model, the device and the rank.
-    """
+    """Build the engine that `worker.rollout` names; its weights are undefined until `sync_weights`."""
     return ROLLOUT_ENGINES[config.name](config, setup)

@@ -134,10 +134,9 @@ class HFRollout:
                 f" `worker.rollout.max_model_len` is {self.max_length}"
             )
         input_ids = torch.tensor(ids)
+        position_ids = torch.arange(len(ids))
         compute_positions = position_ids_for(self.hf_config.model_type)
-        if compute_positions is None:
-            position_ids = torch.arange(len(ids))
-        else:
+        if compute_positions is not None:
             grids = {name: features[name] for name in GRIDS if name in features}
             position_ids = compute_positions(input_ids, MropeConstants.from_config(self.hf_config), **grids)
         return PreparedPrompt(request.uid, input_ids, position_ids, features)
@@ -165,26 +164,21 @@ class HFRollout:
         logits = logits.repeat_interleave(n, 0)  # (B * n, V)
         mask = mask.repeat_interleave(n, 0)
         last_positions = position_ids[..., -1:].repeat_interleave(n, -2)  # (B * n, 1) or (4, B * n, 1)
-        responses = [
-            FinishedResponse(prompt.uid, sample, [], [], "") for prompt in prompts for sample in range(n)
-        ]
-        limits = [
-            min(sampling.max_tokens, self.max_length - len(prompt.input_ids))
-            for prompt in prompts
-            for _ in range(n)
-        ]
+        limits, responses = [], []
+        for prompt in prompts:
+            limits += [min(sampling.max_tokens, self.max_length - len(prompt.input_ids))] * n
+            responses += [FinishedResponse(prompt.uid, sample, [], [], "") for sample in range(n)]
         running = set(range(len(responses)))
         for step in range(1, max(limits) + 1):
             tokens, log_probs = sample_tokens(logits, sampling, self.banned, generator)
+            token_ids, log_prob_values = tokens.tolist(), log_probs.tolist()
             finished = []
-            values = enumerate(zip(responses, tokens.tolist(), log_probs.tolist(), limits, strict=True))
-            for row, (response, token, log_prob, limit) in values:
-                if row not in running:
-                    continue
+            for row in sorted(running):
+                response, token = responses[row], token_ids[row]
                 response.token_ids.append(token)
-                response.log_probs.append(log_prob)
+                response.log_probs.append(log_prob_values[row])
                 is_end = token in self.end_ids and not sampling.ignore_eos
-                if is_end or step == limit:
+                if is_end or step == limits[row]:
                     running.remove(row)
                     finished.append(replace(response, finish_reason="stop" if is_end else "length"))
             if finished:
@@ -198,15 +192,10 @@ class HFRollout:
         self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, cache: Any, features: dict[str, Tensor]
     ) -> Tensor:
         """Logits of the last position, (B, V) float32."""
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **{name: tensor.to(self.device) for name, tensor in features.items()},
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids} | {
+            name: tensor.to(self.device) for name, tensor in features.items()
+        }
+        output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 
 
@@ -225,15 +214,10 @@ def media_features(processor: Any, media: Any) -> tuple[dict[str, Tensor], Media
         made = processor.image_processor(images=list(media.images), return_tensors="pt")
         features |= {name: made[name] for name in ("pixel_values", "image_grid_thw")}
     if media.videos:
-        metas = [
-            {key: value for key, value in meta.items() if key != "do_sample_frames"}
-            for _, meta in media.videos
-        ]
+        frames = [pixels for pixels, _ in media.videos]
+        metas = [{k: v for k, v in meta.items() if k != "do_sample_frames"} for _, meta in media.videos]
         made = processor.video_processor(
-            videos=[frames for frames, _ in media.videos],
-            video_metadata=metas,
-            do_sample_frames=False,
-            return_tensors="pt",
+            videos=frames, video_metadata=metas, do_sample_frames=False, return_tensors="pt"
         )
         features |= {name: made[name] for name in ("pixel_values_videos", "video_grid_thw")}
         patch = processor.video_processor.temporal_patch_size

@@ -28,11 +28,7 @@ ADAPTER_ID = 1
 def engine_adapter(
     model: PreTrainedModel, config: AdapterConfig, rollout: RolloutConfig, device: str
 ) -> EngineAdapter | None:
-    """Return the adapter that an engine serves; None if adapters are folded in, and the log says why.
-
-    Raises:
-        ValueError: `worker.rollout.lora_sync=adapter`, and the engine cannot serve it.
-    """
+    """Return the adapter that an engine serves; None if adapters are folded in, and the log says why."""
     modules = tuple(adapted_layers(model))
     reason = why_merged(model, config, modules, rollout.name, device)
     if reason is None and rollout.lora_sync != "adapter":
@@ -94,16 +90,7 @@ def adapter_request() -> Any:
 
 
 def load_adapter(engine: Any, adapter: EngineAdapter, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the adapter that an engine serves.
-
-    Args:
-        engine: vLLM's `LLMEngine`, without running requests.
-        adapter: The adapter that the engine was built for.
-        tensors: Full tensors by their names in the model.
-
-    Raises:
-        RuntimeError: The engine has no layer for some of them.
-    """
+    """Replace the adapter that vLLM's `LLMEngine` serves; no request may be running."""
     from vllm.lora.lora_model import LoRAModel  # noqa: PLC0415 - after vLLM's environment
     from vllm.lora.peft_helper import PEFTHelper  # noqa: PLC0415
 

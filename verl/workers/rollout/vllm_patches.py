@@ -32,11 +32,6 @@ CPU_ENVIRONMENT = {
 
 
 def import_vllm(device: str) -> Any:
-    """Import and patch vLLM.
-
-    Raises:
-        RuntimeError: The version is not supported.
-    """
     set_environment(device)  # vLLM reads it on import
     vllm = importlib.import_module("vllm")
     check_version(vllm.__version__)
@@ -79,26 +74,29 @@ def apply_patches(device: str) -> None:
     skip_token_ranks()
 
 
+def _replaceable(module: str, *names: str) -> Any:
+    """Import a module, or a class as `module:class`, and check that it has what is to be replaced."""
+    path, _, class_name = module.partition(":")
+    owner: Any = importlib.import_module(path)
+    owner = getattr(owner, class_name) if class_name else owner
+    missing = [name for name in names if not hasattr(owner, name)]
+    assert not missing, f"vLLM's {module} has no {missing}, which must be replaced"
+    return owner
+
+
 def inspect_models_here() -> None:
     """Stop vLLM from inspecting new model classes in a subprocess, which takes 10 s."""
     # it does so to keep CUDA out of the calling process, which uses CUDA here and imports the class anyway
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    assert hasattr(registry, "_run_in_subprocess"), "vLLM must look at classes through a function we replace"
-    registry._run_in_subprocess = _call
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
+    registry = _replaceable("vllm.model_executor.models.registry", "_run_in_subprocess")
+    registry._run_in_subprocess = lambda function: function()
 
 
 def keep_buffers_of_empty_models() -> None:
     """Stop `load_format="dummy"` from overwriting buffers, which weight sync does not restore."""
     # vLLM 0.32 keeps mean and deviation of pixels as buffers of the vision tower: without them log-probs of
     # prompts with images are off by 3
-    loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader").DummyModelLoader
+    loader = _replaceable("vllm.model_executor.model_loader.dummy_loader:DummyModelLoader", "load_weights")
     fill: Any = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
-    assert hasattr(loader, "load_weights"), "vLLM must fill empty models in a method that we replace"
-    assert hasattr(fill, "initialize_single_dummy_weight"), "vLLM must fill tensors by a function we call"
 
     def fill_parameters(self: Any, model: torch.nn.Module, model_config: Any) -> None:
         for parameter in model.parameters():
@@ -111,8 +109,7 @@ def keep_process_group() -> None:
     """Stop vLLM from destroying torch.distributed's default group when an engine or the process ends."""
     # training owns that group: it could not continue after `close`, and a process that has destroyed its
     # group itself would exit with a traceback
-    core: Any = importlib.import_module("vllm.v1.engine.core")
-    assert hasattr(core, "cleanup_dist_env_and_memory"), "vLLM must end its groups in a function we replace"
+    core = _replaceable("vllm.v1.engine.core", "cleanup_dist_env_and_memory")
     core.cleanup_dist_env_and_memory = _end_model_parallel_groups
 
 
@@ -134,10 +131,7 @@ def keep_linear_weights_on_cpu() -> None:
     """Stop vLLM on CPU from repacking linear weights for oneDNN, which empties `layer.weight`."""
     # `load_weights` fails on emptied parameters, and vLLM's `reload_weights` is silently wrong with tied
     # embeddings; throughput is the same. Delete this when vLLM loads into repacked weights.
-    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
-    assert hasattr(utils, "dispatch_cpu_unquantized_gemm"), (
-        "vLLM must repack CPU weights in a function we replace"
-    )
+    utils = _replaceable("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
     utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
 
@@ -148,10 +142,11 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
 def keep_expert_weights_on_cpu() -> None:
     """Stop vLLM on CPU from repacking experts' weights, which `load_weights` would overwrite."""
     # experts are computed one by one instead, slower than with vLLM's kernel
-    module = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
-    experts: Any = module.CPUUnquantizedExperts
-    for name in ("process_weights_after_loading", "apply"):
-        assert hasattr(experts, name), f"vLLM's CPU experts must have `{name}`"
+    experts = _replaceable(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts",
+        "process_weights_after_loading",
+        "apply",
+    )
     experts.process_weights_after_loading = _keep_expert_weights
     experts.apply = _apply_experts
 
@@ -172,7 +167,7 @@ def _apply_experts(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Write the weighted sum of the chosen experts' outputs into `output`.
+    """Write the weighted sum of the chosen experts' outputs into `output` (N, hidden).
 
     Args:
         self: vLLM's experts.
@@ -200,10 +195,11 @@ def name_shared_memory_per_run() -> None:
     """Name vLLM's files in /dev/shm (tensor parallelism on CPU) by run, and unlink them once mapped."""
     # all runs would share the names of files that are left behind: the next run fails with "create shm in
     # SHMManager failed. errno: 17"
-    module = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
-    communicator: Any = module._CPUSHMDistributed
-    for name in ("make_group_name", "_init_cpu_shm"):
-        assert hasattr(communicator, name), f"vLLM's shared-memory communicator must have `{name}`"
+    communicator = _replaceable(
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed",
+        "make_group_name",
+        "_init_cpu_shm",
+    )
     if not hasattr(communicator, "verl_originals"):
         communicator.verl_originals = (communicator.make_group_name, communicator._init_cpu_shm)
     make_group_name, init_cpu_shm = communicator.verl_originals
@@ -235,10 +231,7 @@ def unlink_shared_memory(group_name: str) -> None:
 def skip_token_ranks() -> None:
     """Stop vLLM from ranking each sampled token, which is unused."""
     # 4 % of the time on CPU with a vocabulary of 32,000
-    sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
-    assert hasattr(sampler, "batched_count_greater_than"), (
-        "vLLM's sampler must count ranks in a function we replace"
-    )
+    sampler = _replaceable("vllm.v1.sample.sampler", "batched_count_greater_than")
     sampler.batched_count_greater_than = _no_ranks
 
 

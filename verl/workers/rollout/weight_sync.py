@@ -19,13 +19,7 @@ TIED_HEAD = "lm_head.weight"
 def engine_weights(
     named_tensors: Iterable[tuple[str, Tensor]], hf_config: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert trained weights to what vLLM's `load_weights` reads.
-
-    Args:
-        named_tensors: Full tensors as `HubNames.convert` yields them; consumed one by one.
-        hf_config: The model's transformers config.
-        dtype: The engine's; vLLM warns about every tensor of another one.
-    """
+    """Convert what `HubNames.convert` yields to what vLLM's `load_weights` reads, in the engine's dtype."""
     transposed = TRANSPOSED_EXPERTS.get(hf_config.model_type, ())
     for name, tensor in named_tensors:
         # skipped, but consumed: producing it may be a collective operation
@@ -40,11 +34,7 @@ def engine_weights(
 def load_into(
     model: Any, named_tensors: Iterable[tuple[str, Tensor]], hf_config: Any, dtype: torch.dtype
 ) -> None:
-    """Load trained weights into vLLM's module; see `engine_weights`.
-
-    Raises:
-        RuntimeError: Some of the engine's parameters got no value.
-    """
+    """Load trained weights into vLLM's module; every parameter must get a value."""
     weights = engine_weights(named_tensors, hf_config, dtype)
     loaded = model.load_weights(weights)
     for _ in weights:  # a loader may stop early, but gathering is collective
@@ -55,11 +45,8 @@ def load_into(
 
 
 def clear_caches(engine: Any) -> None:
-    """Clear attention states and media embeddings that vLLM's `LLMEngine` computed with older weights.
-
-    No request may be running. Without the second, an image seen before keeps its old embeddings (log-probs
-    off by more than 1).
-    """
+    # attention states and media embeddings were computed with older weights; without the second an image seen
+    # before keeps its old embeddings (log-probs off by more than 1)
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
     engine.reset_encoder_cache()
