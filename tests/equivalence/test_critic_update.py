@@ -90,7 +90,8 @@ def update_on_ranks(rank, world_size, root):
             critic = DataParallelPPOCritic(
                 config, PackedForward(model, model.config), dist.group.WORLD,
                 Training(
-                    optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), N, MAX_RESPONSE_LENGTH
+                    optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), N,
+                    MAX_RESPONSE_LENGTH,
                 ),
             )  # fmt: skip
             metrics = critic.update(batch)

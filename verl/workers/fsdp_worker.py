@@ -113,10 +113,7 @@ class FSDPWorker(ModelWorker):
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
 
     def _sizes(self) -> dict[str, int]:
-        return {
-            "rollout_n": self.config.rollout.n,
-            "max_response_length": self.options.max_response_length,
-        }
+        return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}
 
     def _init_critic(self) -> None:
         config = self.config.critic

@@ -96,10 +96,7 @@ class StrategyPlanner:
 
 
 def plan_strategies(
-    counts: RowCounts,
-    limits: StrategyLimits,
-    ranks: int,
-    strategies: Collection[Strategy] = tuple(Strategy),
+    counts: RowCounts, limits: StrategyLimits, ranks: int, strategies: Collection[Strategy] = tuple(Strategy)
 ) -> StrategyPlan:
     """Choose the fastest strategy that fits the limits."""
 
