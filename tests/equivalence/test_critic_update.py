@@ -138,7 +138,7 @@ def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results
         assert metrics["critic/vf_clipfrac"] == pytest.approx(clipped, rel=1e-6)
 
 
-def test_the_ranks_values_are_the_padded_ones_in_order(results, root):
+def test_values_of_the_ranks_equal_the_padded_ones_in_order(results, root):
     found = torch.cat([torch.from_numpy(values) for _, values in results])
 
     assert_values_close(found, torch.load(root / "values.pt"))

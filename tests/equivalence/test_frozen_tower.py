@@ -134,7 +134,7 @@ def test_log_probs_and_gradients_are_those_of_a_tower_run_in_every_pass(root, fa
         assert (own_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
 
 
-def test_a_medium_is_encoded_once_however_often_it_is_shown(root):
+def test_a_medium_is_encoded_once(root):
     model, loader = load(root / "qwen3_vl", True), loader_for(root / "qwen3_vl")
     tower, seen = tower_of(model, loader), patches_seen(model)
     rows = batch_of(root, "qwen3_vl", model.config, loader).non_tensor_batch["multi_modal_data"]
@@ -150,7 +150,7 @@ def test_a_medium_is_encoded_once_however_often_it_is_shown(root):
     assert other.num_encoded == 0, "a model with the same tower finds what this one computed"
 
 
-def test_another_tower_another_file_and_other_options_are_other_features(root, tmp_path):
+def test_features_depend_on_the_tower_the_file_and_the_options(root, tmp_path):
     model, loader = load(root / "qwen2_5_vl", True), loader_for(root / "qwen2_5_vl")
     path = save_image(tmp_path / "image.png", 60, 60, seed=1)
     tower = tower_of(model, loader, folder=str(tmp_path / "features"))
@@ -233,7 +233,7 @@ def on_ranks(rank, world_size, root, run_id, sp_size):
 
 
 @pytest.mark.parametrize("sp_size", [1, 2], ids=["other rows", "the same rows"])
-def test_two_ranks_encode_what_each_lacks_and_then_run_no_tower(root, sp_size, tmp_path):
+def test_two_ranks_encode_missing_media_and_then_run_no_tower(root, sp_size, tmp_path):
     cache = MediaCache(f"frozen-tower-{os.getpid()}-{sp_size}", owner=True)
     try:
         ranks = run_distributed(partial(on_ranks), 2, root, cache.run_id, sp_size)

@@ -33,7 +33,7 @@ SETTINGS = {  # options of `worker.actor`, ranks that share a sequence
     "one row": ({"micro_batch_size_per_device_for_update": 1, "dynamic_batching": False}, 1),
     "dynamic": ({"micro_batch_size_per_device_for_update": 1, "dynamic_batching": True}, 1),
     "all rows": ({"micro_batch_size_per_device_for_update": 8, "dynamic_batching": False}, 1),
-    "divided": ({"micro_batch_size_per_device_for_update": 2, "divide_short_sequences": True}, 2),
+    "sharded": ({"micro_batch_size_per_device_for_update": 2, "divide_short_sequences": True}, 2),
 }
 CONVERSATIONS = [
     [("user", "How many?"), ("assistant", "three"), ("user", "And the square?"), ("assistant", "red red")],
@@ -195,10 +195,10 @@ def test_the_learned_tokens_are_those_between_the_assistants_header_and_the_end_
         assert (labels != IGNORED).any(-1).all()
 
 
-def test_loss_and_gradients_equal_those_of_transformers_on_two_ranks_and_divided_lines(root):
-    check(run_distributed(losses_on_ranks, 2, root, ["dynamic", "divided"]), root)
+def test_loss_and_gradients_equal_transformers_on_two_ranks_and_sharded_sequences(root):
+    check(run_distributed(losses_on_ranks, 2, root, ["dynamic", "sharded"]), root)
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_equal_those_of_transformers_on_one_rank(root):
+def test_loss_and_gradients_equal_transformers_on_one_rank(root):
     check(run_distributed(losses_on_ranks, 1, root, ["one row", "dynamic", "all rows"]), root)

@@ -16,16 +16,16 @@ def message_of(phase):
 
 
 @pytest.mark.parametrize("phase", MICRO_BATCH_OPTIONS)
-def test_memory_that_runs_out_names_the_size_of_the_phase(phase):
+def test_out_of_memory_errors_name_the_option_of_the_phase(phase):
     assert f"{phase}: set `{MICRO_BATCH_OPTIONS[phase]}` to a smaller number" in message_of(phase)
     assert MICRO_BATCH_OPTIONS[phase] in [entry.key for entry in list_options(PPOConfig)]
 
 
-def test_in_other_phases_more_memory_must_be_left_free():
+def test_other_phases_advise_to_leave_more_memory_free():
     assert "gen: leave more of the GPU free" in message_of("gen")
 
 
-def test_other_errors_stay_as_they_are():
+def test_other_errors_are_unchanged():
     with pytest.raises(ValueError, match=r"^x$") as raised, explained_out_of_memory("old"):
         raise ValueError("x")
     assert not hasattr(raised.value, "__notes__")

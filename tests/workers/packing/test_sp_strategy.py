@@ -55,7 +55,7 @@ def test_media_of_a_prompt_count_once_even_where_it_is_not_shared():
         assert counts.encoded([1]) == 6
 
 
-def test_rows_are_dealt_by_their_work():
+def test_rows_are_dealt_by_work():
     # 50 + 20 and 40 + 30 tokens: nearly the same work.
     assert sorted(map(sorted, deal_rows(rows_of(50, 40, 30, 20), 2))) == [[0, 3], [1, 2]]
 
@@ -67,7 +67,7 @@ def test_groups_stay_together_where_that_is_even():
 
 
 def test_a_group_larger_than_the_rest_is_split_and_the_others_are_not():
-    # 20 + 4 x 30 = 140 tokens, and 20 + 2 x 5 = 30. In two pieces of 80: 80 + 30 on the busiest rank.
+    # 20 + 4 x 30 = 140 tokens, and 20 + 2 x 5 = 30. In two parts of 80: 80 + 30 on the busiest rank.
     counts = groups_of((20, (30, 30, 30, 30)), (20, (5, 5)))
 
     assert sorted(map(sorted, deal_rows(counts, 2))) == [[0, 1, 4, 5], [2, 3]]

@@ -106,7 +106,7 @@ def padded_log_probs(model, batch):
 
 
 def padded_update(model, batch, ref_log_probs):
-    """Gradients of each mini batch, the mean loss, and what is said of every sequence."""
+    """Gradients of each mini batch, the mean loss, and statistics of every sequence."""
     gradients, losses, judged = [], [], []
     for start in (0, ROWS // 2):
         rows = slice(start, start + ROWS // 2)
@@ -233,7 +233,7 @@ def with_reference(prime, batch):
     return batch.merge(DataProto.from_dict({"prime_ref_log_probs": prime.compute_ref_log_probs(batch)}))
 
 
-def test_before_it_learns_a_model_rewards_nothing_and_training_tells_right_from_wrong(root, one_rank):
+def test_rewards_start_at_zero_and_learn_right_from_wrong(root, one_rank):
     prime = make_prime(
         root / "model",
         root / "model",
@@ -254,7 +254,7 @@ def test_before_it_learns_a_model_rewards_nothing_and_training_tells_right_from_
     assert (scores > 0).tolist() == (batch.batch["accuracies"] > 0.5).tolist()
 
 
-def test_the_reference_stays_as_it_was(root, one_rank):
+def test_the_reference_does_not_change(root, one_rank):
     prime = make_prime(
         root / "model", root / "model", make_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1)
     )
@@ -278,7 +278,7 @@ def test_nan_outside_of_the_responses_does_not_reach_the_update(root, one_rank):
     assert prime.compute_process_rewards(dirty).isfinite().all()
 
 
-def test_an_accuracy_that_is_no_probability_is_refused_by_its_option(root, one_rank):
+def test_an_accuracy_outside_of_zero_to_one_is_refused_by_option(root, one_rank):
     prime = make_prime(root / "model", root / "reference")
     batch = with_reference(prime, make_batch())
     batch.batch["accuracies"][3] = 2.0

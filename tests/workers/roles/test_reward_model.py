@@ -178,9 +178,9 @@ def results(request, root, one_rank):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["same", "other"])
-def test_scores_equal_transformers_own_on_each_row_alone(results, root, name, size):
+def test_scores_equal_transformers_on_single_rows(results, root, name, size):
     expected = torch.load(root / "expected.pt")[name]
-    assert expected.std() > 0.01  # rows are told apart
+    assert expected.std() > 0.01  # scores differ between rows
 
     for rank in results:
         rows, scores = rank[name, size]
@@ -197,7 +197,7 @@ def test_some_responses_were_cut_off_and_some_were_finished():
 # Rules, on one rank in this process.
 
 
-def test_mrope_positions_of_rows_without_media_are_counted_anew_for_a_text_model(root, one_rank):
+def test_a_text_model_gets_plain_positions_instead_of_mrope(root, one_rank):
     batch = make_batch()
     batch.batch["position_ids"] = batch.batch["position_ids"][:, None].expand(-1, 4, -1)
 
@@ -276,7 +276,7 @@ def test_other_tokens_need_a_chat_template(root, one_rank):
         )
 
 
-def test_a_model_that_cannot_score_is_refused_rather_than_given_a_head_of_zeros(tmp_path, one_rank):
+def test_a_model_without_a_score_is_refused(tmp_path, one_rank):
     folder = save_tiny_model(tmp_path / "causal", "qwen2", num_hidden_layers=1)
 
     with pytest.raises(

@@ -58,7 +58,7 @@ def served(request, tmp_path_factory, single_process):
     engine.close()
 
 
-def test_an_engine_that_serves_the_adapter_has_the_log_probs_of_each_one_it_is_given(served):
+def test_an_engine_that_serves_adapters_has_the_log_probs_of_each(served):
     engine, model, path = served
     base = load_model(path)
 
@@ -109,7 +109,7 @@ def test_adapters_that_an_engine_cannot_serve_are_folded_and_logged(
             engine_adapter(model, config, rollout_config(**options, lora_sync="adapter"), "cuda")
 
 
-def test_on_cpu_adapters_are_folded_unless_they_are_asked_for(tmp_path):
+def test_on_cpu_adapters_are_folded_unless_requested(tmp_path):
     model = adapted(save_tiny_model(tmp_path / "model", "qwen2"))
 
     assert engine_adapter(model, CONFIG, rollout_config(), "cpu") is None

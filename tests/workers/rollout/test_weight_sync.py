@@ -25,7 +25,7 @@ def test_a_tied_head_is_consumed_and_left_out():
     assert len(produced) == 6
 
 
-def test_weights_take_the_engines_dtype_and_integers_keep_theirs():
+def test_weights_are_cast_to_the_engines_dtype_and_integers_are_not():
     tensors = [("a", torch.ones(1)), ("b", torch.ones(1, dtype=torch.int64))]
 
     dtypes = [tensor.dtype for _, tensor in engine_weights(tensors, Qwen2Config(), torch.bfloat16)]
