@@ -76,10 +76,7 @@ class ModelWorker(Worker):
     def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
         """Start writing this rank's part of a checkpoint: a folder for each trained model.
 
-        Args:
-            folder: The checkpoint's.
-            model_only: Leave out optimizers and schedulers.
-            copies: Write copies, so that training can continue; without, call `finish_checkpoint` next.
+        With `copies` training can continue; without, call `finish_checkpoint` next.
         """
         files = (self.tokenizer, self.processor) if self.rank == 0 else None
         snapshots = {}

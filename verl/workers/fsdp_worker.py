@@ -28,7 +28,6 @@ from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, 
 from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import (
     EmbeddedMedia,
-    EngineAdapter,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -67,7 +66,6 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        """Load the models of the run and the rollout engine."""
         tp_size, actor = self.config.rollout.tensor_parallel_size, self.config.actor
         self.set_axis(
             "rollout", self.rank // tp_size, self.world_size // tp_size, is_first=self.rank % tp_size == 0
@@ -176,7 +174,6 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="sleep")
     def sleep_engine(self) -> None:
-        """Free the engine's device memory for training."""
         self.engine.sleep()
 
     @register(Dispatch.SHARD, phase="encode", streaming=True)
@@ -192,12 +189,7 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Sample responses to this engine's prompts and yield them as they finish.
-
-        Args:
-            prompts: Reads `uid`, `raw_prompt_ids`, `multi_modal_data`.
-            sampling: Options for all prompts.
-        """
+        """Sample responses to this engine's prompts (`raw_prompt_ids`, `multi_modal_data`) as they finish."""
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         requests = [
             RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
@@ -216,53 +208,46 @@ class FSDPWorker(ModelWorker):
                 with_sum_squares=options.has_sum_squares,
                 reference=self.reference_forward if reference else None,
             )
-        named = {
-            "old_log_probs": result.log_probs,
-            "sum_squared_probs": result.sum_squared_probs,
-            "full_kl": result.kl,
-        }
-        return DataProto.from_dict({name: value for name, value in named.items() if value is not None})
+        tensors = {"old_log_probs": result.log_probs}
+        if result.sum_squared_probs is not None:
+            tensors["sum_squared_probs"] = result.sum_squared_probs
+        if result.kl is not None:
+            tensors["full_kl"] = result.kl
+        return DataProto.from_dict(tensors)
 
     @register(Dispatch.SHARD, phase="ref")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `ref_log_probs` (B, R) under the reference."""
         with self._loaded(batch, self.reference_model):
             result = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": result.log_probs})
 
     @register(Dispatch.SHARD, phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Compute `values` (B, R) with the critic."""
         with self._loaded(batch, self.critic_model):
             return DataProto.from_dict({"values": self.critic.compute_values(batch)})
 
     @register(Dispatch.SHARD, phase="reward_model")
     def compute_reward_model_scores(self, batch: DataProto) -> DataProto:
-        """Compute `reward_model_scores` (B,)."""
         with self._loaded(batch, self.reward_model):
             return DataProto.from_dict({"reward_model_scores": self.scorer.score(batch)})
 
     @register(Dispatch.SHARD, phase="prime_ref")
     def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `prime_ref_log_probs` (B, R) under the reference of the process reward model."""
         with self._loaded(batch, self.prime_reference):
             return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
 
     @register(Dispatch.SHARD, phase="process_rewards")
     def compute_process_rewards(self, batch: DataProto) -> DataProto:
-        """Compute `process_rewards` (B, R) with the process reward model."""
         with self._loaded(batch, self.prime_model):
             return DataProto.from_dict({"process_rewards": self.prime.compute_process_rewards(batch)})
 
     @register(Dispatch.SHARD, phase="update_prime")
     def update_prime(self, batch: DataProto) -> dict[str, float]:
-        """Update the process reward model; the metrics are equal on all ranks."""
         with self._loaded(batch, self.prime_model, with_optimizer=True):
             return self.prime.update(batch)
 
     @register(Dispatch.SHARD, phase="update_critic")
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Update the value model; the metrics are equal on all ranks."""
         start = time.perf_counter()
         with self._loaded(batch, self.critic_model, with_optimizer=True):
             metrics = self.critic.update(batch)
@@ -275,10 +260,9 @@ class FSDPWorker(ModelWorker):
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
         reference = self.reference_model if self.actor.reads_reference else None
+        temperature = self.config.rollout.temperature
         with self._loaded(batch, self.policy, reference, with_optimizer=True):
-            metrics = self.actor.update(
-                batch, self.config.rollout.temperature, entropy_coef=entropy_coef, seed=seed
-            )
+            metrics = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
         responses = int(batch.batch["response_mask"].sum())
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
@@ -292,7 +276,7 @@ class FSDPWorker(ModelWorker):
             self.engine.set_rng_state(restored.extra["engine_rng"])
 
     def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
-        """A prompt's media for the engine: features of a frozen tower, or pixels."""
+        # features of a frozen tower, or pixels
         if not media:
             return None
         if self.policy.tower is not None and self.engine.takes_embeddings:
@@ -304,7 +288,10 @@ class FSDPWorker(ModelWorker):
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model
-        assert model.model_path is not None, "the config was checked"
+        assert model.model_path is not None, "required when the config was checked"
+        policy, adapter = self.policy, None
+        if policy.adapter is not None:
+            adapter = engine_adapter(policy.model, policy.adapter, self.config.rollout, self.options.device)
         return EngineSetup(
             model_path=model.model_path,
             max_length=self.options.max_sequence_length,
@@ -314,11 +301,5 @@ class FSDPWorker(ModelWorker):
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             takes_embeddings=self.policy.tower is not None,
-            adapter=self._engine_adapter(),
+            adapter=adapter,
         )
-
-    def _engine_adapter(self) -> EngineAdapter | None:
-        policy = self.policy
-        if policy.adapter is None:
-            return None
-        return engine_adapter(policy.model, policy.adapter, self.config.rollout, self.options.device)

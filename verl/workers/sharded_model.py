@@ -142,13 +142,9 @@ class ShardedModel:
     def snapshot(
         self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
     ) -> Snapshot:
-        """Collect this rank's part of a checkpoint.
+        """Collect this rank's part of a checkpoint; with `copies` training can continue before it is written.
 
-        Args:
-            model_only: Leave out optimizer and scheduler.
-            copies: Copy to host memory, so that training can continue before it is written.
-            extra: Further state of this rank.
-            files: Tokenizer and processor to save with the config; None on all ranks but the first.
+        `extra` is further state of this rank; `files` are tokenizer and processor, None after the first rank.
         """
         optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
         savable = () if files is None else (self.model.config, self.model.generation_config, *files)

@@ -210,7 +210,7 @@ class PackedForward:
         return pack_rows(input_ids, mask, position_ids)
 
     def _position_rows(self, position_ids: Tensor) -> Tensor:
-        """(B, T) or (B, 4, T) to (rows, B, T)."""
+        # (B, T) or (B, 4, T) to (rows, B, T)
         rows = self.model_type.position_rows
         if position_ids.ndim == 2:
             position_ids = position_ids[:, None].expand(-1, rows, -1)

@@ -40,13 +40,9 @@ class MicroBatchSchedule:
         counts = RowCounts.of(batch, forward.shares_prompts, media)
         width = batch.batch["attention_mask"].shape[-1]
         response_width = batch.batch["response_mask"].shape[-1] if "response_mask" in batch.batch else 0
+        widths = {"prompt_width": width - response_width, "response_width": response_width}
         limits = StrategyLimits.of(
-            counts,
-            size=size,
-            dynamic_batching=dynamic_batching,
-            prompt_width=width - response_width,
-            response_width=response_width,
-            ranks=sp.size,
+            counts, size=size, dynamic_batching=dynamic_batching, ranks=sp.size, **widths
         )
         return cls(forward.planner.plan(counts, limits), sp, group)
 
@@ -89,16 +85,8 @@ def forward_in_micro_batches(
 ) -> Tensor:
     """Run a function over a batch in evaluation mode; collective over all ranks.
 
-    Args:
-        forward: The model that the function runs.
-        batch: This rank's sequences.
-        function: From a micro batch of b rows to a tensor (b, ...).
-        size: See `StrategyLimits.of`.
-        dynamic_batching: Fill micro batches by tokens.
-        group: The data-parallel ranks.
-
-    Returns:
-        (B, ...) on CPU, in the order of the batch.
+    `function` maps a micro batch of b rows to a tensor (b, ...). The result is (B, ...) on CPU, in the order
+    of the batch. See `StrategyLimits.of` for `size` and `dynamic_batching`.
     """
     forward.model.eval()
     schedule = MicroBatchSchedule.of(

@@ -59,8 +59,6 @@ class RewardModelScorer:
     def score(self, batch: DataProto) -> Tensor:
         """Score each response: (B,) float32 on CPU, unweighted; collective over all ranks.
 
-        Reads `prompt_messages` if conversations are rendered again.
-
         Raises:
             NotImplementedError: Rows hold media, and the reward model is of another type than the policy.
             ValueError: A score is not finite, or the chat template refuses a conversation.
@@ -158,12 +156,9 @@ def response_texts(batch: DataProto, policy_tokenizer: Any) -> list[str]:
 def encode_conversations(
     prompts: Sequence[list[Message]], responses: Sequence[str], tokenizer: Any
 ) -> DataProto:
-    """Render and tokenize conversations with the tokenizer's own chat template.
+    """Render and tokenize conversations with the tokenizer's own chat template, padded on the right.
 
     A response that was cut off ends like any other: the template closes the assistant's turn.
-
-    Returns:
-        `input_ids`, `attention_mask` and `position_ids`, (B, T) each, padded on the right.
     """
     texts = [
         _render([*prompt, {"role": "assistant", "content": response}], tokenizer)

@@ -157,30 +157,17 @@ def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
 
 def _apply_experts(
     self: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
+    output: Tensor,  # (N, hidden)
+    hidden_states: Tensor,  # (N, hidden)
+    w1: Tensor,  # gate and up projections, (experts, 2 * intermediate, hidden)
+    w2: Tensor,  # down projections, (experts, hidden, intermediate)
+    topk_weights: Tensor,  # (N, k)
+    topk_ids: Tensor,  # (N, k)
     activation: Any,
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Write the weighted sum of the chosen experts' outputs into `output` (N, hidden).
-
-    Args:
-        self: vLLM's experts.
-        output: (N, hidden).
-        hidden_states: (N, hidden).
-        w1: Gate and up projections, (experts, 2 * intermediate, hidden).
-        w2: Down projections, (experts, hidden, intermediate).
-        topk_weights: (N, k).
-        topk_ids: (N, k).
-        activation: vLLM's enum; only SiLU is supported.
-        *args: Unused.
-        **kwargs: Unused.
-    """
+    """Write the weighted sum of the chosen experts' outputs."""
     if activation.value != "silu" or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
     output.zero_()
