@@ -57,7 +57,7 @@ class HFRollout:
         self.takes_embeddings = self.takes_adapter = False
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
-        trust = {"trust_remote_code": setup.trust_remote_code}
+        trust: Any = {"trust_remote_code": setup.trust_remote_code}
         self.hf_config = read_config(setup.model_path, overrides=setup.override_config, **trust)
         self.banned = media_token_ids(self.hf_config)
         tokenizer_path = setup.tokenizer_path or setup.model_path
