@@ -62,7 +62,7 @@ class VLLMRollout:
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
         """Sample responses and yield them as they finish; closing the iterator early aborts the others."""
-        assert self.synced, "sync weights before the first rollout: the engine starts with random ones"
+        assert self.synced, "weights must be synced before a rollout: the engine starts with random ones"
         self.wake()
         self.scale.temperature = 1.0 if sampling.is_greedy else sampling.temperature
         pending: dict[str, tuple[Any, int]] = {}  # uid and sample of each unfinished request
