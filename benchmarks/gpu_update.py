@@ -39,7 +39,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.registry import prepare_model
 from verl.optim.build import OPTIMIZERS, build_optimizer
-from verl.workers.packing.padding import unpack
+from verl.workers.packing.packed_batch import unpack
 
 SPECIAL = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,

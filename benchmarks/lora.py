@@ -37,7 +37,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
-from verl.workers.sharded_model import Place, ShardedModel
+from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 MIB = 1 << 20
 PROMPTS, TOKENS = 64, 64
@@ -58,7 +58,7 @@ def time_way(
     process: int, processes: int, config: PolicyConfig, way: str, rounds: int
 ) -> tuple[float, float]:
     """Seconds of a sync, and of sampling with what was synced."""
-    place = Place(torch.device("cpu"), processes, None)
+    place = ModelSetup(torch.device("cpu"), processes, None)
     hosted = ShardedModel(
         "actor", config.model, config.fsdp, config.offload, place, optim=config.optim, training_steps=1
     )

@@ -67,6 +67,7 @@ def update_on_ranks(rank, world_size, root):
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
     from verl.workers.roles.critic import DataParallelPPOCritic
+    from verl.workers.roles.updater import Training
 
     batch = DataProto.load_from_disk(root / "batch")
     size = len(batch) // world_size
@@ -87,9 +88,11 @@ def update_on_ranks(rank, world_size, root):
                 micro_batch_size_per_device_for_experience=3, **options,
             )  # fmt: skip
             critic = DataParallelPPOCritic(
-                config, PackedForward(model, model.config), dist.group.WORLD, optimizer,
-                torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), rollout_n=N,
-                max_response_length=MAX_RESPONSE_LENGTH,
+                config, PackedForward(model, model.config), dist.group.WORLD,
+                Training(
+                    optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), N,
+                    MAX_RESPONSE_LENGTH,
+                ),
             )  # fmt: skip
             metrics = critic.update(batch)
             errors = relative_errors(optimizer.gradients[0], expected[mode][2])
@@ -135,7 +138,7 @@ def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results
         assert metrics["critic/vf_clipfrac"] == pytest.approx(clipped, rel=1e-6)
 
 
-def test_the_ranks_values_are_the_padded_ones_in_order(results, root):
+def test_values_of_the_ranks_equal_the_padded_ones_in_order(results, root):
     found = torch.cat([torch.from_numpy(values) for _, values in results])
 
     assert_values_close(found, torch.load(root / "values.pt"))

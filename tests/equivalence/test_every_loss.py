@@ -257,7 +257,7 @@ def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results
             assert metrics["actor/pg_loss"] == pytest.approx(value, rel=TOLERANCE, abs=1e-7), setting
 
 
-def test_the_batch_meets_bounds_and_selections(results):
+def test_the_batch_exercises_bounds_and_selections(results):
     for loss, name in [
         ("default", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_higher"), ("cispo", "pg_clipfrac_higher"),
         ("geo_mean", "pg_clipfrac_higher"), ("dppo_tv", "pg_clipfrac_higher"),

@@ -23,7 +23,7 @@ from verl.models.position_ids import MropeConstants, continue_positions, positio
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing import vision_features as frozen_tower
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.vision_features import FrozenTower, Stretch, _rounds
+from verl.workers.packing.vision_features import FrameRange, FrozenTower, _tower_calls
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 ROWS = [  # media, responses
@@ -135,7 +135,7 @@ def test_log_probs_and_gradients_are_those_of_a_tower_run_in_every_pass(root, fa
         assert (own_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
 
 
-def test_a_medium_is_encoded_once_however_often_it_is_shown(root):
+def test_a_medium_is_encoded_once(root):
     model, loader = load(root / "qwen3_vl", True), loader_for(root / "qwen3_vl")
     tower, seen = tower_of(model, loader), patches_seen(model)
     rows = batch_of(root, "qwen3_vl", model.config, loader).non_tensor_batch["multi_modal_data"]
@@ -151,7 +151,7 @@ def test_a_medium_is_encoded_once_however_often_it_is_shown(root):
     assert other.num_encoded == 0, "a model with the same tower finds what this one computed"
 
 
-def test_another_tower_another_file_and_other_options_are_other_features(root, tmp_path):
+def test_features_depend_on_the_tower_the_file_and_the_options(root, tmp_path):
     model, loader = load(root / "qwen2_5_vl", True), loader_for(root / "qwen2_5_vl")
     path = save_image(tmp_path / "image.png", 60, 60, seed=1)
     tower = tower_of(model, loader, folder=str(tmp_path / "features"))
@@ -181,7 +181,7 @@ def test_features_in_a_folder_are_found_by_a_later_run(root, tmp_path):
             assert torch.equal(tensor, second[key].tensors[name])
 
 
-def test_long_videos_are_encoded_in_stretches_of_frames(root, monkeypatch):
+def test_long_videos_are_encoded_in_several_calls(root, monkeypatch):
     model = load(root / "qwen2_5_vl", True)
     rows = [{"images": [str(root / "small.png")], "videos": [str(root / "long.mp4")]}]
     (whole, whole_video) = tower_of(model, loader_for(root / "qwen2_5_vl")).encode(rows).values()
@@ -196,18 +196,18 @@ def test_long_videos_are_encoded_in_stretches_of_frames(root, monkeypatch):
     )
 
 
-def test_rounds_take_whole_frames_up_to_the_limit():
+def test_calls_of_the_tower_take_whole_frames_up_to_the_limit():
     # An image of 4 patches, 3 frames of 6, an image of 20 that alone is over the limit of 10, one of 2.
     grids = {"a": (1, 2, 2), "b": (3, 2, 3), "c": (1, 4, 5), "d": (1, 1, 2)}
 
-    assert _rounds(grids, 10) == [
-        [Stretch("a", 0, 1, 4), Stretch("b", 0, 1, 6)],
-        [Stretch("b", 1, 2, 6)],
-        [Stretch("b", 2, 3, 6)],
-        [Stretch("c", 0, 1, 20)],
-        [Stretch("d", 0, 1, 2)],
+    assert _tower_calls(grids, 10) == [
+        [FrameRange("a", 0, 1, 4), FrameRange("b", 0, 1, 6)],
+        [FrameRange("b", 1, 2, 6)],
+        [FrameRange("b", 2, 3, 6)],
+        [FrameRange("c", 0, 1, 20)],
+        [FrameRange("d", 0, 1, 2)],
     ]
-    assert _rounds({}, 10) == []
+    assert _tower_calls({}, 10) == []
 
 
 def on_ranks(rank, world_size, root, run_id, sp_size):
@@ -234,7 +234,7 @@ def on_ranks(rank, world_size, root, run_id, sp_size):
 
 
 @pytest.mark.parametrize("sp_size", [1, 2], ids=["other rows", "the same rows"])
-def test_two_ranks_encode_what_each_lacks_and_then_run_no_tower(root, sp_size, tmp_path):
+def test_two_ranks_encode_missing_media_and_then_run_no_tower(root, sp_size, tmp_path):
     cache = MediaCache(f"frozen-tower-{os.getpid()}-{sp_size}", owner=True)
     try:
         ranks = run_distributed(partial(on_ranks), 2, root, cache.run_id, sp_size)

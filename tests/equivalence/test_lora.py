@@ -105,7 +105,7 @@ def compare(case, folders, rank, world_size):
     base = build_model(ModelConfig(path), FP32, mesh=mesh, device="cpu", trainable=False)
     sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
     options = dict(media=Features(), share_prompt=case.shared, sp=sp)
-    # Ranks that share no line have rows of their own.
+    # Data-parallel ranks have rows of their own.
     rows = list(range(len(batch)))[rank::world_size] if sp.size == 1 else list(range(len(batch)))
 
     with torch.no_grad():
@@ -135,7 +135,7 @@ def compare_all(rank, world_size, cases, folders):
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ALONE), (2, TOGETHER)], ids=["one rank", "two ranks"])
-def test_adapters_compute_and_learn_what_peft_does_and_their_base_is_untouched(folders, world_size, cases):
+def test_adapters_compute_and_learn_as_in_peft_with_a_frozen_base(folders, world_size, cases):
     for found in run_distributed(compare_all, world_size, cases, folders):
         for case, (log_probs, gradients, base_is_exact) in zip(cases, found, strict=True):
             assert log_probs < 1e-5, case

@@ -13,7 +13,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.packing.forward import PackedForward
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
-# For each rank the rows of its micro-batches: media beside text, images beside videos, nothing at the end.
+# The rows of each rank's micro batches: media and text, images and videos, nothing at the end.
 PARTS = [[[0, 1], [2], [3]], [[4], [5], []]]
 CONTENTS = [((IMAGE,), 5), ((), 4), ((IMAGE, CLIP), 6), ((), 3), ((), 7), ((CLIP,), 2)]
 

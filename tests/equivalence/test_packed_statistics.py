@@ -80,7 +80,7 @@ def test_squares_and_kl_and_the_gradient_of_the_kl_are_those_of_full_logits(fold
     assert all(parameter.grad is None for parameter in reference.parameters())
 
 
-def test_the_kl_from_itself_is_zero_and_beside_it_everything_else_is_as_without(folders):
+def test_the_kl_from_itself_is_zero_and_does_not_change_other_results(folders):
     folder = folders("qwen2", 0)
     model, batch = load(folder, True), as_batch(text_rows())
     forward = PackedForward(model, model.config)

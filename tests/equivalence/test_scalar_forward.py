@@ -80,7 +80,7 @@ def expected_values(everywhere, batch):
 
 
 def expected_last_values(everywhere, batch):
-    """(B,), row by row: where the last one of the mask stands."""
+    """(B,): the index of the last one in each row of the mask."""
     last = [int(mask.nonzero().max()) for mask in batch.batch["attention_mask"]]
     return torch.stack([row[place] for row, place in zip(everywhere, last, strict=True)])
 
@@ -149,7 +149,7 @@ def test_gradients_do_not_depend_on_the_split_and_a_bias_has_one_too(folders):
     assert_same(folders("qwen2"), as_batch(text_rows()), parts=[[2], [0, 3], [], [1]], has_bias=True)
 
 
-def test_a_value_is_that_of_the_token_before_also_behind_tool_output(folders):
+def test_a_value_is_read_at_the_token_before_even_after_tool_output(folders):
     model = load_scalar(folders("qwen2"))
     batch = as_batch(text_rows(((4, 6),)))
     whole = PackedForward(model, model.config).values(batch)
@@ -174,7 +174,7 @@ def test_values_are_not_capped_as_the_models_logits_are(folders):
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
-def test_the_self_check_accepts_the_supported_families_though_their_score_is_zero(folders, family):
+def test_the_self_check_accepts_supported_families_with_a_zero_score(folders, family):
     model = load_scalar(folders(family))
     with torch.no_grad():
         model.score.weight.zero_()
@@ -182,18 +182,20 @@ def test_the_self_check_accepts_the_supported_families_though_their_score_is_zer
     assert check_model(model) < 1e-4
 
 
-def test_the_self_check_of_a_zero_score_finds_a_behaviour_that_nobody_named(folders):
+def test_the_self_check_of_a_zero_score_finds_unknown_behavior(folders):
     model = load_scalar(folders("llama"))
     with torch.no_grad():
         model.score.weight.zero_()
     attention = model.model.layers[0].self_attn
     original = attention.forward
 
-    def offset_by_place(hidden_states, *args, **kwargs):  # depends on the place in the line, not in the row
+    def offset_by_packed_position(
+        hidden_states, *args, **kwargs
+    ):  # depends on the packed position, not on that in the row
         place = torch.arange(hidden_states.shape[1]).view(1, -1, 1)
         return original(hidden_states + 0.1 * place, *args, **kwargs)
 
-    attention.forward = offset_by_place
+    attention.forward = offset_by_packed_position
 
     with pytest.raises(NotImplementedError, match=r"hidden states differ by .* from its own forward"):
         check_model(model)

@@ -41,7 +41,7 @@ from verl.workers.packing.forward import PackedForward
 
 FAMILIES = ("qwen2", "qwen2_5_vl")
 FP32 = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")
-# For each world size and rank the rows of its micro-batches: media beside text, nothing at the end.
+# The rows of each rank's micro batches by world size: media and text, nothing at the end.
 PARTS = {1: [[[0, 1, 2], [3, 4, 5], []]], 2: [[[0, 1], [2], [3]], [[4], [5], []]]}
 CONTENTS = [((IMAGE,), 5), ((), 4), ((IMAGE, CLIP), 6), ((), 3), ((), 7), ((CLIP,), 2)]
 
@@ -246,7 +246,7 @@ def test_a_critic_starts_at_zero_with_a_score_that_is_not_tied_to_the_embedding(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_of_any_ranks_are_those_of_one_padded_process(ranks, folders, family):
+def test_values_and_gradients_equal_one_padded_process(ranks, folders, family):
     batch = batch_of(folders[family], family)
     plain = PlainScalar(folders[family], torch.nn.Linear(128, 1, bias=False))
     plain.score.weight.data.copy_(score_of(128))
@@ -294,7 +294,7 @@ def test_an_exported_critic_is_a_sequence_classifier_of_transformers(again, rank
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_critic_is_read_again_with_its_score(again, ranks, target, family):
+def test_an_exported_critic_is_loaded_with_its_score(again, ranks, target, family):
     config = AutoConfig.from_pretrained(target / "2" / family / "huggingface")
 
     assert config.architectures[0].endswith("ForSequenceClassification")
@@ -317,11 +317,11 @@ def test_scores_of_transformers_classifiers_are_read_with_and_without_bias(again
     assert again["bias"][2] == ["Qwen2ForTokenClassification"]
 
 
-def test_models_with_another_head_than_the_role_needs_are_refused(again, classifiers, folders):
+def test_models_with_the_wrong_head_are_refused(again, classifiers, folders):
     policy, labels, silent = again["errors"]
 
     assert f"`worker.reward_model.model.model_path` ({classifiers['sequence']})" in policy
-    assert "Qwen2ForSequenceClassification, which scores and cannot write" in policy
+    assert "Qwen2ForSequenceClassification, which cannot generate text" in policy
     assert "with 3 labels, one is needed" in labels
     assert f"({folders['qwen2']}) holds no `score.weight`" in silent
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines divided over ranks against the model's own padded forward in one process, in float32."""
+"""Packed sequences sharded over ranks against the model's own padded forward in one process, in float32."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def batch_for(content, folders):
 
 
 def relative_difference(ours, theirs):
-    """Of the gradients of two models, all parameters together; `ours` summed over the ranks of a line."""
+    """Relative error of all gradients; `ours` is summed over the sequence-parallel ranks."""
     gradients = dict(ours.named_parameters())
     difference = size = 0.0
     for name, parameter in theirs.named_parameters():
@@ -87,7 +87,7 @@ def run_cases(rank, world_size, sizes, cases, folders):
 
 
 def everything_read(world_size, folders):
-    """What two ranks of a line and a single rank read: of a group, of a short row, and of no row at all."""
+    """Results of two sequence-parallel ranks and of one rank: a group, a short row, and no row."""
     sp = SequenceParallel.build(range(world_size), 1, 2)
     batch = text_batch(((9, (7, 1)), (1, (1,)))).select(non_tensor_batch_keys=["uid"])
     policy, other, critic = (build(folders["qwen2"], True) for build in (load, load, load_scalar))
@@ -134,8 +134,8 @@ def on_two_ranks(rank, world_size, folders):
 
 
 def sharded_over_all(rank, world_size, folder):
-    """Gradients under FSDP over two lines of two ranks: lines have other rows, the second one fewer."""
-    parts = [[[0, 1, 4], [2]], [[3, 5], []]]  # micro-batches of each line
+    """Gradients under FSDP over two sequence-parallel groups of two ranks; the second has fewer rows."""
+    parts = [[[0, 1, 4], [2]], [[3, 5], []]]  # micro batches of each group
     sp = SequenceParallel.build(range(world_size), 2, 1)
     batch = media_batch(folder, [((IMAGE, CLIP), (3, 7)), ((), (2, 4)), ((WIDE,), (6, 1))])
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
@@ -179,11 +179,11 @@ def test_two_ranks_equal_one_with_ulysses_and_with_a_ring(two_ranks):
         assert_small(found["cases"])
 
 
-def test_statistics_values_and_scores_come_back_in_order(two_ranks):
+def test_statistics_values_and_scores_are_returned_in_order(two_ranks):
     for found in two_ranks:
-        divided, whole = found["read"]
-        assert len(divided) == len(whole) == 6
-        for ours, theirs in zip(divided, whole, strict=True):
+        sharded, whole = found["read"]
+        assert len(sharded) == len(whole) == 6
+        for ours, theirs in zip(sharded, whole, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_four_ranks_equal_one_with_ulysses_around_a_ring(four_ranks):
         assert_small(found["cases"])
 
 
-def test_fsdp_over_two_lines_of_two_ranks_gives_the_gradient_of_one_process(four_ranks):
+def test_fsdp_over_two_sp_groups_of_two_ranks_has_the_gradient_of_one_process(four_ranks):
     assert max(found["sharded"] for found in four_ranks) < 1e-5
 
 
@@ -209,7 +209,7 @@ def test_fsdp_over_two_lines_of_two_ranks_gives_the_gradient_of_one_process(four
         ("gemma2", 1, 2, "`ring_size` .2. must be 1 for gemma2"),
     ],
 )
-def test_models_whose_attention_cannot_be_divided_are_refused(tmp_path, family, ulysses, ring, message):
+def test_models_whose_attention_cannot_be_sharded_are_refused(tmp_path, family, ulysses, ring, message):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, family))
 
     with pytest.raises(ValueError, match=message):

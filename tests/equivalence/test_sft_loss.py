@@ -34,7 +34,7 @@ SETTINGS = {  # options of `worker.actor`, ranks that share a sequence
     "one row": ({"micro_batch_size_per_device_for_update": 1, "dynamic_batching": False}, 1),
     "dynamic": ({"micro_batch_size_per_device_for_update": 1, "dynamic_batching": True}, 1),
     "all rows": ({"micro_batch_size_per_device_for_update": 8, "dynamic_batching": False}, 1),
-    "divided": ({"micro_batch_size_per_device_for_update": 2, "divide_short_sequences": True}, 2),
+    "sharded": ({"micro_batch_size_per_device_for_update": 2, "divide_short_sequences": True}, 2),
 }
 CONVERSATIONS = [
     [("user", "How many?"), ("assistant", "three"), ("user", "And the square?"), ("assistant", "red red")],
@@ -113,8 +113,9 @@ def losses_on_ranks(rank, world_size, root, settings):
     from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
-    from verl.workers.packing.sp_strategy import StrategyPlanner, Way
+    from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
     from verl.workers.roles.sft import DataParallelSFT
+    from verl.workers.roles.updater import Training
 
     found = {}
     for kind in FAMILIES:
@@ -133,11 +134,11 @@ def losses_on_ranks(rank, world_size, root, settings):
             sp = SequenceParallel.build(range(world_size), sp_size, 1)
             forward = PackedForward(model, model.config, media, "cpu", sp=sp)
             if sp_size > 1:
-                forward.division = StrategyPlanner(sp_size, [Way.DIVIDED])
+                forward.planner = StrategyPlanner(sp_size, [Strategy.SHARDED])
             optimizer = RecordingOptimizer(model)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
             config = SFTActorConfig(global_batch_size=len(whole), max_grad_norm=1e9, **options)
-            sft = DataParallelSFT(config, forward, data_parallel_group(sp), optimizer, scheduler)
+            sft = DataParallelSFT(config, forward, data_parallel_group(sp), Training(optimizer, scheduler))
             dp_size, index = world_size // sp_size, rank // sp_size
             own = whole[index * len(whole) // dp_size : (index + 1) * len(whole) // dp_size]
             loss = sft.update(own)["train/loss"]
@@ -195,10 +196,10 @@ def test_the_learned_tokens_are_those_between_the_assistants_header_and_the_end_
         assert (labels != IGNORED).any(-1).all()
 
 
-def test_loss_and_gradients_equal_those_of_transformers_on_two_ranks_and_divided_lines(root):
-    check(run_distributed(losses_on_ranks, 2, root, ["dynamic", "divided"]), root)
+def test_loss_and_gradients_equal_transformers_on_two_ranks_and_sharded_sequences(root):
+    check(run_distributed(losses_on_ranks, 2, root, ["dynamic", "sharded"]), root)
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_equal_those_of_transformers_on_one_rank(root):
+def test_loss_and_gradients_equal_transformers_on_one_rank(root):
     check(run_distributed(losses_on_ranks, 1, root, ["one row", "dynamic", "all rows"]), root)

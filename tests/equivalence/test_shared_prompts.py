@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 def responses_to(row, lengths, config=None, seed=0):
-    """The prompt of a row with other responses; positions go on from the prompt's."""
+    """The prompt of a row with other responses; positions continue the prompt's."""
     prompt, _, positions, media = row
     generator = torch.Generator().manual_seed(100 + seed)
     rows = []
@@ -193,7 +193,7 @@ def test_a_group_shows_its_media_to_the_vision_tower_once(folders):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
-def test_models_whose_attention_reaches_not_the_whole_prompt_use_packed_rows(folders, family, caplog):
+def test_models_with_windowed_attention_do_not_share_prompts(folders, family, caplog):
     model, batch = load(folders(family), True), text_batch()
 
     with caplog.at_level("WARNING"):
@@ -206,7 +206,7 @@ def test_models_whose_attention_reaches_not_the_whole_prompt_use_packed_rows(fol
     assert torch.equal(forward.log_probs(batch, 1.0).log_probs, expected)
 
 
-def test_everything_that_is_read_equals_that_of_separate_rows(folders):
+def test_all_statistics_equal_those_of_separate_rows(folders):
     batch = text_batch().select(non_tensor_batch_keys=["uid"])
     model, other = load(folders("qwen2"), True), load(folders("qwen2"), True)
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a line that run rows of their own, or divide lines, against one process that runs all rows."""
+"""Sequence-parallel ranks, under each strategy, against one process that runs all rows."""
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_g
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import StrategyPlanner, Way
+from verl.workers.packing.schedule import forward_in_micro_batches
+from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
-from verl.workers.roles.updater import forward_in_micro_batches
+from verl.workers.roles.updater import Training
 
 ROWS = 8  # of a mini batch
 # The first mini batch has a group larger than all the rest; rows and prompts differ in length everywhere.
@@ -32,44 +33,44 @@ MEDIA = [
 CONTENTS = {"text": "qwen2", "images": "qwen2_5_vl", "mixed": "qwen3_vl"}
 WHOLE_THAT_FITS = {"size": 2, "dynamic": True}
 NOTHING_FITS = {"size": 1, "dynamic": False}
-LINES_DIFFER = "lines that differ"
-# Name: how micro batches are filled, whether prompts are shared, and the ways that each line may choose.
+GROUPS_DIFFER = "groups that differ"
+# Name: micro batch size, whether prompts are shared, and the strategies of each sequence-parallel group.
 SETTINGS = {
-    "planned, whole rows fit": (WHOLE_THAT_FITS, True, [tuple(Way)]),
-    "planned, none fits": (NOTHING_FITS, True, [tuple(Way)]),
-    "replicated": ({"size": 3, "dynamic": False}, True, [(Way.REPLICATED,)]),
-    "sharded encode": (NOTHING_FITS, True, [(Way.SHARDED_ENCODE,)]),
-    "sharded encode, prompts apart": (WHOLE_THAT_FITS, False, [(Way.SHARDED_ENCODE,)]),
-    "divided": ({"size": 3, "dynamic": False}, True, [(Way.DIVIDED,)]),
-    "divided by tokens": (WHOLE_THAT_FITS, True, [(Way.DIVIDED,)]),
-    LINES_DIFFER: (WHOLE_THAT_FITS, True, [(Way.SHARDED_ENCODE,), (Way.DIVIDED,)]),
+    "planned, whole rows fit": (WHOLE_THAT_FITS, True, [tuple(Strategy)]),
+    "planned, none fits": (NOTHING_FITS, True, [tuple(Strategy)]),
+    "replicated": ({"size": 3, "dynamic": False}, True, [(Strategy.REPLICATED,)]),
+    "sharded encode": (NOTHING_FITS, True, [(Strategy.SHARDED_ENCODE,)]),
+    "sharded encode, prompts apart": (WHOLE_THAT_FITS, False, [(Strategy.SHARDED_ENCODE,)]),
+    "sharded": ({"size": 3, "dynamic": False}, True, [(Strategy.SHARDED,)]),
+    "sharded by tokens": (WHOLE_THAT_FITS, True, [(Strategy.SHARDED,)]),
+    GROUPS_DIFFER: (WHOLE_THAT_FITS, True, [(Strategy.SHARDED_ENCODE,), (Strategy.SHARDED,)]),
 }
 WHOLE_ROWS = {  # share of an update's micro batches; what is planned depends on the rows
     "replicated": 1.0, "sharded encode": 1.0, "sharded encode, prompts apart": 1.0,
-    "divided": 0.0, "divided by tokens": 0.0, LINES_DIFFER: 0.5,
+    "sharded": 0.0, "sharded by tokens": 0.0, GROUPS_DIFFER: 0.5,
 }  # fmt: skip
-TWO_IN_A_LINE = [
+TWO_IN_A_GROUP = [
     *(
         (content, setting, "default")
         for content in CONTENTS
         for setting in SETTINGS
-        if setting != LINES_DIFFER
+        if setting != GROUPS_DIFFER
     ),
     ("text", "replicated", "clip_cov"),
-    ("text", "divided", "clip_cov"),
+    ("text", "sharded", "clip_cov"),
 ]
-FOUR_IN_A_LINE = [("text", "replicated", "default"), ("mixed", "sharded encode", "default")]
-TWO_LINES = [
+FOUR_IN_A_GROUP = [("text", "replicated", "default"), ("mixed", "sharded encode", "default")]
+TWO_GROUPS = [
     ("text", "planned, none fits", "clip_cov"),
     ("images", "planned, whole rows fit", "default"),
     ("mixed", "sharded encode", "default"),
-    ("mixed", LINES_DIFFER, "default"),
+    ("mixed", GROUPS_DIFFER, "default"),
 ]
 TEMPERATURE = 0.8
 
 
 def make_batch(content, folder):
-    """Two mini batches with all that updates read; the groups of each stand together."""
+    """Two mini batches with everything that updates read; responses to a prompt are consecutive."""
     contents = [(shown if content != "images" else [part for part in shown if part[0] == "image"], lengths)
                 for shown, lengths in MEDIA]  # fmt: skip
     batch = text_batch(TEXT) if content == "text" else media_batch(folder, contents)
@@ -88,14 +89,14 @@ def make_batch(content, folder):
 
 
 def own_rows(batch, sp):
-    """The share of each mini batch of this rank's line."""
+    """The rows of each mini batch of this rank's sequence-parallel group."""
     size = ROWS // sp.dp_size
     return batch[[mini * ROWS + sp.dp_index * size + row for mini in range(2) for row in range(size)]]
 
 
 def train(content, setting, loss_type, folder, sp):
-    """Log-probs and values of this line's rows, and gradients and metrics of an update."""
-    filled, shared, ways = SETTINGS[setting]
+    """Log-probs and values of this group's rows, and gradients and metrics of an update."""
+    filled, shared, strategies = SETTINGS[setting]
     config = {
         "global_batch_size": ROWS,
         "max_grad_norm": 1e9,
@@ -109,7 +110,7 @@ def train(content, setting, loss_type, folder, sp):
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
         sharded(model)
         forward = PackedForward(model, model.config, Features(), share_prompt=shared, sp=sp)
-        forward.division = StrategyPlanner(sp.size, ways[sp.dp_index % len(ways)])
+        forward.planner = StrategyPlanner(sp.size, strategies[sp.dp_index % len(strategies)])
         optimizer = RecordingOptimizer(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if role == "actor":
@@ -118,8 +119,8 @@ def train(content, setting, loss_type, folder, sp):
             found["metrics"] |= actor.update(batch, TEMPERATURE, seed=3)
         else:
             critic = DataParallelPPOCritic(
-                CriticConfig(**config), forward, group, optimizer, scheduler,
-                rollout_n=1, max_response_length=20,
+                CriticConfig(**config), forward, group,
+                Training(optimizer, scheduler, max_response_length=20),
             )  # fmt: skip
             found["values"] = critic.compute_values(batch).numpy()
             found["metrics"] |= critic.update(batch)
@@ -157,8 +158,8 @@ def patches_seen(folder, sp):
     )
     batch = media_batch(folder, [((CLIP,), (20, 20, 20, 20))])
     forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
-    for way in (Way.REPLICATED, Way.SHARDED_ENCODE):
-        forward.division = StrategyPlanner(sp.size, [way])
+    for strategy in (Strategy.REPLICATED, Strategy.SHARDED_ENCODE):
+        forward.planner = StrategyPlanner(sp.size, [strategy])
         forward_in_micro_batches(
             forward, batch, lambda micro: forward.log_probs(micro, 1.0).log_probs,
             size=4, dynamic_batching=True, group=data_parallel_group(sp),
@@ -169,7 +170,7 @@ def patches_seen(folder, sp):
 def on_two_ranks(rank, world_size, folders):
     sp = SequenceParallel.build(range(world_size), 2, 1)
     return {
-        "cases": on_ranks(rank, world_size, folders, [((2, 1), TWO_IN_A_LINE)]),
+        "cases": on_ranks(rank, world_size, folders, [((2, 1), TWO_IN_A_GROUP)]),
         "patches": patches_seen(folders["mixed"], sp),
     }
 
@@ -183,7 +184,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(folders):
     """One process that runs all rows, with each loss."""
-    cases = [(content, "divided", "default") for content in CONTENTS] + [("text", "divided", "clip_cov")]
+    cases = [(content, "sharded", "default") for content in CONTENTS] + [("text", "sharded", "clip_cov")]
     (found,) = run_distributed(on_ranks, 1, folders, [((1, 1), cases)])
     return {(content, loss): mine for (content, _, loss), mine in found}
 
@@ -212,9 +213,9 @@ def two_ranks(folders):
     return run_distributed(on_two_ranks, 2, folders)
 
 
-def test_two_ranks_of_a_line_equal_one_process_whichever_way_they_go(two_ranks, alone):
+def test_two_ranks_equal_one_process_under_every_strategy(two_ranks, alone):
     for found in two_ranks:
-        assert len(found["cases"]) == len(TWO_IN_A_LINE)
+        assert len(found["cases"]) == len(TWO_IN_A_GROUP)
         assert_same(found["cases"], alone)
         metrics = {case: mine["metrics"] for case, mine in found["cases"]}
         assert metrics["text", "planned, whole rows fit", "default"]["perf/sp_whole_rows_actor"] > 0
@@ -227,18 +228,18 @@ def test_whole_rows_are_encoded_by_their_own_rank_or_spread_over_all(two_ranks):
 
 
 @pytest.mark.slow  # four processes
-def test_four_ranks_in_one_line_and_in_two_equal_one_process(folders, alone):
-    runs = [((2, 2), FOUR_IN_A_LINE), ((2, 1), TWO_LINES)]
+def test_four_ranks_in_one_group_and_in_two_equal_one_process(folders, alone):
+    runs = [((2, 2), FOUR_IN_A_GROUP), ((2, 1), TWO_GROUPS)]
 
     for found in run_distributed(on_ranks, 4, folders, runs):
-        assert len(found) == len(FOUR_IN_A_LINE) + len(TWO_LINES)
+        assert len(found) == len(FOUR_IN_A_GROUP) + len(TWO_GROUPS)
         assert_same(found, alone)
 
 
 @pytest.mark.slow
-def test_four_ranks_equal_one_process_whichever_way_they_go(folders, alone):
+def test_four_ranks_equal_one_process_under_every_strategy(folders, alone):
     cases = [(content, setting, "default") for content in CONTENTS for setting in SETTINGS]
-    runs = [((2, 2), TWO_IN_A_LINE), ((1, 2), cases)]
+    runs = [((2, 2), TWO_IN_A_GROUP), ((1, 2), cases)]
 
     for found in run_distributed(on_ranks, 4, folders, runs, timeout_s=900):
         assert_same(found, alone)

@@ -227,7 +227,7 @@ def build_forward(kind, folder, checkpointing, world_size):
 
 
 def relative_errors(found, expected):
-    """Norm of the difference of each parameter's gradient, beside the norm of the gradient."""
+    """Norm of the error of each parameter's gradient, relative to the norm of the gradient."""
     return {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
 
 
@@ -308,7 +308,7 @@ def test_the_logged_means_equal_the_padded_reference_on_every_rank(results, root
         assert metrics["actor/entropy_loss"] == metrics["actor/entropy"]
 
 
-def test_the_batch_meets_every_bound(root):
+def test_the_batch_exercises_every_bound(root):
     for kind in FAMILIES:
         _, metrics = torch.load(root / kind / "reference-token.pt")
         assert 0 < metrics["pg_clipfrac_higher"] < 1

@@ -27,7 +27,8 @@ from verl.planning.planned_run import PlannedRun, planned_ppo, planned_sft
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.sft import DataParallelSFT
-from verl.workers.sharded_model import Place, ShardedModel
+from verl.workers.roles.updater import Training
+from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 PAGES_OF_ITS_OWN = 1 << 16  # size in bytes above which the allocator maps each tensor separately
 PEAK, NOW = "VmHWM:", "VmRSS:"
@@ -193,7 +194,8 @@ def measure(case: Case, device: str, world_size: int = 1) -> dict[str, int]:
     batch, peaks = make_rows(rows), {}
     base = forget_peak(device)
     hosted = ShardedModel(
-        "actor", config.model, config.fsdp, config.offload, Place(torch.device(device), world_size, None),
+        "actor", config.model, config.fsdp, config.offload,
+        ModelSetup(torch.device(device), world_size, None),
         optim=config.optim, training_steps=10,
     )  # fmt: skip
     works = (lambda: None, *kind.works(config, rows, hosted, batch))
@@ -245,7 +247,7 @@ def _sft_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: Da
     assert isinstance(config, SFTActorConfig)
     batch.batch["responses"] = batch.batch["input_ids"][:, 1:]
     batch.batch["response_mask"] = torch.ones_like(batch.batch["responses"])
-    sft = DataParallelSFT(config, hosted.forward, None, *hosted.training)
+    sft = DataParallelSFT(config, hosted.forward, None, Training(*hosted.training))
     return [lambda: [sft.update(batch) for _ in range(2)], lambda: sft.losses(batch)]
 
 

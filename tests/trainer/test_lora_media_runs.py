@@ -80,7 +80,7 @@ def test_adapters_in_language_model_and_tower_reach_the_engine_folded_and_the_lo
     _, metrics, output = images
 
     assert_engine_has_a_policy_that_moved(metrics)
-    assert f"{FOLDED}: 12 adapted modules lie in the vision tower" in output
+    assert f"{FOLDED}: 12 adapted modules are in the vision tower" in output
 
 
 @pytest.mark.slow

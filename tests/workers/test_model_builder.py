@@ -187,7 +187,7 @@ def test_logits_and_weights_are_those_of_the_files(folders, two_ranks):
         assert differences == dict.fromkeys(folders, 0.0)
 
 
-def test_three_steps_on_two_ranks_equal_one_process_however_sharded(folders, two_ranks):
+def test_three_steps_on_two_ranks_equal_one_process_with_any_sharding(folders, two_ranks):
     plain = plain_model(folders["tied"])
     norms = train(plain, text(4), 1)
     expected = {name: tensor.detach().numpy() for name, tensor in plain.named_parameters()}

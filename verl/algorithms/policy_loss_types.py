@@ -13,14 +13,10 @@ from verl.utils.masking import check_same_shape, masked_mean
 from verl.utils.registry import Registry
 
 
-@dataclass(frozen=True)
-class PolicyLossInputs:
-    """Inputs of a loss. Rows are sequences; padding (`response_mask` 0) may hold anything, even NaN."""
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossOptions:
+    """Coefficients of losses, under their names in `worker.actor`."""
 
-    log_probs: Tensor  # (B, R) float32, under the weights being trained; carries the gradient
-    old_log_probs: Tensor  # (B, R) float32
-    advantages: Tensor  # (B, R) float32
-    response_mask: Tensor  # (B, R), one on response tokens
     clip_ratio_low: float = 0.2  # the ratio is clipped at 1 - low ...
     clip_ratio_high: float = 0.2  # ... and at 1 + high
     clip_ratio_dual: float = 3.0  # bound on the ratio of tokens with negative advantage
@@ -29,6 +25,21 @@ class PolicyLossInputs:
     ppo_kl_coef: float = 0.1  # weight of |log ratio| on the selected tokens (kl_cov)
     dro_beta: float | None = None  # weight of the squared log-ratio (dro)
     sppo_eta: float = 1.0  # weight of the advantage (sppo)
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs(PolicyLossOptions):
+    """Inputs of a loss. Rows are sequences; padding (`response_mask` 0) may hold anything, even NaN.
+
+    Example::
+
+        PolicyLossInputs(log_probs, old_log_probs, advantages, response_mask, clip_ratio_high=0.28)
+    """
+
+    log_probs: Tensor  # (B, R) float32, under the weights being trained; carries the gradient
+    old_log_probs: Tensor  # (B, R) float32
+    advantages: Tensor  # (B, R) float32
+    response_mask: Tensor  # (B, R), one on response tokens
     selected: Tensor | None = None  # (B, R) bool, from `TOKEN_SELECTIONS` over the whole mini batch
 
 

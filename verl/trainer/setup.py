@@ -50,9 +50,9 @@ from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.run.checkpointing import PPORunState, RunState
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
-from verl.workers.fsdp_worker import FSDPWorker
+from verl.workers.base_worker import ModelRunOptions
+from verl.workers.fsdp_worker import FSDPWorker, RunOptions
 from verl.workers.roles.actor import KLLoss
-from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
 
 # Environment of the workers; the user's own values win. Errors reach the controller by themselves.

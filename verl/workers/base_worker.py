@@ -1,36 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What worker processes that hold models have in common: their models, their checkpoints, their profiles."""
+"""Worker processes that hold models: building them, checkpoints, profiles, and errors of memory."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored
 from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
+from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.workers.out_of_memory import explained_out_of_memory
-from verl.workers.run_options import ModelRunOptions
-from verl.workers.sharded_model import Place, ShardedModel
-from verl.workers.step_profiler import StepProfiler
+from verl.workers.sharded_model import ModelSetup, ShardedModel
+
+MICRO_BATCH_OPTIONS = {  # by phase: the option that its peak memory depends on
+    "old": "worker.actor.micro_batch_size_per_device_for_experience",
+    "ref": "worker.actor.micro_batch_size_per_device_for_experience",
+    "validation": "worker.actor.micro_batch_size_per_device_for_experience",
+    "update_actor": "worker.actor.micro_batch_size_per_device_for_update",
+    "values": "worker.critic.micro_batch_size_per_device_for_experience",
+    "update_critic": "worker.critic.micro_batch_size_per_device_for_update",
+    "process_rewards": "worker.prime.micro_batch_size_per_device_for_experience",
+    "prime_ref": "worker.prime.micro_batch_size_per_device_for_experience",
+    "update_prime": "worker.prime.micro_batch_size_per_device_for_update",
+    "reward_model": "worker.reward_model.micro_batch_size_per_device",
+}
+
+
+@dataclass(frozen=True)
+class ModelRunOptions:
+    """Options of a run outside of the section `worker`."""
+
+    device: str  # "cuda" or "cpu"
+    training_steps: int
+    media: MediaOptions
+    media_cache: MediaCache  # opens the directory of the node where it is unpickled
+    override_chat_template: str | None
+    seed: int
 
 
 class ModelWorker(Worker):
-    """One process of a group that owns one device and shards of models.
+    """One process of a group, with one device and shards of models.
 
-    A subclass calls `_prepare` where it loads its models, and `_hosted` for each of them; those that have an
-    optimizer are saved.
+    A subclass calls `_prepare` before it loads its models with `_build_model`. Models with an optimizer are
+    saved.
     """
 
     def __init__(self, options: ModelRunOptions) -> None:
@@ -41,76 +67,67 @@ class ModelWorker(Worker):
         dist.init_process_group(backend_of(options.device))
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method under the name of its phase in profiles."""
+        """Run a method; profiles and out-of-memory errors name its phase."""
         with record_function(phase), explained_out_of_memory(phase):
             return super().execute(name, phase, *args, **kwargs)
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
-        """Begin to write this rank's part of a checkpoint: a folder for each model that is trained.
+        """Start writing this rank's part of a checkpoint: a folder for each trained model.
 
-        Args:
-            folder: Of the checkpoint.
-            model_only: Leave out what trains the models.
-            copies: Write copies, so that training may go on; without, `finish_checkpoint` is called next.
+        With `copies` training can continue; without, call `finish_checkpoint` next.
         """
         files = (self.tokenizer, self.processor) if self.rank == 0 else None
         snapshots = {}
-        for hosted in self.trained:
-            snapshots[hosted.role] = hosted.snapshot(
-                model_only=model_only, copies=copies, extra=self._extra_state(hosted), files=files
+        for model in self.trained:
+            snapshots[model.role] = model.snapshot(
+                model_only=model_only, copies=copies, extra=self._extra_state(model), files=files
             )
         self.checkpoints.start(Path(folder), snapshots)
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def is_checkpoint_written(self) -> bool:
-        """Whether this rank has nothing left to write."""
         return self.checkpoints.is_done()
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def finish_checkpoint(self) -> str | None:
-        """Wait until the checkpoint is written; returns what kept the ranks from it, None if nothing did."""
+        """Wait until the checkpoint is written; return an error message, None if all ranks succeeded."""
         return self.checkpoints.finish()
 
     @register(Dispatch.ALL, phase="profile")
     def start_profiler(self) -> None:
-        """Begin to record every operation of this process."""
         self.profiler.start()
 
     @register(Dispatch.ALL, phase="profile")
     def stop_profiler(self, folder: str) -> None:
-        """Write what was recorded to `folder/rank_R.json.gz`."""
+        """Write the trace to `folder/rank_R.json.gz`."""
         self.profiler.stop(Path(folder) / f"rank_{self.rank}.json.gz")
 
     @register(Dispatch.ALL, phase="load_checkpoint")
     def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint, of any number of ranks."""
-        for hosted in self.trained:
-            self._restore(hosted, hosted.load(Path(folder)))
+        """Resume from a checkpoint, written by any number of ranks."""
+        for model in self.trained:
+            self._restore(model, model.load(Path(folder)))
 
-    def _extra_state(self, hosted: ShardedModel) -> dict[str, Any]:
-        """What this rank saves beside a model."""
+    def _extra_state(self, model: ShardedModel) -> dict[str, Any]:
+        """State of this rank to save with a model."""
         return {}
 
-    def _restore(self, hosted: ShardedModel, restored: Restored) -> None:
-        """Take up what this rank saved beside a model."""
+    def _restore(self, model: ShardedModel, restored: Restored) -> None:
+        """Restore `_extra_state`."""
 
-    def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, pieces: int = 1) -> None:
-        """Say which rows are this rank's, and get ready to hold models.
-
-        Args:
-            actor: How ranks share sequences, and whose tokenizer it is.
-            share_prompt: Run a prompt once for all of its responses.
-            pieces: In which features of media are gathered over the ranks of a sequence.
-        """
+    def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:
+        """Set up parallelism, tokenizer and media before models are built."""
         sp_size = actor.sp_size
         self.set_axis(
             "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
         )
         self._load_tokenizer(actor.model)
-        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, actor.ring_size, pieces)
+        sp = SequenceParallel.build(
+            range(self.world_size), actor.ulysses_size, actor.ring_size, feature_chunks
+        )
         self.group = data_parallel_group(sp)
-        self.place = Place(
+        self.setup = ModelSetup(
             self.device,
             self.world_size,
             self.media,
@@ -119,21 +136,21 @@ class ModelWorker(Worker):
             actor.cached_embeds_dir,
             actor.divide_short_sequences,
         )
-        self.hosted: list[ShardedModel] = []
+        self.models: list[ShardedModel] = []
         self.checkpoints = AsyncWriter()
         self.profiler = StepProfiler()
-        self.num_encoded = 0  # media that frozen towers had encoded when it was last said
+        self.reported_media = 0  # media encoded by frozen towers, at the last call of `_encoded_media`
 
     def _load_tokenizer(self, model: ModelConfig) -> None:
         options = self.options
-        assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
+        assert model.tokenizer_path is not None, "filled in when the config was checked"
         arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
         self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
         self.media = None
         if self.processor is not None:
             self.media = MediaLoader(self.processor, options.media, options.media_cache)
 
-    def _hosted(
+    def _build_model(
         self,
         role: str,
         config: Any,
@@ -142,56 +159,91 @@ class ModelWorker(Worker):
         optim: OptimConfig | None = None,
         head: str = "causal",
     ) -> ShardedModel:
-        """A model of the run; with an optimizer it is updated and saved."""
-        hosted = ShardedModel(
+        sharded = ShardedModel(
             role,
             model,
             config.fsdp,
             config.offload,
-            self.place,
+            self.setup,
             optim=optim,
             training_steps=self.options.training_steps,
             head=head,
         )
-        self.hosted.append(hosted)
-        return hosted
+        self.models.append(sharded)
+        return sharded
 
     @property
     def trained(self) -> list[ShardedModel]:
-        """The models that are updated and saved, the policy first."""
-        return [hosted for hosted in self.hosted if hosted.optimizer is not None]
+        # the policy first
+        return [model for model in self.models if model.optimizer is not None]
 
     def _encoded_media(self) -> dict[str, float]:
-        """How many images and videos were encoded since the last call, by all frozen towers together."""
-        towers = [hosted.tower for hosted in self.hosted if hosted.tower is not None]
+        """Count the images and videos that all frozen towers encoded since the last call; collective."""
+        towers = [model.tower for model in self.models if model.tower is not None]
         if not towers:
             return {}
-        own = sum(tower.num_encoded for tower in towers) if self.place.sp.index == 0 else 0
-        count = torch.tensor(own - self.num_encoded, device=self.device)
-        self.num_encoded = own
+        own = sum(tower.num_encoded for tower in towers) if self.setup.sp.index == 0 else 0
+        count = torch.tensor(own - self.reported_media, device=self.device)
+        self.reported_media = own
         dist.all_reduce(count)
         return {"perf/encoded_media": float(count)}
 
     def _mfu(
-        self, hosted: ShardedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
+        self, model: ShardedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
     ) -> dict[str, float]:
-        """The share of the device's peak that an update of these sequences reached, if known."""
+        """Model FLOPs utilization of an update in [0, 1], if the device's peak is known."""
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        mfu = hosted.flops.mfu(lengths, seconds, num_response_tokens=num_response_tokens)
-        return {} if mfu is None else {f"perf/mfu_{hosted.role}": mfu / self.place.sp.size}
+        mfu = model.flops.mfu(lengths, seconds, num_response_tokens=num_response_tokens)
+        return {} if mfu is None else {f"perf/mfu_{model.role}": mfu / self.setup.sp.size}
 
     @contextmanager
     def _loaded(
         self, batch: DataProto, *models: ShardedModel | None, with_optimizer: bool = False
     ) -> Iterator[None]:
-        """Have these models on the device inside the block, and the first one's optimizer if asked for.
+        """Load models onto the device inside the block, and with `with_optimizer` the first one's optimizer.
 
-        The media of the batch are at hand as features where a model's vision tower is frozen.
+        Models with a frozen vision tower also hold the features of the batch's media.
         """
         media = batch.non_tensor_batch.get("multi_modal_data", ())
         with ExitStack() as stack:
-            for number, hosted in enumerate(dict.fromkeys(models)):
-                if hosted is not None:
-                    stack.enter_context(hosted.loaded(with_optimizer and number == 0))
-                    stack.enter_context(hosted.holding(media))
+            for number, model in enumerate(dict.fromkeys(models)):
+                if model is not None:
+                    stack.enter_context(model.loaded(with_optimizer and number == 0))
+                    stack.enter_context(model.holding(media))
             yield
+
+
+class StepProfiler:
+    """Records every operation between `start` and `stop`, for chrome://tracing and Perfetto."""
+
+    def __init__(self) -> None:
+        self._profile: profile | None = None
+
+    def start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def stop(self, path: Path) -> None:
+        # the file appears complete
+        assert self._profile is not None, "stop() follows start()"
+        recorded, self._profile = self._profile, None
+        recorded.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{os.getpid()}.{path.name}")  # the suffix selects the compression
+        recorded.export_chrome_trace(str(partial))
+        partial.replace(path)
+
+
+@contextmanager
+def explained_out_of_memory(phase: str) -> Iterator[None]:
+    """Add the option that lowers a phase's memory to an out-of-memory error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        option = MICRO_BATCH_OPTIONS.get(phase)
+        advice = f"set `{option}` to a smaller number" if option else "leave more of the GPU free"
+        error.add_note(f"{phase}: {advice}; `--dry-run` prints the memory of each phase")
+        raise

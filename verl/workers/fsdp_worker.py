@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that owns one device: a shard of the policy, a shard of the reference, and a rollout engine.
+"""The worker process of reinforcement learning: one device with shards of all models and a rollout engine.
 
-Its remote methods are the whole interface between the controller and the devices. Each has what it needs on
-the device while it works; the work itself stands in `actor/`, `rollout/` and `model_builder.py`.
+Its remote methods are the whole interface between the controller and the devices. Each loads the models it
+uses onto the device; the work itself is in `roles/`, `rollout/` and `model_builder.py`.
 """
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
 from verl.config.worker import WorkerConfig
 from verl.data.media.loader import DecodedMedia, MediaData
@@ -19,15 +20,14 @@ from verl.distributed.fsdp import torch_dtype
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.base_worker import ModelWorker
-from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
-from verl.workers.roles.conversation import load_reward_tokenizer
+from verl.workers.base_worker import ModelRunOptions, ModelWorker
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
-from verl.workers.roles.reward_model import RewardModelScorer, check_has_score
+from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
+from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import (
     EmbeddedMedia,
-    EngineAdapter,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -35,8 +35,24 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
-from verl.workers.run_options import RunOptions
 from verl.workers.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class RunOptions(ModelRunOptions):
+    """Options outside of `worker` for a worker that samples and learns from it."""
+
+    max_sequence_length: int
+    max_response_length: int
+    use_reference: bool
+    use_critic: bool
+    use_prime: bool
+    kl_loss: KLLoss | None
+    has_full_kl_in_rewards: bool  # the KL over the vocabulary is computed with the old log-probs
+    has_sum_squares: bool  # so are the sums of squared probabilities
+    bypass_correction: RolloutCorrection | None  # `bypass_mode`: correction inside the loss
+    is_reinforce: bool  # `bypass_mode` with `loss_type=reinforce`
+    accuracy_key: str  # key of the reward function that `prime` learns from
 
 
 class FSDPWorker(ModelWorker):
@@ -50,13 +66,12 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        """Load every model of the run, and the engine."""
         tp_size, actor = self.config.rollout.tensor_parallel_size, self.config.actor
         self.set_axis(
             "rollout", self.rank // tp_size, self.world_size // tp_size, is_first=self.rank % tp_size == 0
         )
-        pieces = max(1, self.config.rollout.num_chunk_seq)
-        self._prepare(actor, share_prompt=actor.share_prompt, pieces=pieces)
+        feature_chunks = max(1, self.config.rollout.num_chunk_seq)
+        self._prepare(actor, share_prompt=actor.share_prompt, feature_chunks=feature_chunks)
         self._init_actor()
         if self.options.use_critic:
             self._init_critic()
@@ -65,10 +80,10 @@ class FSDPWorker(ModelWorker):
         if self.config.reward_model.is_used:
             self._init_reward_model()
         self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
-        self.engine.sleep()
+        self.engine.sleep()  # training has the device until the first `sync_weights`
 
     def _init_reference(self) -> None:
-        """Hold a frozen copy of the policy; beside adapters the policy without them is the reference."""
+        # a policy with adapters is its own reference, without them; else the reference is a frozen copy
         self.reference_model = self.reference_forward = None
         if not self.options.use_reference:
             return
@@ -76,19 +91,18 @@ class FSDPWorker(ModelWorker):
         if actor.model.lora.is_used:
             self.reference_model, self.reference_forward = self.policy, self.policy.base_forward
         else:
-            self.reference_model = self._hosted("ref", config, actor.model)
+            self.reference_model = self._build_model("ref", config, actor.model)
             self.reference_forward = self.reference_model.forward
         self.reference = DataParallelPPOActor(actor, self.reference_forward, self.group)
 
     def _init_actor(self) -> None:
         config, options = self.config.actor, self.options
-        self.policy = self._hosted("actor", config, config.model, optim=config.optim)
+        self.policy = self._build_model("actor", config, config.model, optim=config.optim)
         self._init_reference()
         self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
         training = ActorTraining(
             *self.policy.training,
-            rollout_n=self.config.rollout.n,
-            max_response_length=options.max_response_length,
+            **self._sizes(),
             kl_loss=options.kl_loss,
             reference=self.reference_forward,
             bypass_correction=options.bypass_correction,
@@ -96,53 +110,48 @@ class FSDPWorker(ModelWorker):
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
 
+    def _sizes(self) -> dict[str, int]:
+        return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}
+
     def _init_critic(self) -> None:
         config = self.config.critic
-        self.critic_model = self._hosted("critic", config, config.model, optim=config.optim, head="scalar")
-        self.critic = DataParallelPPOCritic(
-            config,
-            self.critic_model.forward,
-            self.group,
-            *self.critic_model.training,
-            rollout_n=self.config.rollout.n,
-            max_response_length=self.options.max_response_length,
+        self.critic_model = self._build_model(
+            "critic", config, config.model, optim=config.optim, head="scalar"
         )
+        training = Training(*self.critic_model.training, **self._sizes())
+        self.critic = DataParallelPPOCritic(config, self.critic_model.forward, self.group, training)
 
     def _init_prime(self) -> None:
         config = self.config.prime
         model = self.config.actor.model
         if config.model.model_path is not None:
             model = config.model
-            assert model.tokenizer_path is not None, "it is the model's"
+            assert model.tokenizer_path is not None, "filled in when the config was checked"
             arguments = (model.tokenizer_path, self.options.override_chat_template, model.trust_remote_code)
             check_prime_tokenizer(load_tokenizer(*arguments), self.tokenizer)
-        self.prime_model = self._hosted("prime", config, model, optim=config.optim)
+        self.prime_model = self._build_model("prime", config, model, optim=config.optim)
         if model.lora.is_used:
             self.prime_reference, reference_forward = self.prime_model, self.prime_model.base_forward
         else:
-            # The frozen copy computes in the type of the one that learns: their difference is the reward.
+            # computes in the type of the model that learns, because their difference is the reward
             fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
-            self.prime_reference = self._hosted("prime", replace(config, fsdp=fsdp), model)
+            self.prime_reference = self._build_model("prime", replace(config, fsdp=fsdp), model)
             reference_forward = self.prime_reference.forward
-        optimizer, scheduler = self.prime_model.training
         self.prime = DataParallelPrimeModel(
             config,
             self.prime_model.forward,
             reference_forward,
             self.group,
-            rollout_n=self.config.rollout.n,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            max_response_length=self.options.max_response_length,
+            Training(*self.prime_model.training, **self._sizes()),
             accuracy_key=self.options.accuracy_key,
         )
 
     def _init_reward_model(self) -> None:
         config = self.config.reward_model
         model = config.model
-        assert model.tokenizer_path is not None, "it is the model's"
+        assert model.tokenizer_path is not None, "filled in when the config was checked"
         check_has_score(config)
-        self.reward_model = self._hosted("reward_model", config, model, head="scalar")
+        self.reward_model = self._build_model("reward_model", config, model, head="scalar")
         self.scorer = RewardModelScorer(
             self.reward_model.forward,
             load_reward_tokenizer(model.tokenizer_path, model.trust_remote_code),
@@ -154,7 +163,7 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="sync_weights")
     def sync_weights(self) -> None:
-        """Put the trained weights into the engine, tensor by tensor, or the adapters; and wake it."""
+        """Load the trained weights or adapters into the engine, and wake it."""
         with self.policy.loaded():
             if self.engine.takes_adapter:
                 self.engine.sync_adapter(self.policy.adapter_tensors())
@@ -165,31 +174,22 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="sleep")
     def sleep_engine(self) -> None:
-        """Give the engine's device memory to training."""
         self.engine.sleep()
 
     @register(Dispatch.SHARD, phase="encode", streaming=True)
     def encode_media(self, prompts: DataProto) -> Iterator[None]:
-        """Let a frozen vision tower encode the prompts' media, for all that follows in the step.
+        """Encode the media (`multi_modal_data`) of the prompts of a step with the frozen vision tower.
 
-        Produces nothing; it is a stream because prompts need not divide evenly over the ranks.
-
-        Args:
-            prompts: Reads `multi_modal_data`.
+        Yields nothing; it is a stream because prompts need not divide evenly over the ranks.
         """
-        assert self.policy.tower is not None, "called with a frozen vision tower only"
+        assert self.policy.tower is not None, "only called with a frozen vision tower"
         with self.policy.loaded():
             self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
         yield from ()
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Sample responses to this engine's prompts; produces them as they finish.
-
-        Args:
-            prompts: Reads `uid`, `raw_prompt_ids`, `multi_modal_data`.
-            sampling: The same for all prompts.
-        """
+        """Sample responses to this engine's prompts (`raw_prompt_ids`, `multi_modal_data`) as they finish."""
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         requests = [
             RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
@@ -198,67 +198,56 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Recompute the log-probs of the responses under the current policy.
-
-        Returns:
-            `old_log_probs` (B, R), and where the run needs them `sum_squared_probs` and `full_kl` (B, R).
-        """
+        """Compute `old_log_probs`, and if needed `sum_squared_probs` and `full_kl`: (B, R) each."""
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
         with self._loaded(batch, self.policy, reference):
-            found = self.actor.compute_log_probs(
+            result = self.actor.compute_log_probs(
                 batch,
                 self.config.rollout.temperature,
                 with_sum_squares=options.has_sum_squares,
                 reference=self.reference_forward if reference else None,
             )
-        named = {
-            "old_log_probs": found.log_probs,
-            "sum_squared_probs": found.sum_squared_probs,
-            "full_kl": found.kl,
-        }
-        return DataProto.from_dict({name: value for name, value in named.items() if value is not None})
+        tensors = {"old_log_probs": result.log_probs}
+        if result.sum_squared_probs is not None:
+            tensors["sum_squared_probs"] = result.sum_squared_probs
+        if result.kl is not None:
+            tensors["full_kl"] = result.kl
+        return DataProto.from_dict(tensors)
 
     @register(Dispatch.SHARD, phase="ref")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute the log-probs of the responses under the reference: `ref_log_probs` (B, R)."""
         with self._loaded(batch, self.reference_model):
-            found = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
-        return DataProto.from_dict({"ref_log_probs": found.log_probs})
+            result = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_probs": result.log_probs})
 
     @register(Dispatch.SHARD, phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Estimate what follows each response token: `values` (B, R)."""
         with self._loaded(batch, self.critic_model):
             return DataProto.from_dict({"values": self.critic.compute_values(batch)})
 
     @register(Dispatch.SHARD, phase="reward_model")
     def compute_reward_model_scores(self, batch: DataProto) -> DataProto:
-        """Score the responses by the reward model: `reward_model_scores` (B,)."""
         with self._loaded(batch, self.reward_model):
             return DataProto.from_dict({"reward_model_scores": self.scorer.score(batch)})
 
     @register(Dispatch.SHARD, phase="prime_ref")
     def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute the log-probs under the process reward model's reference: `prime_ref_log_probs`."""
         with self._loaded(batch, self.prime_reference):
             return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
 
     @register(Dispatch.SHARD, phase="process_rewards")
     def compute_process_rewards(self, batch: DataProto) -> DataProto:
-        """Reward each response token by the process reward model: `process_rewards` (B, R)."""
         with self._loaded(batch, self.prime_model):
             return DataProto.from_dict({"process_rewards": self.prime.compute_process_rewards(batch)})
 
     @register(Dispatch.SHARD, phase="update_prime")
     def update_prime(self, batch: DataProto) -> dict[str, float]:
-        """Update the process reward model; the metrics are equal on all ranks."""
         with self._loaded(batch, self.prime_model, with_optimizer=True):
             return self.prime.update(batch)
 
     @register(Dispatch.SHARD, phase="update_critic")
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Update the value model; the metrics are equal on all ranks."""
         start = time.perf_counter()
         with self._loaded(batch, self.critic_model, with_optimizer=True):
             metrics = self.critic.update(batch)
@@ -271,36 +260,38 @@ class FSDPWorker(ModelWorker):
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
         reference = self.reference_model if self.actor.reads_reference else None
+        temperature = self.config.rollout.temperature
         with self._loaded(batch, self.policy, reference, with_optimizer=True):
-            metrics = self.actor.update(
-                batch, self.config.rollout.temperature, entropy_coef=entropy_coef, seed=seed
-            )
+            metrics = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
         responses = int(batch.batch["response_mask"].sum())
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
         return metrics | memory_metrics(self.options.device) | self._encoded_media()
 
-    def _extra_state(self, hosted: ShardedModel) -> dict[str, Any]:
-        return {"engine_rng": self.engine.rng_state()} if hosted is self.policy else {}
+    def _extra_state(self, model: ShardedModel) -> dict[str, Any]:
+        return {"engine_rng": self.engine.rng_state()} if model is self.policy else {}
 
-    def _restore(self, hosted: ShardedModel, restored: Restored) -> None:
-        if hosted is self.policy and restored.extra is not None:
+    def _restore(self, model: ShardedModel, restored: Restored) -> None:
+        if model is self.policy and restored.extra is not None:
             self.engine.set_rng_state(restored.extra["engine_rng"])
 
     def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
-        """A prompt's media for the engine: what the frozen tower made of them, or their pixels."""
+        # features of a frozen tower, or pixels
         if not media:
             return None
         if self.policy.tower is not None and self.engine.takes_embeddings:
             known = self.policy.tower.known(media)  # None if the cache had no room for it
             if known is not None:
                 return EmbeddedMedia(*([entry.tensors for entry in known[kind]] for kind in known))
-        assert self.media is not None, "the loader refuses media where the model has no processor"
+        assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model
-        assert model.model_path is not None, "the config was checked"
+        assert model.model_path is not None, "required when the config was checked"
+        policy, adapter = self.policy, None
+        if policy.adapter is not None:
+            adapter = engine_adapter(policy.model, policy.adapter, self.config.rollout, self.options.device)
         return EngineSetup(
             model_path=model.model_path,
             max_length=self.options.max_sequence_length,
@@ -310,11 +301,5 @@ class FSDPWorker(ModelWorker):
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             takes_embeddings=self.policy.tower is not None,
-            adapter=self._engine_adapter(),
+            adapter=adapter,
         )
-
-    def _engine_adapter(self) -> EngineAdapter | None:
-        policy = self.policy
-        if policy.adapter is None:
-            return None
-        return engine_adapter(policy.model, policy.adapter, self.config.rollout, self.options.device)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a folder in Hugging Face format to a sharded model, ready for packed forward passes.
+"""Build a sharded model from a folder in Hugging Face format, ready for packed forward passes.
 
-Every rank builds the model without memory, shards it, and makes room for its shards only. Rank 0 reads the
+Every rank builds the model on the meta device, shards it, and allocates its shards only. Rank 0 reads the
 files and broadcasts tensor by tensor, so host memory holds one copy of the model for the whole job.
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,30 +45,17 @@ def build_model(
     model: ModelConfig,
     fsdp: FSDPConfig,
     *,
-    mesh: DeviceMesh,
-    device: torch.device | str,
+    mesh: DeviceMesh,  # from `make_mesh`
+    device: torch.device | str,  # where the forward passes run
     trainable: bool,
     head: str = "causal",
-    option: str = "worker.actor.model",
+    option: str = "worker.actor.model",  # path of `model` in the config, for errors
 ) -> PreTrainedModel:
-    """Build, shard and load a model; every rank calls it, with the same arguments.
+    """Build, shard and load a model; collective over all ranks.
 
-    Args:
-        model: Where its files are, and what is changed in its config.
-        fsdp: How it is sharded, and its dtypes.
-        mesh: From `make_mesh`.
-        device: Where the forward passes run.
-        trainable: True for a policy or critic, kept in float32 unless `fsdp.torch_dtype` says otherwise, with
-            gradients; False for a reference, kept in bfloat16, without. Beside adapters the weights are kept
-            in bfloat16 too.
-        head: "causal" for a policy; "scalar" for a value or reward model, which has one number per token. Its
-            files may be those of a scalar model or, if it is trained, of a causal or vision-language one;
-            then the score is zero at first, for every token.
-        option: Where `model` stands in the config, for errors.
-
-    Returns:
-        The model, its parameters DTensors. Its `config` and `generation_config` are those of the files; a
-        scalar model's config says that it is one (`verl.models.scalar_head`).
+    With `head="scalar"` for values or scores, a trainable model may be loaded from files of a causal or
+    vision-language model: then the score starts at zero. Weights are kept in float32 unless
+    `fsdp.torch_dtype` is set; in bfloat16 with adapters or if not trainable.
 
     Raises:
         FileNotFoundError: The folder has no config or no weights that can be read.
@@ -100,25 +88,37 @@ def build_model(
 
 
 def load_model_config(model: ModelConfig, option: str = "worker.actor.model") -> PreTrainedConfig:
-    """The transformers config of the model's files, with `override_config` applied."""
-    assert model.model_path is not None, "the config was checked"
+    """Load the transformers config of the model's files, with `override_config` applied."""
+    assert model.model_path is not None, "required when the config was checked"
+    return read_config(
+        model.model_path,
+        trust_remote_code=model.trust_remote_code,
+        overrides=model.override_config,
+        option=option,
+    )
+
+
+def read_config(
+    path: str, *, trust_remote_code: bool, overrides: Mapping[str, Any], option: str = "worker.actor.model"
+) -> PreTrainedConfig:
+    """Load the transformers config of a folder or hub model, with overrides applied."""
     try:
-        config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"`{option}.model_path` ({model.model_path}): no model config can be read there: {error}"
+            f"`{option}.model_path` ({path}): no model config can be read there: {error}"
         ) from error
-    apply_overrides(config, model.override_config, f"{option}.override_config")
+    apply_overrides(config, overrides, f"{option}.override_config")
     return config
 
 
 def _check_head(config: PreTrainedConfig, head: str, where: str) -> None:
-    """Refuse a reward model as a policy, and one that gives several scores."""
+    # a reward model cannot be a policy, and must have a single score
     if not is_scalar(config):
         return
     name = ", ".join(config.architectures or ())
     if head == "causal":
-        raise ValueError(f"{where} is a {name}, which scores and cannot write: use a language model")
+        raise ValueError(f"{where} is a {name}, which cannot generate text: use a language model")
     if config.num_labels != 1:
         raise ValueError(
             f"{where} is a {name} with {config.num_labels} labels, one is needed: use a model that gives a"
@@ -127,7 +127,7 @@ def _check_head(config: PreTrainedConfig, head: str, where: str) -> None:
 
 
 def apply_overrides(
-    config: PreTrainedConfig, overrides: dict[str, Any], path: str = "worker.actor.model.override_config"
+    config: PreTrainedConfig, overrides: Mapping[str, Any], path: str = "worker.actor.model.override_config"
 ) -> None:
     """Set options of a transformers config; a dictionary goes into the nested config of that name.
 
@@ -148,8 +148,7 @@ def apply_overrides(
 
 
 def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:
-    """The generation config beside the weights; without that file, what the model's config implies."""
-    assert model.model_path is not None, "the config was checked"
+    assert model.model_path is not None, "required when the config was checked"
     try:
         return GenerationConfig.from_pretrained(model.model_path)
     except OSError:
@@ -157,10 +156,10 @@ def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> Gene
 
 
 def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
-    """How a trained model is adapted, as `lora` or the adapter it starts from says; None: it is not.
+    """The adapter of a trained model, from `lora` or from the adapter that it starts with; None without.
 
     Raises:
-        ValueError: `lora.path` holds no adapter of a supported kind, or of another rank than `lora.rank`.
+        ValueError: `lora.path` holds no adapter of a supported kind, or one of another rank than `lora.rank`.
     """
     lora = model.lora
     if not lora.is_used:
@@ -185,18 +184,14 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
 
 
 def trainable_options(model: ModelConfig, option: str) -> TrainableOptions:
-    """What of a model is to be trained, for `verl.models.trainable.select_trainable`.
-
-    Raises:
-        ValueError: See `adapter_config`.
-    """
+    """Options of `verl.models.trainable.select_trainable`; raises what `adapter_config` raises."""
     return TrainableOptions(
         adapter_config(model, option), model.train_modules, model.freeze_modules, model.freeze_vision_tower
     )
 
 
 def weights_dtype(fsdp: FSDPConfig, options: TrainableOptions | None) -> torch.dtype:
-    """The type weights are kept in; None is a model that is not trained."""
+    """The dtype of stored weights; `options` are None for a model that is not trained."""
     is_whole = options is not None and options.adapter is None
     return torch_dtype(fsdp.torch_dtype or ("fp32" if is_whole else "bf16"))
 
@@ -204,7 +199,7 @@ def weights_dtype(fsdp: FSDPConfig, options: TrainableOptions | None) -> torch.d
 def _adapt_source(
     source: PreTrainedModel | None, model: ModelConfig, options: TrainableOptions, option: str
 ) -> None:
-    """Give rank 0's source adapters with their first values; all ranks raise together."""
+    """Add adapters with their initial values to rank 0's source model; all ranks raise together."""
     problem = None
     if source is not None:
         select_trainable(source, options, option)
@@ -215,10 +210,7 @@ def _adapt_source(
                 set_adapter(source, read_adapter(Path(model.lora.path), where), hub.of_module, where)
             except ValueError as error:
                 problem = str(error)
-    problems = [problem]
-    dist.broadcast_object_list(problems, src=0)
-    if problems[0] is not None:
-        raise ValueError(problems[0])
+    _raise_everywhere(ValueError, problem)
 
 
 def _fill(
@@ -228,13 +220,13 @@ def _fill(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Give a sharded model on the meta device memory, and the values of rank 0's source."""
+    """Allocate a sharded model on the meta device and copy the values of rank 0's source model."""
     given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
     stays_on_cpu = isinstance(offload_policy(fsdp, mesh), CPUOffloadPolicy)
     model.to_empty(device="cpu" if stays_on_cpu else device)
     for name, param in sharded_parameters(model).items():
         _copy_shard(_whole_tensor(given.get(name), param, device), param)
-    for name, buffer in list(model.named_buffers()):  # also those that no file holds
+    for name, buffer in list(model.named_buffers()):  # non-persistent ones too
         whole = _whole_tensor(given.get(name), buffer, device)
         if whole.is_floating_point():
             whole = whole.to(torch_dtype(fsdp.mp_buffer_dtype))
@@ -246,21 +238,26 @@ def _fill(
 def _read_on_rank0(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> PreTrainedModel | None:
-    """The whole model in host memory on rank 0, None elsewhere; all ranks raise if it cannot be read."""
+    """Read the whole model into host memory on rank 0, None elsewhere; all ranks raise on failure."""
     source, problem = None, None
     if dist.get_rank() == 0:
         source, problem = _read_model(model, config, dtype, trainable, option)
+    _raise_everywhere(FileNotFoundError, problem)
+    return source
+
+
+def _raise_everywhere(kind: type[Exception], problem: str | None) -> None:
+    # on all ranks, if rank 0 found a problem: else the others would wait in the next collective
     problems = [problem]
     dist.broadcast_object_list(problems, src=0)
     if problems[0] is not None:
-        raise FileNotFoundError(problems[0])
-    return source
+        raise kind(problems[0])
 
 
 def _read_model(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> tuple[PreTrainedModel | None, str | None]:
-    """The model, or what is wrong with its files."""
+    # the model, or an error message
     where = f"`{option}.model_path` ({model.model_path})"
     try:
         source, report = auto_class(config).from_pretrained(
@@ -274,37 +271,35 @@ def _read_model(
         return None, f"{where}: the weights cannot be read ({error}): download or export the model again"
     missing = set(report["missing_keys"])
     if is_scalar(config):
-        problem = _settle_score(source, missing, trainable, where)
+        problem = _init_score(source, missing, trainable, where)
         if problem is not None:
             return None, problem
         missing -= {SCORE_WEIGHT, SCORE_BIAS}
     if missing:
         names = sorted(missing)
-        return (
-            None,
-            f"{where}: {len(names)} weights are missing, for example {names[:3]}: use a complete model",
-        )
+        problem = f"{where}: {len(names)} weights are missing, for example {names[:3]}: use a complete model"
+        return None, problem
     if report["unexpected_keys"]:
         logger.warning(
-            "weights without a place in the model are ignored: names=%s", sorted(report["unexpected_keys"])
+            "weights that the model does not have are ignored: names=%s", sorted(report["unexpected_keys"])
         )
     return source, None
 
 
-def _settle_score(source: PreTrainedModel, missing: set[str], trainable: bool, where: str) -> str | None:
-    """Start a score that no file holds at zero, take off a bias that no file holds; or say what is wrong."""
+def _init_score(source: PreTrainedModel, missing: set[str], trainable: bool, where: str) -> str | None:
+    """Start a missing score at zero and drop a missing bias; return an error message if impossible."""
     if SCORE_WEIGHT in missing:
         if not trainable:
-            return f"{where} holds no `{SCORE_WEIGHT}`: use a model that was trained to score"
+            return f"{where} holds no `{SCORE_WEIGHT}`: use a trained reward model"
         start_score(source)
-        logger.info("the score starts at zero, the files hold none: %s", where)
+        logger.info("the score starts at zero, the files have none: %s", where)
     elif SCORE_BIAS in missing:
         drop_score_bias(source)
     return None
 
 
 def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> None:
-    """Take the bias off every rank's score if rank 0 found none in the files."""
+    # every rank drops the bias of its score if rank 0 found none in the files
     has_bias = [source is not None and has_score_bias(source)]
     dist.broadcast_object_list(has_bias, src=0)
     if not has_bias[0]:
@@ -312,7 +307,6 @@ def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> No
 
 
 def _whole_tensor(given: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    """The tensor that rank 0 was given, on every rank's device."""
     if given is None:
         whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     else:
@@ -323,14 +317,14 @@ def _whole_tensor(given: Tensor | None, like: Tensor, device: torch.device) -> T
 
 @torch.no_grad()
 def _copy_shard(whole: Tensor, param: nn.Parameter) -> None:
-    assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-    # Without a source rank nothing is sent: each rank cuts its own part.
+    assert isinstance(param, DTensor), "made by fully_shard"
+    # without a source rank nothing is sent: each rank takes its own shard
     shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
     param.to_local().copy_(shard.to_local())
 
 
 def _check_nothing_is_empty(model: PreTrainedModel) -> None:
-    """A tensor that is neither parameter nor buffer stays on the meta device: refuse, by name."""
+    # a tensor that is neither parameter nor buffer stays on the meta device
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:

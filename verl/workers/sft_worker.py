@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that owns one device in supervised fine-tuning: a shard of the model and its optimizer.
+"""The worker process of supervised fine-tuning: one device with a shard of the model and its optimizer.
 
-The model is saved as `actor`, the name of the policy: a run of reinforcement learning starts from it.
+The model is saved as `actor`, the policy's name, so that reinforcement learning can start from it.
 """
 
 import time
@@ -10,9 +10,9 @@ from verl.config.sft import SFTWorkerConfig
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.base_worker import ModelWorker
+from verl.workers.base_worker import ModelRunOptions, ModelWorker
 from verl.workers.roles.sft import DataParallelSFT
-from verl.workers.run_options import ModelRunOptions
+from verl.workers.roles.updater import Training
 
 
 class SFTWorker(ModelWorker):
@@ -24,15 +24,15 @@ class SFTWorker(ModelWorker):
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        """Load the model."""
         actor = self.config.actor
         self._prepare(actor)
-        self.policy = self._hosted("actor", actor, actor.model, optim=actor.optim)
-        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, *self.policy.training)
+        self.policy = self._build_model("actor", actor, actor.model, optim=actor.optim)
+        training = Training(*self.policy.training)
+        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, training)
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Take one step on this rank's share of the rows; the metrics are equal on all ranks."""
+        """Take a step on this rank's rows; the metrics are equal on all ranks."""
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
         with self._loaded(batch, self.policy, with_optimizer=True):
@@ -43,6 +43,6 @@ class SFTWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="validation")
     def compute_losses(self, batch: DataProto) -> DataProto:
-        """Compute the sum of -log p over the tokens of each row that are learned: `losses` (B,) float64."""
+        """Compute `losses` (B,) float64, the sum of -log p over the learned tokens of each row."""
         with self._loaded(batch, self.policy):
             return DataProto.from_dict({"losses": self.sft.losses(batch)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as a worker process holds it: sharded, with what trains it, on the device while it is used."""
+"""A model of a worker process: its shard, optimizer and forward pass, on the device while it is used."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,117 +27,93 @@ from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import adapter_config, build_model
 from verl.workers.packing.forward import BaseForward, PackedForward
-from verl.workers.packing.sp_strategy import StrategyPlanner, Way
+from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker's models live."""
+class ModelSetup:
+    """What all models of a worker share."""
 
     device: torch.device
     world_size: int
-    media: MediaLoader | None  # decodes the rows' media; None where there is no processor
+    media: MediaLoader | None  # None for models without a processor
     share_prompt: bool = False  # run a prompt once for all of its responses
     sp: SequenceParallel = field(default_factory=SequenceParallel)
-    embeds_dir: str | None = None  # keeps what frozen vision towers compute
-    always_divides: bool = False  # sequences over the ranks of a line
+    embeds_dir: str | None = None  # keeps features of frozen vision towers
+    always_shards: bool = False  # under sequence parallelism, short sequences too
 
 
 class ShardedModel:
-    """One model of a worker, under the name of its section: `actor`, `critic`, `ref`, `prime` ...
-
-    Attributes:
-        model: The sharded model.
-        forward: The packed forward pass through it.
-        adapter: How it is adapted; None where its weights are trained.
-        tower: Its vision tower, if it has one that is frozen.
-        optimizer, scheduler: What updates it; None for a frozen model.
-        flops: What its passes cost.
-    """
+    """One model of a worker, named after its section: `actor`, `critic`, `ref`, `prime`, `reward_model`."""
 
     def __init__(
         self,
-        role: str,
+        role: str,  # section of the options, and folder in checkpoints
         model: ModelConfig,
         fsdp: FSDPConfig,
         offload: OffloadConfig,
-        place: Place,
+        setup: ModelSetup,
         *,
-        optim: OptimConfig | None = None,
-        training_steps: int = 0,
-        head: str = "causal",
+        optim: OptimConfig | None = None,  # None for a model that is never updated
+        training_steps: int = 0,  # for the learning rate schedule
+        head: str = "causal",  # `causal`, or `scalar` for values and scores
     ) -> None:
-        """Build, shard, load and check the model; every rank calls it.
-
-        Args:
-            role: Section of the options; names the folder in checkpoints.
-            model: Which model.
-            fsdp: How it is sharded.
-            offload: What leaves the device while it is not used.
-            place: The device, and the ranks.
-            optim: None for a model that is never updated.
-            training_steps: Of the run, for the schedule of the learning rate.
-            head: `causal`, or `scalar` for values and scores.
-        """
-        self.role = role
-        self.fsdp, self.offload, self.place = fsdp, offload, place
-        mesh = make_mesh(place.world_size, fsdp.fsdp_size, place.device.type)
+        """Build, shard, load and check the model; collective over all ranks."""
+        self.role, self.fsdp, self.offload, self.setup = role, fsdp, offload, setup
+        option = f"worker.{role}.model"
         self.model: PreTrainedModel = build_model(
             model,
             fsdp,
-            mesh=mesh,
-            device=place.device,
+            mesh=make_mesh(setup.world_size, fsdp.fsdp_size, setup.device.type),
+            device=setup.device,
             trainable=optim is not None,
             head=head,
-            option=f"worker.{role}.model",
+            option=option,
         )
+        self.adapter = None if optim is None else adapter_config(model, option)
         self.optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if optim is not None:
             self.optimizer = build_optimizer(self.model, optim, f"worker.{role}.optim")
             self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
-        self.adapter = None if optim is None else adapter_config(model, f"worker.{role}.model")
-        self.tower = self._frozen_tower(model)
+        self.tower = self._frozen_tower() if model.freeze_vision_tower else None
         self.forward = self._forward(PackedForward)
-        self.flops = FlopsCounter(self.model.config, device=place.device)
+        self.flops = FlopsCounter(self.model.config, device=setup.device)
         with self.loaded():
             check_model(self.model)
 
     @property
     def training(self) -> tuple[Optimizer, LRScheduler]:
-        """What updates the model."""
         assert self.optimizer is not None and self.scheduler is not None, f"{self.role} is never updated"
         return self.optimizer, self.scheduler
 
-    def _frozen_tower(self, model: ModelConfig) -> FrozenTower | None:
-        config, place = self.model.config, self.place
-        is_frozen = model.freeze_vision_tower and model_type_of(config).vision_tower is not None
-        if not is_frozen or place.media is None:
+    def _frozen_tower(self) -> FrozenTower | None:
+        config, setup = self.model.config, self.setup
+        if model_type_of(config).vision_tower is None or setup.media is None:
             return None
         dtype = torch_dtype(self.fsdp.mp_param_dtype)
-        return FrozenTower(self.model, config, place.media, place.device, dtype, place.sp, place.embeds_dir)
+        return FrozenTower(self.model, config, setup.media, setup.device, dtype, setup.sp, setup.embeds_dir)
 
     def _forward(self, kind: type[PackedForward]) -> PackedForward:
-        place = self.place
+        setup = self.setup
         forward = kind(
-            self.model, self.model.config, place.media, place.device, place.share_prompt, place.sp, self.tower
+            self.model, self.model.config, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower
         )
-        if place.always_divides:
-            forward.division = StrategyPlanner(place.sp.size, [Way.DIVIDED])
+        if setup.always_shards:
+            forward.planner = StrategyPlanner(setup.sp.size, [Strategy.SHARDED])
         return forward
 
     @cached_property
     def base_forward(self) -> PackedForward:
-        """The forward pass through the model without its adapters: the reference that costs no memory."""
+        """The forward pass without the adapters: a reference that costs no memory."""
         assert self.adapter is not None, f"{self.role} has no adapters"
         return self._forward(BaseForward)
 
     def engine_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of each weight, adapters folded into theirs; every rank iterates to the end.
+        """Yield name and full tensor of each weight; every rank iterates to the end.
 
-        Args:
-            dtype: What weights are cast to before they are gathered, where nothing is folded.
+        Weights are cast to `dtype` before they are gathered, unless adapters are folded in.
         """
         if self.adapter is None:
             return full_named_tensors(self.model, dtype)
@@ -145,18 +121,18 @@ class ShardedModel:
         return fold(full_named_tensors(self.model), adapter.scale, has_magnitude=adapter.use_dora)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """The whole tensors of the adapters by their names in the model; every rank calls it."""
+        # collective
         return dict(full_named_tensors(self.model, select=is_adapter))
 
     def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:
-        """Have what its frozen tower makes of the rows' media at hand inside the block; every rank enters."""
+        """Keep a frozen tower's features of the rows' media inside the block; every rank enters."""
         return nullcontext() if self.tower is None else self.tower.holding(rows)
 
     def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
-        """Have the model, and its optimizer if asked for, on the device inside the block."""
+        """Load the model, and its optimizer if requested, onto the device inside the block."""
         return loaded_on_device(
             self.model,
-            self.place.device,
+            self.setup.device,
             offload_params=self.offload.offload_params and not self.fsdp.enable_cpu_offload,
             optimizer=self.optimizer if with_optimizer else None,
             offload_optimizer_state=self.offload.offload_optimizer,
@@ -165,13 +141,9 @@ class ShardedModel:
     def snapshot(
         self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
     ) -> Snapshot:
-        """Collect this rank's part of a checkpoint.
+        """Collect this rank's part of a checkpoint; with `copies` training can continue before it is written.
 
-        Args:
-            model_only: Leave out what trains the model.
-            copies: Copy it to host memory, so that training may go on before it is written.
-            extra: State of this rank beside.
-            files: Tokenizer and processor to put beside the config; None on all ranks but the first.
+        `extra` is further state of this rank; `files` are tokenizer and processor, None after the first rank.
         """
         optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
         savable = () if files is None else (self.model.config, self.model.generation_config, *files)
@@ -182,7 +154,7 @@ class ShardedModel:
         return take_snapshot(self.model, optimizer, scheduler, extra, savable, adapter, copies=copies)
 
     def load(self, folder: Path) -> Restored:
-        """Go on from `folder/role`, saved by any number of ranks."""
+        """Resume from `folder/role`, saved by any number of ranks."""
         if self.tower is not None:
             self.tower.forget()
         return load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)

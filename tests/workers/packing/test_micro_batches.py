@@ -19,7 +19,7 @@ WIDTH = 64
 
 
 def split_micro_batches(batch, size, token_budget=None, share_prompt=False):
-    """A batch in micro-batches, as many on every rank."""
+    """A batch in micro batches, as many on every rank."""
     counts = RowCounts.of(batch, share_prompt)
     limit = MicroBatchLimit(rows=size) if token_budget is None else MicroBatchLimit(tokens=token_budget)
     (split,) = agreed_splits(lambda least: [split_rows(counts, range(len(batch)), limit, least)])
@@ -47,8 +47,8 @@ def test_every_row_comes_once_and_only_a_single_row_exceeds_the_budget(seed):
     assert all(len(part) <= 1 or sum(lengths[row] for row in part) <= budget for part in parts)
 
 
-def test_few_micro_batches_are_made_where_the_budget_allows():
-    # 8 rows of 16 tokens and 64 tokens for each micro-batch: exactly two.
+def test_there_are_as_few_micro_batches_as_the_budget_allows():
+    # 8 rows of 16 tokens and 64 tokens for each micro batch: exactly two.
     assert len(split_micro_batches(batch_of([16] * 8), 1, 64)) == 2
 
 
@@ -79,7 +79,7 @@ def groups_of(prompts, responses, order=None):
 
 
 def true_tokens(batch, rows):
-    """Tokens of a micro-batch whose rows share the prompts of equal uids, counted row by row."""
+    """Tokens of a micro batch whose rows share the prompts of equal uids, counted row by row."""
     seen, total = set(), 0
     for row in rows:
         mask = batch.batch["attention_mask"][row]
@@ -91,14 +91,14 @@ def true_tokens(batch, rows):
 
 
 def test_a_shared_prompt_counts_once():
-    # Two groups of 40 + 4 x 5 = 60 tokens: one micro-batch each; single rows need 360 / 64, so 6.
+    # Two groups of 40 + 4 x 5 = 60 tokens: one micro batch each; single rows need 360 / 64, so 6.
     batch = groups_of([40, 40], [[5] * 4, [5] * 4])
 
     assert sorted(split_micro_batches(batch, 1, 64, share_prompt=True)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert len(split_micro_batches(batch, 1, 64)) >= 6
 
 
-def test_a_group_beyond_the_budget_is_cut_into_as_few_parts_as_fit():
+def test_a_group_beyond_the_budget_is_split_into_as_few_parts_as_fit():
     # 40 + 6 x 10 = 100 tokens do not fit 80; two parts of 40 + 30 do.
     parts = split_micro_batches(groups_of([40], [[10] * 6]), 1, 80, share_prompt=True)
 
@@ -127,7 +127,7 @@ def test_every_row_comes_once_and_parts_of_groups_fit_the_budget(seed):
     assert all(len(part) <= 1 or true_tokens(batch, part) <= budget for part in parts)
 
 
-def test_a_fixed_size_keeps_groups_whole_where_they_fit_and_cuts_larger_ones_evenly():
+def test_a_fixed_size_keeps_small_groups_whole_and_splits_larger_ones_evenly():
     # Rows 0, 2 and 4 are one prompt's; five rows of another go into 3 + 2.
     batch = groups_of([9, 9], [[1] * 3, [1] * 5], order=[0, 3, 1, 4, 2, 5, 6, 7])
 
@@ -139,7 +139,7 @@ def ranks_split(rank, world_size):
     return [split_micro_batches(batch_of(lengths), 2, budget) for budget in (None, 64)]
 
 
-def test_all_ranks_get_the_same_number_and_empty_ones_fill_up():
+def test_all_ranks_get_the_same_number_of_micro_batches():
     first, second = run_distributed(ranks_split, 2)
 
     assert [len(parts) for parts in first] == [len(parts) for parts in second] == [2, 4]
@@ -148,7 +148,7 @@ def test_all_ranks_get_the_same_number_and_empty_ones_fill_up():
 
 
 @pytest.mark.parametrize("token_budget", [None, 8])
-def test_rows_whose_prompts_nobody_knows_are_divided_as_single_ones(token_budget):
+def test_rows_of_unknown_prompts_are_split_one_by_one(token_budget):
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]])
     batch = DataProto.from_dict({"attention_mask": mask}, {"uid": objects(["a", "a", "b", "b"])})
 

@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
-from verl.workers.roles.updater import MetricSums
+from verl.workers.roles.metric_sums import MetricSums
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 6, 5
 METRICS = {
@@ -220,8 +220,8 @@ def test_an_unknown_loss_is_refused_before_any_forward_pass(folder):
 def test_metrics_are_means_over_tokens_not_means_of_means():
     # Three tokens of value 1 and one of value 9: mean 3. Mean of the means of the micro batches: 5.
     metrics = MetricSums("cpu")
-    metrics.add_tokens("actor/entropy", torch.tensor([[1.0, 1.0, 1.0]]), torch.ones(1, 3))
-    metrics.add_tokens("actor/entropy", torch.tensor([[9.0, float("nan"), 7.0]]), torch.tensor([[1, 0, 0]]))
+    metrics.add_mean("actor/entropy", torch.tensor([[1.0, 1.0, 1.0]]), torch.ones(1, 3))
+    metrics.add_mean("actor/entropy", torch.tensor([[9.0, float("nan"), 7.0]]), torch.tensor([[1, 0, 0]]))
     metrics.add_loss("actor/pg_loss", torch.tensor(0.25))
     metrics.add_loss("actor/pg_loss", torch.tensor(0.75))
 

@@ -4,7 +4,7 @@ import torch
 
 from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto
-from verl.workers.roles.conversation import (
+from verl.workers.roles.reward_model import (
     encode_conversations,
     has_same_conversations,
     has_same_tokens,
@@ -22,7 +22,7 @@ def tokenizer_with(template, vocab_size=512):
     return tokenizer
 
 
-def test_a_tokenizer_that_knows_more_tokens_reads_those_of_the_policy():
+def test_a_tokenizer_with_more_tokens_reads_the_policys():
     policy, larger = train_tokenizer(), train_tokenizer()
     larger.add_tokens(["<score>"])
 
@@ -31,7 +31,7 @@ def test_a_tokenizer_that_knows_more_tokens_reads_those_of_the_policy():
     assert not has_same_tokens(train_tokenizer(vocab_size=300), policy)
 
 
-def test_another_chat_template_is_another_conversation_and_none_is_the_policys():
+def test_conversations_differ_with_the_chat_template_and_not_without_one():
     policy = train_tokenizer()
 
     assert has_same_conversations(train_tokenizer(), policy)
@@ -59,7 +59,7 @@ def test_the_text_of_a_response_has_no_special_tokens_and_no_padding_and_keeps_t
     assert response_texts(batch, policy) == ["the answer is 4", "add 2 + 2 = 4"]
 
 
-def test_conversations_are_the_template_s_tokens_padded_on_the_right_and_counted():
+def test_conversations_are_rendered_and_padded_on_the_right():
     tokenizer = tokenizer_with(TEMPLATE)
     prompts = [
         [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": "How many?"}],

@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
+from verl.workers.roles.updater import Training
 
 PROMPT_LENGTH, RESPONSE_LENGTH, ROWS, N = 6, 8, 12, 3  # 4 prompts, 2 mini batches of 2
 BETA = 0.4
@@ -81,10 +82,12 @@ def make_prime(folder, reference, *, make_optimizer=RecordingOptimizer, **option
         trained,
         forward(reference, trainable=False),
         dist.group.WORLD,
-        rollout_n=N,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        max_response_length=RESPONSE_LENGTH,
+        Training(
+            optimizer,
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+            rollout_n=N,
+            max_response_length=RESPONSE_LENGTH,
+        ),
         accuracy_key="right",
     )
 
@@ -103,7 +106,7 @@ def padded_log_probs(model, batch):
 
 
 def padded_update(model, batch, ref_log_probs):
-    """Gradients of each mini batch, the mean loss, and what is said of every sequence."""
+    """Gradients of each mini batch, the mean loss, and statistics of every sequence."""
     gradients, losses, judged = [], [], []
     for start in (0, ROWS // 2):
         rows = slice(start, start + ROWS // 2)
@@ -230,7 +233,7 @@ def with_reference(prime, batch):
     return batch.merge(DataProto.from_dict({"prime_ref_log_probs": prime.compute_ref_log_probs(batch)}))
 
 
-def test_before_it_learns_a_model_rewards_nothing_and_training_tells_right_from_wrong(root, one_rank):
+def test_rewards_start_at_zero_and_learn_right_from_wrong(root, one_rank):
     prime = make_prime(
         root / "model",
         root / "model",
@@ -251,7 +254,7 @@ def test_before_it_learns_a_model_rewards_nothing_and_training_tells_right_from_
     assert (scores > 0).tolist() == (batch.batch["accuracies"] > 0.5).tolist()
 
 
-def test_the_reference_stays_as_it_was(root, one_rank):
+def test_the_reference_does_not_change(root, one_rank):
     prime = make_prime(
         root / "model", root / "model", make_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1)
     )
@@ -275,7 +278,7 @@ def test_nan_outside_of_the_responses_does_not_reach_the_update(root, one_rank):
     assert prime.compute_process_rewards(dirty).isfinite().all()
 
 
-def test_an_accuracy_that_is_no_probability_is_refused_by_its_option(root, one_rank):
+def test_an_accuracy_outside_of_zero_to_one_is_refused_by_option(root, one_rank):
     prime = make_prime(root / "model", root / "reference")
     batch = with_reference(prime, make_batch())
     batch.batch["accuracies"][3] = 2.0

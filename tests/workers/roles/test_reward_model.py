@@ -26,8 +26,7 @@ from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto, objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.roles.conversation import load_reward_tokenizer
-from verl.workers.roles.reward_model import RewardModelScorer, check_has_score
+from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 6
 PROMPTS = ["How many?", "What colour is the circle?", "1 + 2", "red"]
@@ -181,9 +180,9 @@ def results(request, root, one_rank):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["same", "other"])
-def test_scores_equal_transformers_own_on_each_row_alone(results, root, name, size):
+def test_scores_equal_transformers_on_single_rows(results, root, name, size):
     expected = torch.load(root / "expected.pt")[name]
-    assert expected.std() > 0.01  # rows are told apart
+    assert expected.std() > 0.01  # scores differ between rows
 
     for rank in results:
         rows, scores = rank[name, size]
@@ -200,7 +199,7 @@ def test_some_responses_were_cut_off_and_some_were_finished():
 # Rules, on one rank in this process.
 
 
-def test_mrope_positions_of_rows_without_media_are_counted_anew_for_a_text_model(root, one_rank):
+def test_a_text_model_gets_plain_positions_instead_of_mrope(root, one_rank):
     batch = make_batch()
     batch.batch["position_ids"] = batch.batch["position_ids"][:, None].expand(-1, 4, -1)
 
@@ -279,7 +278,7 @@ def test_other_tokens_need_a_chat_template(root, one_rank):
         )
 
 
-def test_a_model_that_cannot_score_is_refused_rather_than_given_a_head_of_zeros(tmp_path, one_rank):
+def test_a_model_without_a_score_is_refused(tmp_path, one_rank):
     folder = save_tiny_model(tmp_path / "causal", "qwen2", num_hidden_layers=1)
 
     with pytest.raises(

@@ -46,7 +46,7 @@ def media_requests(tokenizer):
 
 @torch.no_grad()
 def embedded(model, processor, request):
-    """The request with what the model's vision tower makes of its media in place of pixels."""
+    """The request with features of the model's vision tower instead of pixels."""
     features, _ = media_features(processor, request.media)
     found = {"image": [], "video": []}
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):

@@ -11,7 +11,7 @@ def draw():
     return torch.rand(1).item(), np.random.rand(), random.random()
 
 
-def test_streams_of_one_seed_are_equal_and_of_two_seeds_different():
+def test_streams_are_equal_for_equal_seeds_only():
     one, same, other = GenerationRng(3, "cpu"), GenerationRng(3, "cpu"), GenerationRng(4, "cpu")
 
     draws = []
@@ -23,7 +23,7 @@ def test_streams_of_one_seed_are_equal_and_of_two_seeds_different():
     assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
 
 
-def test_the_stream_goes_on_where_it_was_left_whatever_training_draws():
+def test_the_stream_continues_where_it_stopped_regardless_of_training():
     undisturbed, interrupted = GenerationRng(3, "cpu"), GenerationRng(3, "cpu")
     with undisturbed.active():
         expected = [draw(), draw()]
@@ -37,7 +37,7 @@ def test_the_stream_goes_on_where_it_was_left_whatever_training_draws():
     assert found == expected
 
 
-def test_training_draws_the_same_with_and_without_generation():
+def test_generation_does_not_change_the_random_numbers_of_training():
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     expected = [draw(), draw()]
 
@@ -66,7 +66,7 @@ def test_a_saved_state_repeats_the_stream(tmp_path):
         assert (*draw(), np.random.randn()) == expected
 
 
-def test_an_error_while_sampling_leaves_training_alone():
+def test_an_error_while_sampling_restores_the_stream_of_training():
     rng = GenerationRng(3, "cpu")
     before = torch.get_rng_state()
 

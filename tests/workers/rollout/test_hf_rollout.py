@@ -41,7 +41,7 @@ def assert_same_responses(one, other):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "qwen3_moe", "qwen2_5_vl"])
-def test_greedy_responses_are_vllms(family, tmp_path, single_process):
+def test_greedy_responses_equal_vllms(family, tmp_path, single_process):
     path = save_tiny_model(tmp_path, family)
     model = load_model(path)
     change_weights(model, seed=1)
@@ -85,7 +85,7 @@ def test_log_probs_of_media_prompts_equal_the_models(tmp_path):
     assert largest_media_difference(model, processor, requests, responses)[0] < 1e-4
 
 
-def test_how_prompts_are_put_together_changes_nothing(qwen2, monkeypatch):
+def test_results_do_not_depend_on_how_prompts_are_batched(qwen2, monkeypatch):
     engine, _ = qwen2
     together = collect(engine, text_requests(), GREEDY)
 
@@ -140,7 +140,7 @@ def test_top_p_top_k_and_banned_tokens_limit_the_choice_and_not_the_log_probs():
         torch.testing.assert_close(log_probs, logits[0, tokens])
 
 
-def test_what_it_cannot_do_is_refused_by_name(qwen2, tmp_path):
+def test_unsupported_options_are_refused_by_name(qwen2, tmp_path):
     engine, _ = qwen2
 
     with pytest.raises(ValueError, match="cannot sample with \\['min_p'\\]"):

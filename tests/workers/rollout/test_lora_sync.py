@@ -57,7 +57,7 @@ def served(request, tmp_path_factory, single_process):
     engine.close()
 
 
-def test_an_engine_that_serves_the_adapter_has_the_log_probs_of_each_one_it_is_given(served):
+def test_an_engine_that_serves_adapters_has_the_log_probs_of_each(served):
     engine, model, path = served
     base = load_model(path)
 
@@ -87,14 +87,16 @@ def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_p
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
-        (AdapterConfig(4, 6, "all-linear"), {}, "12 adapted modules lie in the vision tower"),
+        (AdapterConfig(4, 6, "all-linear"), {}, "12 adapted modules are in the vision tower"),
         (AdapterConfig(4, 6, LANGUAGE, use_dora=True), {}, "does not serve DoRA"),
         (AdapterConfig(600, 6, LANGUAGE), {}, "ranks up to 512"),
         (CONFIG, {"name": "hf"}, "`worker.rollout.name=hf` takes whole weights"),
         (CONFIG, {"lora_sync": "merged"}, "`worker.rollout.lora_sync=merged`"),
     ],
 )
-def test_what_an_engine_cannot_serve_is_folded_and_said(tmp_path, caplog, config, options, reason):
+def test_adapters_that_an_engine_cannot_serve_are_folded_and_logged(
+    tmp_path, caplog, config, options, reason
+):
     model = adapted(save_tiny_model(tmp_path / "model", "qwen2_5_vl"), config)
 
     with caplog.at_level("INFO", logger="verl"):
@@ -106,17 +108,19 @@ def test_what_an_engine_cannot_serve_is_folded_and_said(tmp_path, caplog, config
             engine_adapter(model, config, rollout_config(**options, lora_sync="adapter"), "cuda")
 
 
-def test_on_cpu_adapters_are_folded_unless_they_are_asked_for(tmp_path):
+def test_on_cpu_adapters_are_folded_unless_requested(tmp_path):
     model = adapted(save_tiny_model(tmp_path / "model", "qwen2"))
 
     assert engine_adapter(model, CONFIG, rollout_config(), "cpu") is None
     assert engine_adapter(model, CONFIG, rollout_config(lora_sync="adapter"), "cpu") is not None
 
 
-def test_on_cpu_adapters_beside_joint_experts_cannot_be_asked_for(tmp_path):
+def test_on_cpu_adapters_cannot_be_served_with_joint_experts(tmp_path):
     model = adapted(save_tiny_model(tmp_path / "model", "qwen3_moe"))
     asked = rollout_config(lora_sync="adapter")
 
     assert engine_adapter(model, CONFIG, asked, "cuda") is not None
-    with pytest.raises(ValueError, match="on CPU vLLM serves no adapters beside joint experts: use `auto`"):
+    with pytest.raises(
+        ValueError, match="on CPU vLLM serves no adapters of a model with joint experts: use `auto`"
+    ):
         engine_adapter(model, CONFIG, asked, "cpu")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM engine on a GPU: log-probs after a sync, and the memory that sleeping gives back."""
+"""The vLLM engine on a GPU: log-probs after a sync, and the memory that sleeping frees."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def mean_difference(model, responses):
     return torch.cat(differences).abs().mean().item()
 
 
-def test_sleeping_gives_memory_back_and_every_sync_after_it_counts(engine_and_model):
+def test_sleeping_frees_memory_and_later_syncs_take_effect(engine_and_model):
     engine, model = engine_and_model
     for seed in (1, 2):
         change_weights(model, seed)

@@ -7,23 +7,23 @@ from transformers import Qwen2Config
 
 from tests.workers.rollout.reference import rollout_config
 from verl.workers.rollout import vllm_patches
-from verl.workers.rollout.vllm_rollout_spmd import cpu_cache_bytes
+from verl.workers.rollout.vllm_inputs import cpu_cache_bytes
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.1rc1.dev5+cpu"])
-def test_versions_whose_insides_were_read_are_taken(version):
+def test_supported_versions_are_accepted(version):
     vllm_patches.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.25.2", "0.33.0", "1.0.0"])
-def test_another_version_is_refused_with_the_command_that_helps(version):
+def test_other_versions_are_refused_with_an_install_command(version):
     with pytest.raises(
         RuntimeError, match=rf"vLLM {version} is not supported.*pip install 'vllm>=0\.26,<0\.33'"
     ):
         vllm_patches.check_version(version)
 
 
-def test_the_environment_keeps_what_the_user_set_except_for_the_engines_place(monkeypatch):
+def test_the_environment_keeps_the_users_values_except_for_multiprocessing(monkeypatch):
     monkeypatch.setattr(vllm_patches.os, "environ", environ := {"VLLM_LOGGING_LEVEL": "DEBUG"})
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environ["RANK"] = "3"
@@ -59,10 +59,9 @@ def test_only_files_of_the_group_are_unlinked(tmp_path, monkeypatch):
     assert {file.name for file in tmp_path.iterdir()} == {"verl-2-tp-[0-1]-cpushm_0", "other"}
 
 
-def test_logits_come_divided_by_the_temperature_of_the_moment():
+def test_logits_are_divided_by_the_current_temperature():
     model = SimpleNamespace(compute_logits=lambda hidden: None if hidden is None else hidden.bfloat16())
-    scale = vllm_patches.LogitScale()
-    vllm_patches.scale_logits(model, scale)
+    scale = vllm_patches.scale_logits(model)
 
     plain = model.compute_logits(torch.tensor([3.0]))
     scale.temperature = 0.5

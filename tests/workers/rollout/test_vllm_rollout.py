@@ -55,7 +55,7 @@ def test_log_probs_are_those_of_the_scaled_logits_before_top_p_and_top_k(qwen2, 
     assert largest_difference(model, text_requests(), responses, temperature) < 1e-4
 
 
-def test_greedy_takes_the_likeliest_token_and_gives_n_copies(qwen2):
+def test_greedy_sampling_takes_the_likeliest_token_n_times(qwen2):
     engine, model = qwen2
     requests = text_requests()
 
@@ -85,7 +85,7 @@ def test_a_second_sync_reaches_prompts_seen_before(qwen2):
     assert largest_difference(model, requests, collect(engine, requests)) < 1e-4
 
 
-def test_responses_come_as_they_finish(qwen2):
+def test_responses_are_yielded_as_they_finish(qwen2):
     engine, _ = qwen2
 
     batches = list(engine.generate(text_requests(), SamplingOptions(n=16, max_tokens=64)))
@@ -161,7 +161,7 @@ def test_a_seed_repeats_the_tokens_and_still_gives_n_different_samples(qwen2):
     assert len({tuple(first["prompt 0", sample].token_ids) for sample in range(3)}) == 3
 
 
-def test_a_rollout_given_up_early_leaves_nothing_behind(qwen2):
+def test_a_rollout_closed_early_leaves_no_requests(qwen2):
     engine, model = qwen2
     iterator = engine.generate(text_requests(), SamplingOptions(n=8, max_tokens=60))
     next(iterator)
@@ -188,7 +188,7 @@ def test_validation_overrides_any_sampling_field(qwen2):
         collect(engine, text_requests(), OPTIONS.override({"min_q": 1}))
 
 
-def test_threads_can_still_be_set(qwen2):
+def test_the_number_of_threads_can_still_be_set(qwen2):
     threads = torch.get_num_threads()
 
     torch.set_num_threads(threads + 1)
@@ -197,7 +197,7 @@ def test_threads_can_still_be_set(qwen2):
     torch.set_num_threads(threads)
 
 
-def test_a_sync_that_lacks_weights_is_refused(qwen2):
+def test_a_sync_with_missing_weights_is_refused(qwen2):
     engine, model = qwen2
     tensors = [
         (name, tensor) for name, tensor in hub_tensors(model) if "layers.1.input_layernorm" not in name

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one forward pass of actor, reference and critic: padded rows in, numbers for response tokens out.
+"""The packed forward pass of actor, reference and critic: padded rows in, numbers for response tokens out.
 
-Rows are packed into one line of tokens, run through the prepared model
-(`verl.models.registry.prepare_model`), and the results are put back. Only tokens that predict a response
-token reach the head. With sequence parallelism every rank of a line is called with the same rows, runs its
-share of the frames through the vision tower and of the tokens through the language model, and returns the
-results of all; or with rows of its own, where the micro-batch says so (`WholeRows`).
+Only tokens that predict a response token reach the head. Under sequence parallelism all ranks of a group get
+the same rows, run their shard of the frames and tokens, and return all results; or each rank gets rows of its
+own (`WholeRows`).
 """
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import ShardPlan, shard_plan
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.fused_log_probs import TokenLogProbs
@@ -27,79 +25,66 @@ from verl.models.registry import check_sequence_parallel, model_type_of, prompt_
 from verl.models.vision import dummy_row, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
-from verl.workers.packing.micro_batches import rows_of_prompts
-from verl.workers.packing.packed_batch import PackedBatch, separate_rows, shared_prompts
-from verl.workers.packing.padding import unpack
-from verl.workers.packing.schedule import BLANK, WholeRows, has_media
+from verl.workers.packing.media_inputs import (
+    BLANK,
+    Features,
+    MediaFeatures,
+    MediaRow,
+    WholeRows,
+    has_media,
+    media_inputs,
+)
+from verl.workers.packing.micro_batches import rows_by_prompt
+from verl.workers.packing.packed_batch import (
+    PackedBatch,
+    group_equal_prompts,
+    pack_rows,
+    pack_shared_prompts,
+    unpack,
+)
 from verl.workers.packing.sp_rows import SPRows
 from verl.workers.packing.sp_strategy import StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower
 
 logger = get_logger(__name__)
 
-FEATURE_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-
-
-class MediaFeatures(Protocol):
-    """What makes model inputs of a row's media: `verl.data.media.loader.MediaLoader`."""
-
-    def features(self, multi_modal_data: dict[str, Any], /) -> dict[str, Tensor]:
-        """Pixels and grids of a row's images and videos, under the names of `FEATURE_KEYS`."""
-        ...
+# what `PackedForward` reads of a batch
+FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+OBJECT_KEYS = ["uid", "multi_modal_data"]
 
 
 class ModelInputs(NamedTuple):
-    """A micro-batch as the model reads it."""
+    """A micro batch as the model reads it."""
 
     arguments: dict[str, Any]  # of the model's packed forward
-    places: Tensor  # (B, T): the packed token of each place; for padding, the row's token before it
-    plan: ShardPlan | None  # None where this rank runs the whole line
+    positions: Tensor  # (B, T): packed position of each token; on padding, of the row's token before it
+    plan: ShardPlan | None  # None where this rank runs the whole sequence
 
 
 class PackedForward:
-    """Runs micro-batches through a prepared model.
+    """Runs micro batches through a prepared model.
 
-    A micro-batch of no rows is run for the sake of FSDP's collectives, see `micro_batches`. Every method
-    reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if it is there; where prompts
-    are shared also `response_mask` and `uid`, without which each row has its own.
+    Reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if present; to share
+    prompts `response_mask` and `uid` too.
 
     Example::
 
         forward = PackedForward(model, model.config, media_loader, "cuda")
         result = forward.log_probs(micro, temperature=1.0, with_entropy=True)
         loss = (result.log_probs - 0.1 * result.entropy).sum()  # (B, R) each
-
-        critic = PackedForward(value_model, value_model.config, media_loader, "cuda")
-        values = critic.values(micro)  # (B, R)
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # prepared by `prepare_model`, possibly under FSDP
         config: Any,
-        media: MediaFeatures | None = None,
+        media: MediaFeatures | None = None,  # None if rows hold text only
         device: torch.device | str = "cpu",
-        share_prompt: bool = False,
-        sp: SequenceParallel | None = None,
-        tower: FrozenTower | None = None,
+        share_prompt: bool = False,  # run a prompt once for all of its rows, if the attention allows it
+        sp: SequenceParallel
+        | None = None,  # the ranks that shard each sequence; the gradient is the sum of theirs
+        tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
     ) -> None:
-        """Hold the model.
-
-        Args:
-            model: Prepared, possibly under FSDP.
-            config: Its transformers config.
-            media: Decodes the rows' media; None if rows hold text only.
-            device: Where the model computes.
-            share_prompt: Run the prompt once for the rows of a micro-batch that have the same `uid` and the
-                same prompt. A model whose attention does not allow it runs it for each, and the log says so.
-            sp: The ranks that divide each line; None if every rank runs whole lines. Results are the same on
-                all of them, and a loss of them gives each rank the gradient of its own tokens, so the
-                gradient is the sum over the ranks of a line.
-            tower: Gives the features of media that it holds, in place of the model's own tower.
-
-        Raises:
-            ValueError: The model's attention cannot be divided like that.
-        """
         self.model, self.config, self.media, self.device = model, config, media, device
         self.tower = tower
         self.model_type = model_type_of(config)
@@ -111,14 +96,13 @@ class PackedForward:
         self.shares_prompts = share_prompt and reason is None
 
     @cached_property
-    def division(self) -> StrategyPlanner:
-        """Chooses how the ranks of a line share a pass."""
+    def planner(self) -> StrategyPlanner:
         return StrategyPlanner(self.sp.size)
 
     def media_tokens(self, batch: DataProto) -> list[int]:
-        """(B,) tokens of each row that stand for media which the model's own tower encodes."""
+        """(B,) media tokens of each row that the model's own tower encodes."""
         ids = batch.batch["input_ids"]
-        if self.model_type.media_owner is None or self._holds_features:
+        if self.model_type.media_owner is None or self._has_features:
             return [0] * len(ids)
         is_media = (ids == self.config.image_token_id) | (ids == self.config.video_token_id)  # (B, T)
         return is_media.sum(-1).tolist()
@@ -131,19 +115,18 @@ class PackedForward:
         with_sum_squares: bool = False,
         reference: "PackedForward | None" = None,
     ) -> TokenLogProbs:
-        """Log-probabilities of the response tokens, and more about what they were drawn from.
+        """Compute log-probs of the response tokens, and statistics of the distributions they come from.
 
         Args:
             micro: Reads `responses` and `response_mask` too.
             temperature: Divides the logits, the reference's as well.
-            with_entropy: Compute the entropy too.
-            with_sum_squares: Compute the sum of the squared probabilities of the vocabulary too.
-            reference: Another model of the same family and vocabulary: compute KL(this || reference) over the
-                vocabulary too. It runs first and without autograd; its head must stay gathered after its
-                forward pass, as it does in the root FSDP group, and both models must be on the device.
+            with_entropy: Also compute the entropy.
+            with_sum_squares: Also compute the sum of the squared probabilities over the vocabulary.
+            reference: Also compute KL(this || reference) over the vocabulary. It runs without autograd on
+                the same device; its head must stay gathered after its forward pass (root FSDP group).
 
         Returns:
-            (B, R) float32 each, zero where `response_mask` is zero; None for what was not asked for.
+            (B, R) float32 each, zero where `response_mask` is zero; None for what was not requested.
         """
         response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
         targets = micro.batch["responses"].to(self.device)[response_mask.bool()]
@@ -153,7 +136,7 @@ class PackedForward:
 
         def read(logits: DeferredLogits) -> TokenLogProbs:
             return logits.log_probs(
-                rows.own(targets),
+                rows.select(targets),
                 rows.local,
                 temperature,
                 with_entropy=with_entropy,
@@ -163,188 +146,122 @@ class PackedForward:
 
         result: TokenLogProbs = self._run(inputs, read)
         log_probs, *others = (
-            None if part is None else unpack(rows.joined(part), response_mask) for part in result
+            None if part is None else unpack(rows.gather(part), response_mask) for part in result
         )
-        assert log_probs is not None, "log-probabilities are always computed"
+        assert log_probs is not None, "log-probs are always computed"
         return TokenLogProbs(log_probs, *others)
 
     def values(self, micro: DataProto) -> Tensor:
-        """The score of the state before each response token: at the token before it.
-
-        Args:
-            micro: Reads `response_mask` too.
-
-        Returns:
-            (B, R) float32, zero where `response_mask` is zero.
-        """
+        """Compute the value before each response token: (B, R) float32, zero where `response_mask` is."""
         response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
         inputs = self._inputs(micro)
         return unpack(self._values_at(inputs, self._rows_before(inputs, response_mask)), response_mask)
 
     def last_values(self, micro: DataProto) -> Tensor:
-        """The score of each sequence, at its last attended token: (B,) float32."""
+        """Compute the score of each sequence at its last token: (B,) float32."""
         inputs = self._inputs(micro)
-        return self._values_at(inputs, SPRows.of(inputs.places[:, -1], inputs.plan, self.sp))
+        return self._values_at(inputs, SPRows.of(inputs.positions[:, -1], inputs.plan, self.sp))
 
     def _values_at(self, inputs: ModelInputs, rows: SPRows) -> Tensor:
-        return rows.joined(self._run(inputs, lambda logits: logits.values(rows.local)))
+        return rows.gather(self._run(inputs, lambda logits: logits.values(rows.local)))
 
     @torch.no_grad()
     def _head_logits(
         self, inputs: ModelInputs, micro: DataProto, rows: SPRows, temperature: float
     ) -> HeadLogits:
-        """Of another model's inputs; features of media are this model's own."""
+        # the inputs are those of another model, whose media features this model cannot use
         if "media_features" in inputs.arguments:
             inputs = self._inputs(micro)
         return self._run(inputs, lambda logits: logits.head_logits(rows.local, temperature))
 
     def _rows_before(self, inputs: ModelInputs, response_mask: Tensor) -> SPRows:
-        """The packed token before each response token, which predicts it."""
-        before = inputs.places[:, -response_mask.shape[1] - 1 : -1][response_mask.bool()]
+        # a response token is predicted at the token before it
+        before = inputs.positions[:, -response_mask.shape[1] - 1 : -1][response_mask.bool()]
         return SPRows.of(before, inputs.plan, self.sp)
 
     def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
-        """What `read` makes of the logits inside the forward pass, where FSDP has the head at hand."""
+        # `read` runs inside the forward pass, where FSDP keeps the head gathered
         return self.model(**inputs.arguments, read=read)
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
-        """Pack the rows into a line, and decode their media."""
-        line = self._line(micro)
-        line, media = self._with_media(line, micro)
-        positions = line.position_ids if len(line.position_ids) == 1 else line.position_ids[:, None]
-        arguments: dict[str, Any] = {
-            "input_ids": line.input_ids[None],
-            "position_ids": positions,
-        }
-        is_whole = self.sp.size == 1 or WholeRows.of(micro) is not None
-        plan = None if is_whole else shard_plan(line.groups, self.sp, self.device)
-        if plan is None:
-            arguments["packed_layout"] = _layout(line, self.device)
-        else:
+        packed, media = self._with_media(self._pack(micro), micro)
+        positions = packed.position_ids if len(packed.position_ids) == 1 else packed.position_ids[:, None]
+        arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
+        plan = None
+        if self.sp.size > 1 and WholeRows.of(micro) is None:
+            plan = shard_plan(packed.groups, self.sp, self.device)
             arguments |= {"packed_layout": sequence_layout(plan, self.sp), "local_tokens": plan.local}
-        return ModelInputs(arguments | media, line.places, plan)
+        elif packed.is_shared:
+            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device)
+        else:
+            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens)
+        return ModelInputs(arguments | media, packed.positions, plan)
 
-    def _line(self, micro: DataProto) -> PackedBatch:
-        """The rows as one line, the prompts of those that have the same one shared."""
+    def _pack(self, micro: DataProto) -> PackedBatch:
         tensors = micro.batch
         input_ids, mask = tensors["input_ids"].to(self.device), tensors["attention_mask"].to(self.device)
-        positions = self._position_rows(tensors["position_ids"].to(self.device))
+        position_ids = self._position_rows(tensors["position_ids"].to(self.device))
         if self.shares_prompts and "response_mask" in tensors:
             prompt_width = input_ids.shape[1] - tensors["response_mask"].shape[1]
-            prompts = [columns[:, :prompt_width] for columns in (input_ids, mask, *positions)]
-            members = _with_equal_prompts(rows_of_prompts(micro), prompts)
+            prompts = [columns[:, :prompt_width] for columns in (input_ids, mask, *position_ids)]
+            members = group_equal_prompts(rows_by_prompt(micro), prompts)
             if any(len(rows) > 1 for rows in members):
-                return shared_prompts(input_ids, mask, positions, members, prompt_width)
-        return separate_rows(input_ids, mask, positions)
+                return pack_shared_prompts(input_ids, mask, position_ids, members, prompt_width)
+        return pack_rows(input_ids, mask, position_ids)
 
-    def _position_rows(self, positions: Tensor) -> Tensor:
-        """(B, T) or (B, 4, T) to (rows, B, T)."""
+    def _position_rows(self, position_ids: Tensor) -> Tensor:
+        # (B, T) or (B, 4, T) to (rows, B, T)
         rows = self.model_type.position_rows
-        if positions.ndim == 2:
-            positions = positions[:, None].expand(-1, rows, -1)
-        if positions.shape[1] != rows:
+        if position_ids.ndim == 2:
+            position_ids = position_ids[:, None].expand(-1, rows, -1)
+        if position_ids.shape[1] != rows:
             raise ValueError(
-                f"`position_ids` must have {rows} rows for {self.config.model_type}, got {positions.shape[1]}"
+                f"`position_ids` must have {rows} rows for {self.config.model_type},"
+                f" got {position_ids.shape[1]}"
             )
-        return positions.transpose(0, 1)
+        return position_ids.transpose(0, 1)
 
-    def _with_media(self, line: PackedBatch, micro: DataProto) -> tuple[PackedBatch, dict[str, Any]]:
-        """The rows' media, each distinct one once, and one more row where FSDP needs something to run."""
-        media = micro.non_tensor_batch.get("multi_modal_data")
-        shown = () if media is None else [media[row] for row in line.shown]
-        rows = [row for row in shown if has_media(row)]
-        if not rows and self.model_type.media_owner is not None and not self._holds_features:
-            line, rows = line.joined(dummy_row(self.config).input_ids.to(self.device)), [BLANK]
+    def _with_media(self, packed: PackedBatch, micro: DataProto) -> tuple[PackedBatch, dict[str, Any]]:
+        # a dummy row is appended where FSDP needs something to run
+        column = micro.non_tensor_batch.get("multi_modal_data")
+        rows = [] if column is None else [column[row] for row in packed.prompt_rows if has_media(column[row])]
+        if rows and self._has_features:
+            assert self.tower is not None, "it provides the features"
+            return packed, {"media_features": self.tower.features(rows)}
+        if not rows and self.model_type.media_owner is not None and not self._has_features:
+            packed, rows = packed.append(dummy_row(self.config).input_ids.to(self.device)), [BLANK]
         if rows:
-            return line, self._held_features(rows) if self._holds_features else self._features(rows, micro)
-        if not len(line.input_ids):
-            return line.joined(line.input_ids.new_zeros(1)), {}
-        return line, {}
+            return packed, self._encoded_media(rows, micro)
+        if not len(packed.input_ids):
+            packed = packed.append(packed.input_ids.new_zeros(1))
+        return packed, {}
 
     @property
-    def _holds_features(self) -> bool:
-        """Whether the features of all media are at hand; then no rank runs the model's tower."""
+    def _has_features(self) -> bool:
+        # then no rank runs the model's own tower
         return self.tower is not None and self.tower.held is not None
 
-    def _held_features(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        assert self.tower is not None, "it holds the media of the batch"
-        return {"media_features": self.tower.features(rows)}
-
-    def _features(self, rows: list[dict[str, Any]], micro: DataProto) -> dict[str, Any]:
-        """Model inputs for the rows' media, and which of them each place in the tokens shows.
-
-        Where ranks encode together, there are inputs for the media of all of their rows.
-        """
+    def _encoded_media(self, rows: list[MediaRow], micro: DataProto) -> dict[str, Any]:
+        # where ranks encode together, the inputs are of all ranks' rows
         whole = WholeRows.of(micro)
         together = None if whole is None else whole.media
-        order: dict[str, list[int]] = {"image_order": [], "video_order": []}
-        counts = {"image_order": 0, "video_order": 0}
-        first: dict[Any, dict[str, range]] = {}  # where a distinct row's media stand among all
-        features: dict[str, list[Tensor]] = {}
-        for row in rows if together is None else together:
-            key = _media_key(row)
-            if key not in first:
-                values = self._row_features(row)
-                first[key] = {}
-                for name, grid in (("image_order", "image_grid_thw"), ("video_order", "video_grid_thw")):
-                    number = len(values[grid]) if grid in values else 0
-                    first[key][name] = range(counts[name], counts[name] + number)
-                    counts[name] += number
-                for name in FEATURE_KEYS:
-                    if name in values:
-                        features.setdefault(name, []).append(values[name])
-        for row in rows:
-            for name, places in first[_media_key(row)].items():
-                order[name].extend(places)
-        media = {name: torch.cat(values) for name, values in features.items()}
-        is_shared = self.sp.size > 1 and (whole is None or together is not None)
-        return self._to_device(media, is_shared) | order
+        media, order = media_inputs(rows, rows if together is None else together, self._row_features)
+        share = {}
+        if self.sp.size > 1 and (whole is None or together is not None):
+            media, share["media_share"] = share_media(self.config, media, self.sp)
+        return {name: value.to(self.device) for name, value in media.items()} | share | order
 
-    def _row_features(self, row: dict[str, Any]) -> dict[str, Tensor]:
+    def _row_features(self, row: MediaRow) -> Features:
         if not has_media(row):
             return dummy_row(self.config).media
         if self.model_type.media_owner is None or self.media is None:
             raise ValueError(f"rows hold media, which {self.config.model_type} is not known to read")
         return self.media.features(row)
 
-    def _to_device(self, media: dict[str, Tensor], is_shared: bool) -> dict[str, Any]:
-        """The media that this rank encodes, and where others encode some, how they are divided."""
-        share = {}
-        if is_shared:
-            media, share["media_share"] = share_media(self.config, media, self.sp)
-        return {name: value.to(self.device) for name, value in media.items()} | share
-
 
 class BaseForward(PackedForward):
-    """The forward pass through the base of a model with adapters: as if they were not there."""
+    """The forward pass through the base of a model, with its adapters disabled."""
 
     def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
         with adapters_disabled(self.model):
             return super()._run(inputs, read)
-
-
-def _layout(line: PackedBatch, device: torch.device | str) -> Layout:
-    """Which tokens of the line see which."""
-    return SharedLayout.of(line.groups, device) if line.is_shared else PackedLayout.of(line.cu_seqlens)
-
-
-def _with_equal_prompts(candidates: list[list[int]], prompts: list[Tensor]) -> list[list[int]]:
-    """Groups in which all `prompts` (B, P) are equal to the first row's; the other rows stand alone."""
-    pairs = [(row, rows[0]) for rows in candidates for row in rows[1:]]
-    if not pairs:
-        return candidates
-    equal = [
-        torch.stack([(part[row] == part[first]).all() for part in prompts]).all() for row, first in pairs
-    ]
-    strangers = {row for (row, _), same in zip(pairs, torch.stack(equal).tolist(), strict=True) if not same}
-    members = [[row for row in rows if row not in strangers] for rows in candidates]
-    return members + [[row] for row in sorted(strangers)]
-
-
-def _media_key(row: dict[str, Any]) -> tuple:
-    """What tells one row's media from another's: the references themselves."""
-    return tuple(
-        (kind, tuple(tuple(sorted(ref.items())) if isinstance(ref, dict) else ref for ref in refs))
-        for kind, refs in sorted(row.items())
-        if refs
-    )

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a device runs through the model at once.
+"""Divide a batch into micro batches: the rows that one device runs through the model at once.
 
-Every rank of the group gets the same number of micro-batches, because each is a round of FSDP collectives.
-A rank that has fewer ends with empty ones: `PackedForward` runs an empty micro-batch over one token that
-nothing is asked of, so it takes part in the collectives and adds nothing to losses, gradients or results.
-
-Where prompts are shared, the rows of a prompt stay together as far as the size of a micro-batch allows, and
-the prompt's tokens count once.
-
-Everything but `agreed_splits` is computed from token counts alone, alike on all ranks that know the rows.
+All ranks of a group get the same number, because each micro batch is a round of FSDP collectives; ranks with
+fewer rows end with empty ones. Rows that share a prompt stay together as far as the limit allows. Except for
+`agreed_splits`, everything follows from token counts, so ranks with the same rows agree.
 """
 
 import itertools
@@ -23,43 +18,36 @@ from torch import Tensor
 from verl.distributed.length_balancing import balance, shared_workload
 from verl.protocol import DataProto
 
-Split = list[list[int]]  # the rows of each micro-batch
+Split = list[list[int]]  # the rows of each micro batch
 
 
 class Bundle(NamedTuple):
-    """Rows that run together, and the tokens that they are."""
+    """Rows that run in the same micro batch."""
 
     rows: tuple[int, ...]
     tokens: int
 
 
 class MicroBatchLimit(NamedTuple):
-    """How much a micro-batch may hold; one of the two is given."""
+    """The size of a micro batch; one of the two is set."""
 
     rows: int | None = None
-    tokens: int | None = None  # padding not counted; a longer row stands alone
+    tokens: int | None = None  # without padding; a longer row runs alone
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What the division of a batch's rows depends on."""
+    """Token counts of a batch's rows."""
 
-    lengths: tuple[int, ...]  # (B,) tokens of each row
-    prompts: tuple[int, ...]  # (B,) tokens of each row's prompt; zero where each row runs its own
-    group_ids: tuple[int, ...]  # (B,) rows of the same share their prompt
-    media: tuple[int, ...]  # (B,) tokens of each row that stand for media to be encoded
-    prompt_ids: tuple[int, ...]  # (B,) rows with the same have the same media
+    lengths: tuple[int, ...]  # (B,)
+    prompts: tuple[int, ...]  # (B,) tokens of each row's prompt; zero where prompts are not shared
+    group_ids: tuple[int, ...]  # (B,) rows with the same id share their prompt
+    media: tuple[int, ...]  # (B,) tokens of each row's media that must be encoded
+    prompt_ids: tuple[int, ...]  # (B,) rows with the same id have the same media
 
     @classmethod
     def of(cls, batch: DataProto, share_prompt: bool, media: Sequence[int] | None = None) -> "RowCounts":
-        """Count the tokens of a batch.
-
-        Args:
-            batch: Reads `attention_mask`; with `share_prompt` also `uid` and `response_mask`, without which
-                no prompt is shared.
-            share_prompt: Rows of the same `uid` share their prompt.
-            media: (B,) tokens of each row that stand for media to be encoded; none by default.
-        """
+        # without `uid` or `response_mask` no prompt is shared
         lengths = tuple(batch.batch["attention_mask"].sum(-1).tolist())
         prompts, group_ids = (0,) * len(lengths), tuple(range(len(lengths)))
         prompt_ids = _prompt_ids(batch)
@@ -67,35 +55,34 @@ class RowCounts:
             prompts, group_ids = tuple(prompt_lengths(batch)), prompt_ids
         return cls(lengths, prompts, group_ids, tuple(media or [0] * len(lengths)), prompt_ids)
 
-    def among(self, rows: Sequence[int]) -> list[list[int]]:
-        """Those of the rows that share a prompt, in the order of the groups."""
+    def group(self, rows: Sequence[int]) -> list[list[int]]:
+        """Group rows that share a prompt, in the order of the groups."""
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(self.group_ids[row], []).append(row)
         return [groups[group] for group in sorted(groups)]
 
     def tokens(self, group: Sequence[int]) -> int:
-        """Tokens of rows that share their prompt."""
         prompt = self.prompts[group[0]]
         return prompt + sum(self.lengths[row] - prompt for row in group)
 
     def work(self, rows: Sequence[int]) -> int:
-        """Work of a forward pass over a line of these rows, see `workload`; the vision tower's left out."""
-        groups = self.among(rows)
+        """Work of a forward pass over these rows, packed, without the vision tower; see `workload`."""
+        groups = self.group(rows)
         return sum(
             shared_workload(self.prompts[group[0]], [self.lengths[row] for row in group]) for group in groups
         )
 
     def encoded(self, rows: Sequence[int]) -> int:
-        """Tokens that the media of these rows make, each medium once."""
+        # each medium counts once
         return sum({self.prompt_ids[row]: self.media[row] for row in rows}.values())
 
 
 def split_rows(counts: RowCounts, rows: Sequence[int], limit: MicroBatchLimit, at_least: int = 1) -> Split:
-    """Divide rows into as few micro-batches as hold them, at least `at_least`; some may be empty."""
+    """Divide rows into as few micro batches as the limit allows, at least `at_least`; some may be empty."""
     if limit.tokens is None:
-        assert limit.rows is not None, "one of the two is given"
-        parts = _filled(counts.among(rows), limit.rows)
+        assert limit.rows is not None, "one of the two is set"
+        parts = _fill(counts.group(rows), limit.rows)
         return parts + [[] for _ in range(at_least - len(parts))]
     bundles = _bundles(counts, rows, limit.tokens)
     costs = [bundle.tokens for bundle in bundles]
@@ -111,92 +98,72 @@ def split_rows(counts: RowCounts, rows: Sequence[int], limit: MicroBatchLimit, a
 def agreed_splits(
     divide: Callable[[int], list[Split]], group: dist.ProcessGroup | None = None
 ) -> list[Split]:
-    """Divide so that every split of every rank has as many micro-batches; collective over `group`.
-
-    Args:
-        divide: Makes one or more splits, each of at least the given number of micro-batches.
-        group: Ranks that must agree; all of them by default.
-    """
+    """Call `divide(at_least)` until all splits of all ranks in `group` have the same size; collective."""
     count = 1
     while True:
         splits = divide(count)
-        needed = largest(max(map(len, splits)), group)
+        needed = max_over_ranks(max(map(len, splits)), group)
         if needed == count:
             return splits
         count = needed
 
 
-def rows_of_prompts(batch: DataProto) -> list[list[int]]:
-    """The rows of each prompt, by `uid`, in the order in which the prompts first appear.
-
-    Rows of a batch without `uid` have each their own prompt.
-    """
+def rows_by_prompt(batch: DataProto) -> list[list[int]]:
+    """The rows of each `uid` in the order of appearance; without `uid` every row has its own prompt."""
     rows: dict[object, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch.get("uid", range(len(batch)))):
         rows.setdefault(uid, []).append(row)
     return list(rows.values())
 
 
-def _prompt_ids(batch: DataProto) -> tuple[int, ...]:
-    """(B,) the number of each row's prompt, in the order of `rows_of_prompts`."""
-    numbers = {row: number for number, rows in enumerate(rows_of_prompts(batch)) for row in rows}
-    return tuple(numbers[row] for row in range(len(batch)))
-
-
 def prompt_lengths(batch: DataProto) -> list[int]:
-    """Tokens of each row's prompt; reads `attention_mask` and `response_mask`."""
     width = batch.batch["response_mask"].shape[1]
     return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
 
 
-def _filled(bundles: list[list[int]], size: int) -> list[list[int]]:
-    """Bundles one behind the other in parts of at most `size` rows; larger ones are cut evenly."""
-    parts: list[list[int]] = []
-    for rows in bundles:
-        for piece in cut(rows, -(-len(rows) // size)):
-            if not parts or len(parts[-1]) + len(piece) > size:
-                parts.append([])
-            parts[-1].extend(piece)
-    return parts
-
-
-def _bundles(counts: RowCounts, rows: Sequence[int], token_budget: int) -> list[Bundle]:
-    """What is not divided: single rows, or the rows of a prompt in as few pieces as fit the budget."""
-    bundles = []
-    for group in counts.among(rows):
-        for count in range(1, len(group) + 1):
-            pieces = [Bundle(tuple(piece), counts.tokens(piece)) for piece in cut(group, count)]
-            if all(piece.tokens <= token_budget for piece in pieces):
-                break
-        bundles.extend(pieces)
-    return bundles
-
-
-def cut(rows: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Rows in `count` pieces whose numbers differ by at most one."""
-    bounds = [len(rows) * piece // count for piece in range(count + 1)]
+def split_evenly(rows: Sequence[int], count: int) -> list[Sequence[int]]:
+    bounds = [len(rows) * part // count for part in range(count + 1)]
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def restore_order(results: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """Join the results of micro-batches in the order of the batch they were taken from.
-
-    Args:
-        results: (rows, ...) of each micro-batch.
-        parts: Which rows those were.
-
-    Returns:
-        (B, ...).
-    """
+    """Join results (rows, ...) of the micro batches `parts` in the order of the batch: (B, ...)."""
     order = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
     return torch.cat(list(results))[order.argsort()]
 
 
-def largest(value: int, group: dist.ProcessGroup | None = None) -> int:
-    """The largest value of all ranks."""
+def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     if not dist.is_initialized():
         return value
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     tensor = torch.tensor(value, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return int(tensor.item())
+
+
+def _prompt_ids(batch: DataProto) -> tuple[int, ...]:
+    numbers = {row: number for number, rows in enumerate(rows_by_prompt(batch)) for row in rows}
+    return tuple(numbers[row] for row in range(len(batch)))
+
+
+def _fill(groups: list[list[int]], size: int) -> list[list[int]]:
+    # groups in order; those of more than `size` rows are split evenly
+    parts: list[list[int]] = []
+    for rows in groups:
+        for part in split_evenly(rows, -(-len(rows) // size)):
+            if not parts or len(parts[-1]) + len(part) > size:
+                parts.append([])
+            parts[-1].extend(part)
+    return parts
+
+
+def _bundles(counts: RowCounts, rows: Sequence[int], token_budget: int) -> list[Bundle]:
+    # single rows, or the rows of a prompt in as few parts as fit the budget
+    bundles = []
+    for group in counts.group(rows):
+        for count in range(1, len(group) + 1):
+            parts = [Bundle(tuple(part), counts.tokens(part)) for part in split_evenly(group, count)]
+            if all(part.tokens <= token_budget for part in parts):
+                break
+        bundles.extend(parts)
+    return bundles

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a micro-batch as one line of tokens, with what finds them again.
+"""Packing: the rows of a micro batch as one packed sequence without padding, and the inverse.
 
-Rows stand one behind the other without padding. Rows of one prompt may share it: the prompt stands once,
-and their responses follow it one behind the other.
+Rows with the same prompt may share one copy of it, which their responses follow one after another.
 """
 
 import itertools
@@ -13,32 +12,38 @@ import torch
 from torch import Tensor
 
 from verl.distributed.token_sharding import SequenceGroup
-from verl.workers.packing.padding import pack
+from verl.utils.masking import check_same_shape
+
+
+class Packed(NamedTuple):
+    """The tokens of a padded batch, row after row."""
+
+    values: Tensor  # (N, ...)
+    positions: Tensor  # (B, T) int64: packed position of each token; on padding, of the row's token before it
 
 
 class PackedBatch(NamedTuple):
-    """One line of tokens of all rows."""
+    """One packed sequence of N tokens with all rows of a micro batch."""
 
     input_ids: Tensor  # (N,)
-    position_ids: Tensor  # (rows, N): one row, or four for M-RoPE
-    places: Tensor  # (B, T): where each token of the batch stands; for padding, the row's token before it
-    groups: tuple[SequenceGroup, ...]  # a row that shares its prompt with none is a prompt as a whole
-    shown: tuple[int, ...]  # the rows whose prompts stand in the line, in its order
+    position_ids: Tensor  # (1 or 4, N): four for M-RoPE
+    positions: Tensor  # (B, T): packed position of each token; on padding, of the row's token before it
+    groups: tuple[SequenceGroup, ...]  # a row that shares its prompt with no other is one prompt as a whole
+    prompt_rows: tuple[int, ...]  # the row that each group's prompt was taken from
 
     @property
     def is_shared(self) -> bool:
-        """Whether any rows share a prompt."""
         return any(group.responses for group in self.groups)
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """(groups + 1,) int32: where each group begins, and the end."""
+        """(groups + 1,) int32: the start of each group, and the end."""
         sizes = [group.prompt + sum(group.responses) for group in self.groups]
         bounds = list(itertools.accumulate(sizes, initial=0))
         return torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
 
-    def joined(self, input_ids: Tensor) -> "PackedBatch":
-        """With one more row of tokens at the end, counted from zero."""
+    def append(self, input_ids: Tensor) -> "PackedBatch":
+        """Add a row at the end, its positions counted from zero."""
         length = len(input_ids)
         positions = torch.arange(length, device=input_ids.device).expand(len(self.position_ids), -1)
         return self._replace(
@@ -48,57 +53,76 @@ class PackedBatch(NamedTuple):
         )
 
 
-def separate_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBatch:
-    """Each row with its own prompt.
+def pack(values: Tensor, mask: Tensor) -> Packed:
+    """Drop the padding of `values` (B, T), where `mask` (B, T) is zero, and join the rows."""
+    check_same_shape(values=values, mask=mask)
+    keep = mask.bool()
+    positions = (keep.flatten().cumsum(0) - 1).view_as(keep)
+    return Packed(values[keep], positions)
 
-    Args:
-        input_ids: (B, T).
-        mask: (B, T), one on tokens and zero on padding.
-        position_ids: (rows, B, T).
-    """
+
+def unpack(values: Tensor, mask: Tensor) -> Tensor:
+    """Put packed values (N,) back where `mask` (B, T) is one, zero elsewhere. Differentiable."""
+    keep = mask.bool()
+    return values.new_zeros(keep.shape).masked_scatter(keep, values)
+
+
+def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBatch:
+    """Pack rows (B, T), position ids (1 or 4, B, T), each row with its own prompt."""
     packed = pack(input_ids, mask)
-    groups = tuple(SequenceGroup(length) for length in packed.cu_seqlens.diff().tolist())
+    groups = tuple(SequenceGroup(length) for length in mask.sum(-1).tolist())
     rows = tuple(range(len(groups)))
     return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
 
 
-def shared_prompts(
+def pack_shared_prompts(
     input_ids: Tensor, mask: Tensor, position_ids: Tensor, members: Sequence[Sequence[int]], prompt_width: int
 ) -> PackedBatch:
-    """The rows of each group behind one copy of their prompt.
+    """Pack the rows of each group after one copy of their prompt.
 
     Args:
         input_ids: (B, T).
         mask: (B, T), one on tokens and zero on padding.
-        position_ids: (rows, B, T).
-        members: The rows of each group, each row once; their prompts and the positions of these are equal.
+        position_ids: (1 or 4, B, T).
+        members: The rows of each group, each row once; their prompts and the prompts' positions are equal.
         prompt_width: Columns of the prompt, the first ones; at least one.
     """
     device = mask.device
     order = torch.tensor([row for rows in members for row in rows], device=device)  # (B,)
     sizes = torch.tensor([len(rows) for rows in members], device=device)
-    first = (sizes.cumsum(0) - sizes).repeat_interleave(
-        sizes
-    )  # (B,): where the row's group begins in `order`
-    follows = first != torch.arange(len(order), device=device)  # (B,): rows that add no prompt
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # (B,): start of each row's group in `order`
+    repeats = first != torch.arange(len(order), device=device)  # (B,): rows whose prompt is packed already
     keep = mask[order].bool()
-    keep[follows, :prompt_width] = False
+    keep[repeats, :prompt_width] = False
     packed = pack(input_ids[order], keep)
-    places = packed.positions
-    prompt_ends = places[first, prompt_width - 1, None]  # (B, 1)
-    before_own = follows[:, None] & (keep.cumsum(-1) == 0)
-    places = torch.where(before_own, places[first].minimum(prompt_ends), places)
+    positions = packed.positions
+    prompt_ends = positions[first, prompt_width - 1, None]  # (B, 1)
+    in_prompt = repeats[:, None] & (keep.cumsum(-1) == 0)
+    positions = torch.where(in_prompt, positions[first].minimum(prompt_ends), positions)
     return PackedBatch(
         packed.values,
         position_ids[:, order][:, keep],
-        places[order.argsort()],
+        positions[order.argsort()],
         _groups(keep, members, prompt_width),
         tuple(rows[0] for rows in members),
     )
 
 
+def group_equal_prompts(candidates: list[list[int]], prompts: list[Tensor]) -> list[list[int]]:
+    """Keep the rows of each group whose `prompts` (B, P) equal its first row's; the others run alone."""
+    pairs = [(row, rows[0]) for rows in candidates for row in rows[1:]]
+    if not pairs:
+        return candidates
+    equal = [
+        torch.stack([(part[row] == part[first]).all() for part in prompts]).all() for row, first in pairs
+    ]
+    alone = {row for (row, _), same in zip(pairs, torch.stack(equal).tolist(), strict=True) if not same}
+    members = [[row for row in rows if row not in alone] for rows in candidates]
+    return members + [[row] for row in sorted(alone)]
+
+
 def _groups(keep: Tensor, members: Sequence[Sequence[int]], prompt_width: int) -> tuple[SequenceGroup, ...]:
-    """The lengths in each group, from what each row adds to the line (B, T), in the line's order."""
+    # keep (B, T): the tokens that each row adds, in packing order
     lengths = torch.stack([keep[:, :prompt_width].sum(-1), keep[:, prompt_width:].sum(-1)], 1).tolist()
     groups, start = [], 0
     for rows in members:

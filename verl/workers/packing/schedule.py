@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The micro-batches of a pass over a rank's rows, as `line_division` plans it.
+"""The micro-batch schedule of a pass over a rank's rows, and forward passes along it."""
 
-Ranks that run rows of their own do so in rounds: micro-batch number m of each is round m.
-"""
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,72 +10,61 @@ from torch import Tensor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
-from verl.workers.packing.micro_batches import agreed_splits, restore_order
-from verl.workers.packing.sp_strategy import StrategyPlan, Way
-
-BLANK: dict[str, Any] = {}  # stands for a blank image that is encoded where a rank's rows show nothing
-
-
-@dataclass(frozen=True)
-class WholeRows:
-    """Said of a micro-batch: its rows are this rank's alone, and others run others at the same time."""
-
-    media: tuple[dict[str, Any], ...] | None  # of all ranks' rows, to be encoded together; None: each its own
-
-    @classmethod
-    def of(cls, micro: DataProto) -> "WholeRows | None":
-        """What is said of a micro-batch; nothing of one that all ranks of a line run."""
-        return micro.meta_info.get("whole_rows")
-
-    def attach_to(self, micro: DataProto) -> DataProto:
-        """The micro-batch with this said of it."""
-        return DataProto(micro.batch, micro.non_tensor_batch, micro.meta_info | {"whole_rows": self})
+from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, has_media
+from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
+from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, StrategyPlan
 
 
 class MicroBatchSchedule:
-    """The micro-batches of this rank over a batch, as many as every other rank has.
-
-    Example::
-
-        passes = MicroBatchSchedule(plan, sp, group)
-        results = [function(micro) for micro in passes.micro_batches(batch)]
-        joined = passes.joined(results)  # (B, ...), the same on every rank of the line
-    """
+    """The micro batches of this rank over a batch; every rank has the same number."""
 
     def __init__(self, plan: StrategyPlan, sp: SequenceParallel, group: dist.ProcessGroup | None) -> None:
-        """Agree on the number; collective over all ranks.
-
-        Args:
-            plan: What the ranks of this line run.
-            sp: This rank's place.
-            group: The data-parallel ranks.
-        """
-        self.way, self.sp = plan.way, sp
+        # collective over all ranks; `group` are the data-parallel ones
+        self.strategy, self.sp = plan.strategy, sp
         self.splits = agreed_splits(plan.splits, group)
+
+    @classmethod
+    def of(
+        cls,
+        forward: PackedForward,
+        batch: DataProto,
+        *,
+        size: int,
+        dynamic_batching: bool,
+        group: dist.ProcessGroup | None,
+    ) -> "MicroBatchSchedule":
+        """Plan a pass over a batch; collective over all ranks. See `StrategyLimits.of` for `size`."""
+        sp = forward.sp
+        media = forward.media_tokens(batch) if sp.size > 1 else None
+        counts = RowCounts.of(batch, forward.shares_prompts, media)
+        width = batch.batch["attention_mask"].shape[-1]
+        response_width = batch.batch["response_mask"].shape[-1] if "response_mask" in batch.batch else 0
+        widths = {"prompt_width": width - response_width, "response_width": response_width}
+        limits = StrategyLimits.of(
+            counts, size=size, dynamic_batching=dynamic_batching, ranks=sp.size, **widths
+        )
+        return cls(forward.planner.plan(counts, limits), sp, group)
+
+    def __len__(self) -> int:
+        return len(self.splits[0])
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank runs rows of its own."""
-        return self.way is not Way.DIVIDED
+        """True if this rank runs rows of its own."""
+        return self.strategy is not Strategy.SHARDED
 
     def micro_batches(self, batch: DataProto) -> Iterator[DataProto]:
-        """The rows that this rank runs, round by round."""
         for parts in zip(*self.splits, strict=True):
             if not self.is_whole:
                 yield batch[parts[0]]
                 continue
-            media = None
-            if self.way is Way.SHARDED_ENCODE:
-                media = _media_of_round(batch, parts)
+            is_encoded_together = self.strategy is Strategy.SHARDED_ENCODE
+            media = _media_of_round(batch, parts) if is_encoded_together else None
             yield WholeRows(media).attach_to(batch[parts[self.sp.index]])
 
-    def joined(self, results: Sequence[Tensor], device: torch.device | str) -> Tensor:
-        """The results (rows, ...) of the micro-batches in the order of the batch: (B, ...) on CPU.
-
-        Args:
-            results: Of this rank's micro-batches.
-            device: Where the ranks of a line exchange them.
-        """
+    def join(self, results: Sequence[Tensor], device: torch.device | str) -> Tensor:
+        """Join results (rows, ...) in the order of the batch: (B, ...) on CPU; collective."""
         own = torch.cat(list(results))
         if self.is_whole:
             counts = [sum(map(len, split)) for split in self.splits]
@@ -89,19 +73,35 @@ class MicroBatchSchedule:
         return restore_order([own.cpu()], [rows])
 
 
-def has_media(row: dict[str, Any] | None) -> bool:
-    """Whether a row shows images or videos."""
-    return bool(row) and any(row.values())
+@torch.no_grad()
+def forward_in_micro_batches(
+    forward: PackedForward,
+    batch: DataProto,
+    function: Callable[[DataProto], Tensor],
+    *,
+    size: int,
+    dynamic_batching: bool,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Run a function over a batch in evaluation mode; collective over all ranks.
 
-
-def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], ...] | None:
-    """What the ranks' rows of a round show, a blank image for those that show nothing; None if all do."""
-    column = batch.non_tensor_batch.get("multi_modal_data")
-    shown = (
-        [[column[row] for row in rows if has_media(column[row])] for rows in parts]
-        if column is not None
-        else []
+    `function` maps a micro batch of b rows to a tensor (b, ...). The result is (B, ...) on CPU, in the order
+    of the batch. See `StrategyLimits.of` for `size` and `dynamic_batching`.
+    """
+    forward.model.eval()
+    schedule = MicroBatchSchedule.of(
+        forward, batch, size=size, dynamic_batching=dynamic_batching, group=group
     )
+    results = [function(micro_batch).cpu() for micro_batch in schedule.micro_batches(batch)]
+    return schedule.join(results, forward.device)
+
+
+def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[MediaRow, ...] | None:
+    # a blank image for a rank without media; None if no rank has any
+    column = batch.non_tensor_batch.get("multi_modal_data")
+    if column is None:
+        return None
+    shown = [[column[row] for row in rows if has_media(column[row])] for rows in parts]
     if not any(shown):
         return None
     return tuple(row for rows in shown for row in rows or [BLANK])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a line that something is read from, on the ranks that hold them."""
+"""Tokens of a packed sequence whose outputs are wanted, on the ranks that hold them."""
 
 from dataclasses import dataclass
 
@@ -12,37 +12,36 @@ from verl.distributed.ulysses import gather_rows
 
 @dataclass(frozen=True, eq=False)
 class SPRows:
-    """M tokens of a line; this rank reads m of them.
+    """M tokens of a packed sequence, m of them on this rank.
 
     Example::
 
-        rows = SPRows.of(rows_before_responses, plan, sp)
-        log_probs = rows.joined(read(hidden[rows.local], rows.own(targets)))  # (M,), the same on every rank
+        rows = SPRows.of(positions, plan, sp)
+        log_probs = rows.gather(read(hidden[rows.local], rows.select(targets)))  # (M,), equal on all ranks
     """
 
-    local: Tensor  # (m,) int64: places in this rank's tokens
-    shares: LocalRows | None  # None: this rank holds the whole line
+    local: Tensor  # (m,) int64: positions among this rank's tokens
+    shards: LocalRows | None  # None: this rank holds the whole sequence
     sp: SequenceParallel
 
     @classmethod
-    def of(cls, rows: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
-        """From places (M,) in the line; no plan where the line is not divided."""
-        shares = None if plan is None else plan.rows(rows)
-        return cls(rows if shares is None else shares.local, shares, sp)
+    def of(cls, positions: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
+        shards = None if plan is None else plan.rows(positions)
+        return cls(positions if shards is None else shards.local, shards, sp)
 
-    def own(self, values: Tensor) -> Tensor:
-        """What belongs to this rank's rows: (M,) to (m,)."""
-        if self.shares is None:
+    def select(self, values: Tensor) -> Tensor:
+        """(M,) to (m,)."""
+        if self.shards is None:
             return values
-        start = sum(self.shares.counts[: self.sp.index])
-        stop = start + self.shares.counts[self.sp.index]
-        return values[(self.shares.order >= start) & (self.shares.order < stop)]
+        start = sum(self.shards.counts[: self.sp.index])
+        stop = start + self.shards.counts[self.sp.index]
+        return values[(self.shards.order >= start) & (self.shards.order < stop)]
 
-    def joined(self, values: Tensor) -> Tensor:
-        """The results of all ranks: (m,) to (M,). Collective over the ranks of the line.
+    def gather(self, values: Tensor) -> Tensor:
+        """Gather the results of all ranks, (m,) to (M,); collective over the sequence-parallel group.
 
-        Every rank must compute the same from the result: its gradient reaches this rank's rows only.
+        All ranks must compute the same from the result: its gradient reaches only this rank's tokens.
         """
-        if self.shares is None:
+        if self.shards is None:
             return values
-        return gather_rows(values, self.shares.counts, self.sp)[self.shares.order]
+        return gather_rows(values, self.shards.counts, self.sp)[self.shards.order]

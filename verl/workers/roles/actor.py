@@ -1,39 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's log-probs and its loss, on one data-parallel rank.
+"""Log-probs and loss of the policy, on one data-parallel rank; the reference uses the same class."""
 
-How the loss is cut over micro batches and ranks is the `Updater`'s; here stands what it is. The reference
-policy uses the same class without an optimizer.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from verl.algorithms.aggregation import LossDenominators, aggregate_loss
+from verl.algorithms.aggregation import aggregate_loss
 from verl.algorithms.kl import FULL, kl_divergence
-from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, weighted
+from verl.algorithms.policy_loss_types import PolicyLossOptions
+from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, weighted
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import TOKEN_SELECTIONS
-from verl.config.model import as_number
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
-from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
 from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import (
-    FORWARD_KEYS,
-    OBJECT_KEYS,
-    MetricSums,
-    Updater,
-    UpdateSettings,
-    forward_in_micro_batches,
-)
+from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "old_log_probs", "advantages"]
 OPTIONAL_KEYS = ["row_ids", "ref_log_probs", "rollout_is_weights"]
@@ -41,23 +27,19 @@ REINFORCE = "gpg"  # the loss without a ratio
 
 
 class KLLoss(NamedTuple):
-    """The term of the loss that keeps the policy near the reference: its estimator and its weight."""
+    """The KL term of the loss, which keeps the policy near the reference."""
 
     kind: str  # a name in KL_ESTIMATORS, or "full"
     coef: float  # 0 logs the KL without using it
 
 
 @dataclass(frozen=True)
-class ActorTraining:
-    """What a policy needs to be updated."""
+class ActorTraining(Training):
+    """Optimizer and loss options of a policy that is updated."""
 
-    optimizer: Optimizer
-    scheduler: LRScheduler  # of the optimizer's learning rate; stepped once for each training step
-    rollout_n: int = 1  # responses to each prompt: `global_batch_size` counts prompts
-    max_response_length: int = 1  # tokens: the scale of `seq_sum_norm`
     kl_loss: KLLoss | None = None  # None leaves the reference out of the loss
-    reference: PackedForward | None = None  # run beside the policy for the KL over the vocabulary only
-    bypass_correction: RolloutCorrection | None = None  # of the difference to `old_log_probs`, in the loss
+    reference: PackedForward | None = None  # read only for the KL over the whole vocabulary
+    bypass_correction: RolloutCorrection | None = None  # weights for the difference to `old_log_probs`
     is_reinforce: bool = False  # REINFORCE instead of `loss_type`
 
 
@@ -73,23 +55,12 @@ class DataParallelPPOActor:
 
     def __init__(
         self,
-        config: ActorConfig,
+        config: ActorConfig,  # for the reference too
         forward: PackedForward,
         group: dist.ProcessGroup | None,
-        training: ActorTraining | None = None,
+        training: ActorTraining | None = None,  # None: never updated
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            config: `worker.actor`, also for the reference.
-            forward: The sharded model behind the packed forward pass.
-            group: The data-parallel ranks, None for all.
-            training: None for a policy that is never updated.
-        """
-        self.config = config
-        self.forward = forward
-        self.group = group
-        self.training = training
+        self.config, self.forward, self.group, self.training = config, forward, group, training
         self.selection = None
         self.full_kl_reference = None
         if training is not None:
@@ -97,20 +68,16 @@ class DataParallelPPOActor:
                 self.full_kl_reference = training.reference
             loss_type = REINFORCE if training.is_reinforce else config.loss_type
             self.policy_loss = POLICY_LOSSES[loss_type]
-            settings = UpdateSettings.of(
-                "actor",
-                config,
-                rollout_n=training.rollout_n,
-                max_response_length=training.max_response_length,
-                ppo_epochs=config.ppo_epochs,
-            )
-            self.updater = Updater(forward, group, settings, training.optimizer, training.scheduler)
+            # the section and the inputs of losses use the same names
+            self.loss_options = {
+                entry.name: getattr(config, entry.name) for entry in fields(PolicyLossOptions)
+            }
+            self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
             if loss_type in TOKEN_SELECTIONS:
                 self.selection = MiniBatchSelection(config, forward, group)
 
     @property
     def reads_reference(self) -> bool:
-        """Whether an update runs the reference beside the policy."""
         return self.full_kl_reference is not None
 
     @torch.no_grad()
@@ -122,35 +89,21 @@ class DataParallelPPOActor:
         with_sum_squares: bool = False,
         reference: PackedForward | None = None,
     ) -> TokenLogProbs:
-        """Log-probs of the response tokens under the present weights.
+        """Compute log-probs of the response tokens under the current weights; collective over all ranks.
 
-        Every rank must call it: the ranks agree on the number of micro batches.
-
-        Args:
-            batch: This rank's sequences.
-            temperature: Logits are divided by it, as they were for sampling.
-            with_sum_squares: Also the sum of the squares of all probabilities at each token.
-            reference: Also the KL divergence from this model, over the whole vocabulary.
+        See `PackedForward.log_probs` for the arguments.
 
         Returns:
             (B, R) float32 on CPU each, zero on padding; without entropy.
         """
 
         def stacked(micro_batch: DataProto) -> Tensor:
-            found = self.forward.log_probs(
+            result = self.forward.log_probs(
                 micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
             )
-            return torch.stack([value for value in found if value is not None], dim=-1)  # (b, R, values)
+            return torch.stack([value for value in result if value is not None], dim=-1)  # (b, R, values)
 
-        config = self.config
-        result = forward_in_micro_batches(
-            self.forward,
-            batch.select(FORWARD_KEYS, OBJECT_KEYS),
-            stacked,
-            size=as_number(config.micro_batch_size_per_device_for_experience),
-            dynamic_batching=config.dynamic_batching,
-            group=self.group,
-        )
+        result = compute_experience(self.config, self.forward, self.group, batch, stacked)
         values = iter(result.unbind(-1))
         return TokenLogProbs(
             next(values),
@@ -161,106 +114,72 @@ class DataParallelPPOActor:
     def update(
         self, batch: DataProto, temperature: float, *, entropy_coef: float | None = None, seed: int = 0
     ) -> dict[str, float]:
-        """Update the policy: an optimizer step for each mini batch and PPO epoch; see `Updater.run`.
+        """Update the policy: an optimizer step for each mini batch and PPO epoch; collective over all ranks.
 
         Args:
-            batch: This rank's sequences, with advantages, old and (for a KL loss) reference log-probs, and
-                `rollout_is_weights` if the loss is weighted.
-            temperature: Logits are divided by it, as they were for `old_log_probs`.
+            batch: This rank's sequences in the order of the mini batches, with `advantages`,
+                `old_log_probs`, for a KL loss `ref_log_probs`, and for a weighted one `rollout_is_weights`.
+            temperature: Divides the logits, as for `old_log_probs`.
             entropy_coef: Weight of the entropy bonus; None is the option's.
-            seed: Of the random choice of losses that make one; another in every step.
-
-        Returns:
-            Metrics over all ranks, the same on each.
-
-        Raises:
-            ValueError: The rows do not divide into mini batches.
+            seed: For losses that select tokens at random; another in every step.
         """
-        training = self.training
-        assert training is not None, "the reference is never updated"
+        assert self.training is not None, "the reference is never updated"
         keys = UPDATE_KEYS + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
-
-        def micro_batch_loss(micro: DataProto, denominators: LossDenominators, metrics: MetricSums) -> Tensor:
-            return self._micro_batch_loss(micro, denominators, metrics, training, temperature, coef)
-
-        prepare = None if self.selection is None else self.selection.prepare(temperature, seed)
-        metrics = self.updater.run(batch.select(keys, OBJECT_KEYS), micro_batch_loss, prepare)
+        updater = self.updater
+        for number, mini_batch in enumerate(updater.mini_batches(batch.select(keys, OBJECT_KEYS)), 1):
+            if self.selection is not None:
+                selected = self.selection.add_to(mini_batch.batch, temperature, seed * 1_000_003 + number)
+                mini_batch = replace(mini_batch, batch=selected)
+            for micro_batch in mini_batch.micro_batches():
+                updater.backward(self._loss(micro_batch, mini_batch, temperature, coef))
+            updater.step()
+        metrics = updater.finish()
         metrics |= {"actor/entropy_loss": metrics["actor/entropy"], "actor/entropy_coef": coef}
-        return metrics | ({"actor/kl_coef": training.kl_loss.coef} if training.kl_loss else {})
+        return metrics | ({"actor/kl_coef": self.training.kl_loss.coef} if self.training.kl_loss else {})
 
-    def _micro_batch_loss(
-        self,
-        micro_batch: DataProto,
-        denominators: LossDenominators,
-        metrics: MetricSums,
-        training: ActorTraining,
-        temperature: float,
-        entropy_coef: float,
+    def _loss(
+        self, micro_batch: DataProto, mini_batch: MiniBatch, temperature: float, entropy_coef: float
     ) -> Tensor:
-        """Return the share of a micro batch in the loss of its mini batch.
-
-        loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss
-        """
-        tensors = micro_batch.batch
-        mask = tensors["response_mask"]  # (B, R)
-
-        def share(per_token: Tensor) -> Tensor:
-            return aggregate_loss(per_token, mask, self.config.loss_avg_mode, denominators)
-
-        found = self.forward.log_probs(
+        """Loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss, of a micro batch."""
+        mask, metrics = micro_batch.batch["response_mask"], mini_batch.metrics  # (B, R)
+        result = self.forward.log_probs(
             micro_batch, temperature, with_entropy=True, reference=self.full_kl_reference
         )
-        assert found.entropy is not None, "it was asked for"
-        loss = self._policy_loss(found.log_probs, micro_batch, share, metrics)
-        metrics.add_tokens("actor/entropy", found.entropy, mask)
+        assert result.entropy is not None, "requested above"
+        policy = self._policy_loss(result.log_probs, micro_batch)
+        loss = self._aggregate(policy.per_token, mask, mini_batch)
+        metrics.add_loss("actor/pg_loss", loss)
+        for name, values in policy.statistics.items():
+            metrics.add_mean(f"actor/{name}", values, mask)
+        metrics.add_mean("actor/entropy", result.entropy, mask)
         if entropy_coef:
-            loss = loss - entropy_coef * share(found.entropy)
-        if training.kl_loss:
-            kl = share(
-                kl_divergence(
-                    found.log_probs, tensors.get("ref_log_probs"), mask, training.kl_loss.kind, found.kl
-                )
-            )
+            loss = loss - entropy_coef * self._aggregate(result.entropy, mask, mini_batch)
+        kl_loss = None if self.training is None else self.training.kl_loss
+        if kl_loss:
+            ref_log_probs = micro_batch.batch.get("ref_log_probs")
+            per_token = kl_divergence(result.log_probs, ref_log_probs, mask, kl_loss.kind, result.kl)
+            kl = self._aggregate(per_token, mask, mini_batch)
             metrics.add_loss("actor/kl_loss", kl)
-            if training.kl_loss.coef:
-                loss = loss + training.kl_loss.coef * kl
+            if kl_loss.coef:
+                loss = loss + kl_loss.coef * kl
         return loss
 
-    def _policy_loss(
-        self,
-        log_probs: Tensor,
-        micro_batch: DataProto,
-        share: Callable[[Tensor], Tensor],
-        metrics: MetricSums,
-    ) -> Tensor:
-        """The policy loss alone, weighted if the batch or the run says so."""
-        config, tensors = self.config, micro_batch.batch
+    def _aggregate(self, per_token: Tensor, mask: Tensor, mini_batch: MiniBatch) -> Tensor:
+        return aggregate_loss(per_token, mask, self.config.loss_avg_mode, mini_batch.denominators)
+
+    def _policy_loss(self, log_probs: Tensor, micro_batch: DataProto) -> PolicyLoss:
+        # of each token, with importance weights of the batch or of the bypass mode
+        tensors = micro_batch.batch
         mask, old = tensors["response_mask"], tensors["old_log_probs"]
         policy = self.policy_loss(
             PolicyLossInputs(
-                log_probs=log_probs,
-                old_log_probs=old,
-                advantages=tensors["advantages"],
-                response_mask=mask,
-                clip_ratio_low=config.clip_ratio_low,
-                clip_ratio_high=config.clip_ratio_high,
-                clip_ratio_dual=config.clip_ratio_dual,
-                tau_positive=config.tau_positive,
-                tau_negative=config.tau_negative,
-                ppo_kl_coef=config.ppo_kl_coef,
-                dro_beta=config.dro_beta,
-                sppo_eta=config.sppo_eta,
-                selected=tensors.get("selected"),
+                log_probs, old, tensors["advantages"], mask, tensors.get("selected"), **self.loss_options
             )
         )
         weights = tensors.get("rollout_is_weights")
         if self.training is not None and self.training.bypass_correction is not None:
             spec = self.training.bypass_correction
-            present = log_probs.detach()
-            weights = importance_weights(present, old, mask, spec) * rejection_mask(present, old, mask, spec)
-        loss = share(weighted(policy, weights, mask).per_token)
-        metrics.add_loss("actor/pg_loss", loss)
-        for name, values in policy.statistics.items():
-            metrics.add_tokens(f"actor/{name}", values, mask)
-        return loss
+            current = log_probs.detach()
+            weights = importance_weights(current, old, mask, spec) * rejection_mask(current, old, mask, spec)
+        return weighted(policy, weights, mask)

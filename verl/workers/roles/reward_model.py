@@ -1,84 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-classification model that scores responses, on one data-parallel rank."""
+"""A sequence-classification model that scores responses, on one data-parallel rank.
 
+A reward model was trained on conversations in its own tokens and chat template. One with the policy's reads
+the policy's sequences unchanged; for any other, the conversation is rendered again from `prompt_messages` and
+the text of the response.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import jinja2
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from verl.config.model import as_number
 from verl.config.worker import RewardModelConfig
+from verl.data.files import use_modelscope_hub_if_asked
+from verl.data.messages import Message
 from verl.models.registry import model_type_of
 from verl.models.scalar_head import is_scalar
 from verl.protocol import DataProto
 from verl.workers.model_builder import load_model_config
 from verl.workers.packing.forward import PackedForward
-from verl.workers.roles.conversation import (
-    encode_conversations,
-    has_same_conversations,
-    response_texts,
-)
-from verl.workers.roles.updater import forward_in_micro_batches
+from verl.workers.packing.schedule import forward_in_micro_batches
 
 OPTION = "worker.reward_model.model"
 MODEL_KEYS = ["input_ids", "attention_mask", "position_ids"]
 
 
-def check_has_score(config: RewardModelConfig) -> None:
-    """Refuse a checkpoint that gives no score: a causal model's new head would call everything zero.
-
-    Raises:
-        FileNotFoundError: The folder has no config that can be read.
-        ValueError: The checkpoint has no head that gives a single score.
-    """
-    files = load_model_config(config.model, OPTION)
-    where = f"`{OPTION}.model_path` ({config.model.model_path})"
-    if not is_scalar(files):
-        raise ValueError(
-            f"{where} must be a sequence-classification model with one label, got {files.architectures}:"
-            " use a reward model"
-        )
-    if files.num_labels != 1:
-        raise ValueError(f"{where} has {files.num_labels} labels, one is needed: use a reward model")
-
-
 class RewardModelScorer:
-    """Scores whole responses by the number that the reward model gives to the last token of a sequence.
-
-    A reward model with the policy's tokens and chat template reads the policy's sequences as they are. For
-    any other one the conversation is written anew from `prompt_messages` and the response's text, in the
-    reward model's own template.
-
-    Example::
-
-        scorer = RewardModelScorer(forward, tokenizer, policy_tokenizer, config.reward_model, group)
-        scores = scorer.score(batch)  # (B,)
-    """
+    """Scores whole responses: the reward model's output at the last token of the sequence."""
 
     def __init__(
         self,
-        forward: PackedForward,
+        forward: PackedForward,  # with the policy's media loader: as many tokens for an image
         tokenizer: Any,
-        policy_tokenizer: Any,
+        policy_tokenizer: Any,  # with the chat template of the prompts
         config: RewardModelConfig,
         group: dist.ProcessGroup | None,
         *,
-        policy_model_type: str,
+        policy_model_type: str,  # `model_type` of its transformers config
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            forward: The reward model, with a scalar head. Its media loader is the policy's: an image must
-                become as many tokens as it did for the policy.
-            tokenizer: The reward model's.
-            policy_tokenizer: The policy's, with the chat template that its prompts were rendered by.
-            config: `worker.reward_model`.
-            group: The data-parallel ranks, None for all.
-            policy_model_type: `model_type` of the policy's transformers config.
-
-        Raises:
-            ValueError: The conversation must be written anew and the reward model has no chat template.
-        """
         self.forward = forward
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
@@ -93,23 +57,17 @@ class RewardModelScorer:
             )
 
     def score(self, batch: DataProto) -> Tensor:
-        """Score each response, (B,) float32 on CPU: what the head gives, without a weight.
-
-        Every rank must call it: the ranks agree on the number of micro batches.
-
-        Args:
-            batch: This rank's sequences; reads `input_ids`, `attention_mask`, `position_ids`, `responses`,
-                `multi_modal_data` if it is there, and `prompt_messages` if the conversation is written anew.
+        """Score each response: (B,) float32 on CPU, unweighted; collective over all ranks.
 
         Raises:
             NotImplementedError: Rows hold media, and the reward model is of another type than the policy.
             ValueError: A score is not finite, or the chat template refuses a conversation.
         """
         self._check_media(batch)
-        conversations = self._as_they_are(batch) if self.reads_policy_tokens else self._written_anew(batch)
+        rows = self._policy_sequences(batch) if self.reads_policy_tokens else self._rendered_again(batch)
         scores = forward_in_micro_batches(
             self.forward,
-            conversations,
+            rows,
             self.forward.last_values,
             size=as_number(self.config.micro_batch_size_per_device),
             dynamic_batching=True,
@@ -123,17 +81,17 @@ class RewardModelScorer:
             )
         return scores
 
-    def _as_they_are(self, batch: DataProto) -> DataProto:
-        """The policy's sequences, counted for a text model if the policy's positions are M-RoPE's."""
+    def _policy_sequences(self, batch: DataProto) -> DataProto:
         rows = batch.select(MODEL_KEYS, ["multi_modal_data"])
         if rows.batch["position_ids"].ndim == 2 or model_type_of(self.forward.config).position_rows > 1:
             return rows
+        # a text model cannot read the policy's M-RoPE positions
         positions = (rows.batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)  # (B, T)
         return rows.select(["input_ids", "attention_mask"]).merge(
             DataProto.from_dict({"position_ids": positions})
         )
 
-    def _written_anew(self, batch: DataProto) -> DataProto:
+    def _rendered_again(self, batch: DataProto) -> DataProto:
         texts = response_texts(batch, self.policy_tokenizer)
         prompts = batch.non_tensor_batch["prompt_messages"].tolist()
         return encode_conversations(prompts, texts, self.tokenizer)
@@ -148,3 +106,84 @@ class RewardModelScorer:
                 " videos, which a reward model can only score with the tokens, the chat template and the"
                 f" model type ({self.policy_model_type}) of `worker.actor.model.model_path`"
             )
+
+
+def check_has_score(config: RewardModelConfig) -> None:
+    # a causal model's new head would score everything zero
+    files = load_model_config(config.model, OPTION)
+    where = f"`{OPTION}.model_path` ({config.model.model_path})"
+    if not is_scalar(files):
+        raise ValueError(
+            f"{where} must be a sequence-classification model with one label, got {files.architectures}:"
+            " use a reward model"
+        )
+    if files.num_labels != 1:
+        raise ValueError(f"{where} has {files.num_labels} labels, one is needed: use a reward model")
+
+
+def load_reward_tokenizer(tokenizer_path: str, trust_remote_code: bool = False) -> Any:
+    """Load a reward model's tokenizer, which unlike the policy's may lack a chat template and padding."""
+    use_modelscope_hub_if_asked()
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"`worker.reward_model.model.model_path` (or `tokenizer_path`): {tokenizer_path} is neither a"
+            f" folder with a tokenizer nor a hub model that can be reached: {error}"
+        ) from error
+
+
+def has_same_tokens(tokenizer: Any, policy_tokenizer: Any) -> bool:
+    """True if every token of the policy has the same id in the other tokenizer, which may have more."""
+    return policy_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
+
+
+def has_same_conversations(tokenizer: Any, policy_tokenizer: Any) -> bool:
+    """True if tokens and chat template are the policy's; without a template it reads the policy's."""
+    same_template = tokenizer.chat_template in (None, policy_tokenizer.chat_template)
+    return same_template and has_same_tokens(tokenizer, policy_tokenizer)
+
+
+def response_texts(batch: DataProto, policy_tokenizer: Any) -> list[str]:
+    """Decode `responses` (B, R) without special tokens, including tool output."""
+    responses = batch.batch["responses"]  # (B, R)
+    # not `response_mask`, which is zero on tool output
+    attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # (B, R)
+    token_ids = [row[kept].tolist() for row, kept in zip(responses, attended, strict=True)]
+    return policy_tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+def encode_conversations(
+    prompts: Sequence[list[Message]], responses: Sequence[str], tokenizer: Any
+) -> DataProto:
+    """Render and tokenize conversations with the tokenizer's own chat template, padded on the right.
+
+    A response that was cut off ends like any other: the template closes the assistant's turn.
+    """
+    texts = [
+        _render([*prompt, {"role": "assistant", "content": response}], tokenizer)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    rows = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return DataProto.from_dict(
+        {
+            "input_ids": _right_padded(rows),
+            "attention_mask": _right_padded([torch.ones_like(row) for row in rows]),
+            "position_ids": _right_padded([torch.arange(len(row)) for row in rows]),
+        }
+    )
+
+
+def _render(messages: list[Message], tokenizer: Any) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except jinja2.TemplateError as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(
+            f"`worker.reward_model.model.tokenizer_path`: the chat template refuses messages of {roles}:"
+            f" {error}; use prompts, or a template, that fit"
+        ) from error
+
+
+def _right_padded(rows: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps over mini batches, the same for every model that is trained.
+"""Optimizer steps over mini batches, for every model that is trained.
 
-The loss of a mini batch is one number, whatever the ranks and micro batches it is computed on: each micro
-batch contributes its share, divided by the tokens or sequences of the whole mini batch
-(`algorithms/aggregation.py`), and shares and gradients are summed.
+The loss of a mini batch does not depend on its division over ranks and micro batches: each micro batch
+computes its share, divided by the tokens or sequences of the whole mini batch (`algorithms/aggregation.py`),
+and gradients are summed.
 """
 
-import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,311 +20,160 @@ from verl.algorithms.aggregation import LossDenominators, count_denominators
 from verl.config.model import TrainedModelConfig, as_number
 from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
-from verl.utils.masking import masked_sum
 from verl.utils.rank_logger import get_logger
-from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.micro_batches import RowCounts
-from verl.workers.packing.schedule import MicroBatchSchedule
-from verl.workers.packing.sp_strategy import StrategyLimits
+from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.packing.schedule import MicroBatchSchedule, forward_in_micro_batches
+from verl.workers.roles.metric_sums import MetricSums
 
 logger = get_logger(__name__)
 
-FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-OBJECT_KEYS = ["uid", "multi_modal_data"]
 
-MicroBatchLoss = Callable[[DataProto, LossDenominators, "MetricSums"], Tensor]
+@dataclass(frozen=True)
+class Training:
+    """Optimizer and sizes of a model that is updated."""
+
+    optimizer: Optimizer
+    scheduler: LRScheduler  # stepped once per training step
+    rollout_n: int = 1  # responses to each prompt; `global_batch_size` counts prompts
+    max_response_length: int = 1  # in tokens: the scale of `seq_sum_norm`
 
 
 @dataclass(frozen=True)
-class UpdateSettings:
-    """How a model is updated."""
+class MiniBatch:
+    """This rank's rows of one optimizer step."""
 
-    role: str  # names its metrics and its section of the options: "actor", "critic", "prime"
-    global_batch_size: int  # prompts in a mini batch
-    rollout_n: int  # responses to each prompt
-    micro_batch_size: int  # sequences on one rank at once
-    dynamic_batching: bool
-    ppo_epochs: int
-    max_grad_norm: float
-    max_response_length: int  # tokens: the scale of `seq_sum_norm`
+    batch: DataProto
+    denominators: LossDenominators  # tokens and sequences over all ranks
+    metrics: MetricSums
+    forward: PackedForward
+    schedule: MicroBatchSchedule
 
-    @classmethod
-    def of(
-        cls,
-        role: str,
-        config: TrainedModelConfig,
-        *,
-        rollout_n: int,
-        max_response_length: int,
-        ppo_epochs: int = 1,
-    ) -> "UpdateSettings":
-        """Take them from the section of a role."""
-        return cls(
-            role=role,
-            global_batch_size=config.global_batch_size,
-            rollout_n=rollout_n,
-            micro_batch_size=as_number(config.micro_batch_size_per_device_for_update),
-            dynamic_batching=config.dynamic_batching,
-            ppo_epochs=ppo_epochs,
-            max_grad_norm=config.max_grad_norm,
-            max_response_length=max_response_length,
-        )
+    def micro_batches(self) -> Iterator[DataProto]:
+        self.forward.model.train()
+        for micro_batch in self.schedule.micro_batches(self.batch):
+            yield micro_batch.to(self.forward.device)
+
+
+def compute_experience(
+    config: TrainedModelConfig,
+    forward: PackedForward,
+    group: dist.ProcessGroup | None,
+    batch: DataProto,
+    function: Callable[[DataProto], Tensor],
+) -> Tensor:
+    """`forward_in_micro_batches` with the sizes of a role; `function` reads what `PackedForward` reads."""
+    return forward_in_micro_batches(
+        forward,
+        batch.select(FORWARD_KEYS, OBJECT_KEYS),
+        function,
+        size=as_number(config.micro_batch_size_per_device_for_experience),
+        dynamic_batching=config.dynamic_batching,
+        group=group,
+    )
 
 
 class Updater:
-    """Runs the optimizer of one sharded model.
+    """Runs the optimizer of one sharded model; every rank makes the same calls.
 
     Example::
 
-        updater = Updater(forward, group, settings, optimizer, scheduler)
-        metrics = updater.run(batch, micro_batch_loss)  # {"actor/pg_loss": ..., "actor/grad_norm": ...}
+        for mini_batch in updater.mini_batches(batch):
+            for micro_batch in mini_batch.micro_batches():
+                updater.backward(loss(micro_batch, mini_batch))
+            updater.step()
+        metrics = updater.finish()  # {"actor/pg_loss": ..., "actor/grad_norm": ...}
     """
 
     def __init__(
         self,
+        role: str,  # prefix of its metrics and section of its options
+        config: TrainedModelConfig,  # that section
         forward: PackedForward,
-        group: dist.ProcessGroup | None,
-        settings: UpdateSettings,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
+        group: dist.ProcessGroup | None,  # the data-parallel ranks; None for all
+        training: Training,
+        ppo_epochs: int = 1,
     ) -> None:
-        """Put the parts together.
+        self.role, self.config, self.forward, self.group = role, config, forward, group
+        self.optimizer, self.scheduler = training.optimizer, training.scheduler
+        self.ppo_epochs = ppo_epochs
+        self.max_response_length = float(training.max_response_length)
+        self.dp_size, self.world_size = dist.get_world_size(group), dist.get_world_size()
+        self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
+        self.metrics = MetricSums(forward.device)
+        self.grad_norms: list[float] = []
 
-        Args:
-            forward: The sharded model behind the packed forward pass.
-            group: The data-parallel ranks, that have other rows; None for all.
-            settings: Sizes and limits.
-            optimizer: Of the model's parameters.
-            scheduler: Of the optimizer's learning rate; stepped once for each training step.
-        """
-        self.forward = forward
-        self.group = group
-        self.settings = settings
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.dp_size = dist.get_world_size(group)
-        self.world_size = dist.get_world_size()
-        self.mini_batch_rows = settings.global_batch_size * settings.rollout_n // self.dp_size
-
-    def run(
-        self,
-        batch: DataProto,
-        micro_batch_loss: MicroBatchLoss,
-        prepare: Callable[[DataProto], DataProto] | None = None,
-    ) -> dict[str, float]:
-        """Take an optimizer step for each mini batch and PPO epoch, then one of the scheduler.
-
-        The rows come in the order of the mini batches, this rank's share of each next to each other. A mini
-        batch whose gradient is not finite changes nothing but `<role>/skipped_updates`; the scheduler counts
-        training steps and moves on all the same. Every rank must call it.
-
-        Args:
-            batch: This rank's sequences, with what `micro_batch_loss` reads.
-            micro_batch_loss: Called with a micro batch on the device, the denominators of its mini batch and
-                the metrics; returns the micro batch's share of the mini batch's loss.
-            prepare: Called with each mini batch before it is cut, under the weights that it is computed with;
-                returns it with more keys. For what a loss needs to know of the whole mini batch.
-
-        Returns:
-            Metrics over all ranks, the same on each. Losses are means over mini batches of the loss that was
-            minimised; the rest are means over the response tokens of the step.
-
-        Raises:
-            ValueError: The rows do not divide into mini batches.
-        """
+    def mini_batches(self, batch: DataProto) -> Iterator[MiniBatch]:
+        """Yield the mini batches of an update in order, once for each PPO epoch."""
         self._check_rows(len(batch))
-        mini_batches = batch.split(self.mini_batch_rows)
-        denominators = self._global_denominators(mini_batches)
-        metrics = MetricSums(self.forward.device)
-        norms = []
-        for _ in range(self.settings.ppo_epochs):
-            for mini_batch, counts in zip(mini_batches, denominators, strict=True):
-                prepared = mini_batch if prepare is None else prepare(mini_batch)
-                self.forward.model.train()
-                self._accumulate_gradients(prepared, counts, micro_batch_loss, metrics)
-                norms.append(self._step())
-        learning_rate = float(self.scheduler.get_last_lr()[0])
-        self.scheduler.step()
-        return metrics.reduce(self.group, len(norms), line=self.forward.sp.group) | self._update_metrics(
-            norms, learning_rate
-        )
+        self.metrics, self.grad_norms = MetricSums(self.forward.device), []
+        parts = batch.split(self.mini_batch_rows)
+        denominators = self._global_denominators(parts)
+        for _ in range(self.ppo_epochs):
+            for part, counts in zip(parts, denominators, strict=True):
+                yield self._mini_batch(part, counts)
 
-    def _check_rows(self, rows: int) -> None:
-        settings = self.settings
-        if not self.mini_batch_rows or rows % self.mini_batch_rows:
-            raise ValueError(
-                f"`worker.{settings.role}.global_batch_size` ({settings.global_batch_size} prompts,"
-                f" {self.mini_batch_rows} sequences on each of {self.dp_size} ranks) must divide the"
-                f" {rows} sequences of a rank"
-            )
+    def backward(self, loss: Tensor) -> None:
+        # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an
+        # unsharded gradient of the whole model on every device.
+        # FSDP averages gradients over all ranks, but the loss is the sum of their losses: of other rows and,
+        # where a sequence is sharded, of other tokens of the same rows.
+        (loss * self.world_size).backward()
 
-    def _accumulate_gradients(
-        self,
-        mini_batch: DataProto,
-        denominators: LossDenominators,
-        micro_batch_loss: MicroBatchLoss,
-        metrics: "MetricSums",
-    ) -> None:
-        """Run forward and backward on each micro batch; the gradients add up in the parameters.
-
-        Gradients are reduced over ranks after every micro batch: keeping them until the last one would hold
-        an unsharded gradient of the whole model on every device.
-        """
-        settings, sp = self.settings, self.forward.sp
-        passes = divide(
-            self.forward,
-            mini_batch,
-            size=settings.micro_batch_size,
-            dynamic_batching=settings.dynamic_batching,
-            group=self.group,
-        )
-        by_line = metrics.computed_by(sp.size)
-        counted = metrics if passes.is_whole else by_line
-        for micro_batch in passes.micro_batches(mini_batch):
-            if sp.size > 1:
-                by_line.add_ratio(f"perf/sp_whole_rows_{settings.role}", passes.is_whole)
-            loss = micro_batch_loss(micro_batch.to(self.forward.device), denominators, counted)
-            # FSDP averages gradients over all ranks; the gradient of the loss is the sum of theirs, of the
-            # shares of other rows and, where a line is divided, of the tokens of the same rows.
-            (loss * self.world_size).backward()
-
-    def _step(self) -> float:
-        """Clip the gradients and step unless they are not finite; returns their norm before clipping."""
-        norm = clip_grad_norm(self.forward.model, self.settings.max_grad_norm)
+    def step(self) -> None:
+        """Clip the gradients and take an optimizer step, or skip it if they are not finite."""
+        norm = clip_grad_norm(self.forward.model, self.config.max_grad_norm)
         if math.isfinite(norm):
             self.optimizer.step()
         else:
             logger.warning(
-                "update skipped, the gradient is not finite: role=%s grad_norm=%s", self.settings.role, norm
+                "update skipped, the gradient is not finite: role=%s grad_norm=%s", self.role, norm
             )
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        self.grad_norms.append(norm)
 
-    def _global_denominators(self, mini_batches: list[DataProto]) -> list[LossDenominators]:
-        """Tokens and sequences of each mini batch over all ranks."""
-        masks = [part.batch["response_mask"] for part in mini_batches]
-        counts = torch.stack([torch.stack(count_denominators(mask)[:2]) for mask in masks])  # (mini, 2)
-        counts = counts.to(self.forward.device)
-        dist.all_reduce(counts, group=self.group)
-        longest = float(self.settings.max_response_length)
-        return [LossDenominators(tokens, sequences, longest) for tokens, sequences in counts]
+    def finish(self) -> dict[str, float]:
+        """Step the scheduler, after skipped updates too, and return the metrics, equal on all ranks.
 
-    def _update_metrics(self, norms: list[float], learning_rate: float) -> dict[str, float]:
-        """Metrics that are equal on all ranks already; the gradient norm is the mean over steps taken."""
-        role, taken = self.settings.role, [norm for norm in norms if math.isfinite(norm)]
-        return {
-            f"{role}/grad_norm": sum(taken) / len(taken) if taken else math.nan,
-            f"{role}/skipped_updates": float(len(norms) - len(taken)),
-            f"{role}/lr": learning_rate,
+        Losses are means over mini batches, other metrics over the response tokens of the training step.
+        `<role>/grad_norm` is the mean before clipping over the steps taken.
+        """
+        learning_rate = float(self.scheduler.get_last_lr()[0])
+        self.scheduler.step()
+        taken = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        means = self.metrics.reduce(self.group, len(self.grad_norms), sp_group=self.forward.sp.group)
+        return means | {
+            f"{self.role}/grad_norm": sum(taken) / len(taken) if taken else math.nan,
+            f"{self.role}/skipped_updates": float(len(self.grad_norms) - len(taken)),
+            f"{self.role}/lr": learning_rate,
         }
 
+    def _check_rows(self, rows: int) -> None:
+        if not self.mini_batch_rows or rows % self.mini_batch_rows:
+            raise ValueError(
+                f"`worker.{self.role}.global_batch_size` ({self.config.global_batch_size} prompts,"
+                f" {self.mini_batch_rows} sequences on each of {self.dp_size} ranks) must divide the"
+                f" {rows} sequences of a rank"
+            )
 
-class MetricSums:
-    """Sums and counts of an update's metrics, on the device until the end; no mean of means."""
+    def _global_denominators(self, parts: list[DataProto]) -> list[LossDenominators]:
+        masks = [part.batch["response_mask"] for part in parts]
+        counts = torch.stack([torch.stack(count_denominators(mask)[:2]) for mask in masks])  # (parts, 2)
+        counts = counts.to(self.forward.device)
+        dist.all_reduce(counts, group=self.group)
+        return [LossDenominators(tokens, sequences, self.max_response_length) for tokens, sequences in counts]
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._losses: dict[str, Tensor] = {}  # shares of losses, summed
-        self._tokens: dict[str, Tensor] = {}  # sums over response tokens
-        self._num_tokens: dict[str, Tensor] = {}
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._ranks = 1
-
-    def computed_by(self, ranks: int) -> "MetricSums":
-        """The same sums, for values that several ranks of a line compute alike and add each."""
-        sums = copy.copy(self)
-        sums._ranks = ranks
-        return sums
-
-    def add_loss(self, name: str, share: Tensor) -> None:
-        """Add a micro batch's share of the loss of its mini batch."""
-        self._losses[name] = self._losses.get(name, self._zero) + share.detach() / self._ranks
-
-    def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add values of response tokens, or of sequences: any shape, with its mask."""
-        self._add_mean(name, masked_sum(values.detach().double(), mask), mask.sum())
-
-    def add_ratio(self, name: str, is_so: bool) -> None:
-        """Add one of the things of which a share is so."""
-        self._add_mean(name, self._zero + is_so, self._zero + 1)
-
-    def _add_mean(self, name: str, total: Tensor, count: Tensor) -> None:
-        self._tokens[name] = self._tokens.get(name, self._zero) + total / self._ranks
-        self._num_tokens[name] = self._num_tokens.get(name, self._zero) + count / self._ranks
-
-    def reduce(
-        self, group: dist.ProcessGroup | None, num_updates: int, line: dist.ProcessGroup | None = None
-    ) -> dict[str, float]:
-        """Sum over the ranks and return means: losses over updates, the rest over what was counted.
-
-        Args:
-            group: The data-parallel ranks; None for all.
-            num_updates: Mini batches.
-            line: The ranks that share the same rows, if there are several.
-        """
-        tables = (self._losses, self._tokens, self._num_tokens)
-        sums = torch.stack([value for table in tables for value in table.values()])
-        dist.all_reduce(sums, group=group)
-        if line is not None:
-            dist.all_reduce(sums, group=line)
-        totals = iter(sums.tolist())
-        losses, tokens, counts = ({name: next(totals) for name in table} for table in tables)
-        means = {name: total / num_updates for name, total in losses.items()}
-        return means | {name: total / max(counts[name], 1.0) for name, total in tokens.items()}
-
-
-def divide(
-    forward: PackedForward,
-    batch: DataProto,
-    *,
-    size: int,
-    dynamic_batching: bool,
-    group: dist.ProcessGroup | None,
-) -> MicroBatchSchedule:
-    """Divide a batch into micro batches and, under sequence parallelism, among the ranks of a line.
-
-    Every rank must call it: the ranks agree on the number of micro batches, so that some may be empty.
-    """
-    sp = forward.sp
-    counts = RowCounts.of(batch, forward.shares_prompts, forward.media_tokens(batch) if sp.size > 1 else None)
-    width = batch.batch["attention_mask"].shape[-1]
-    response_width = batch.batch["response_mask"].shape[-1] if "response_mask" in batch.batch else 0
-    limits = StrategyLimits.of(
-        counts,
-        size=size,
-        dynamic_batching=dynamic_batching,
-        prompt_width=width - response_width,
-        response_width=response_width,
-        ranks=sp.size,
-    )
-    return MicroBatchSchedule(forward.division.plan(counts, limits), sp, group)
-
-
-@torch.no_grad()
-def forward_in_micro_batches(
-    forward: PackedForward,
-    batch: DataProto,
-    function: Callable[[DataProto], Tensor],
-    *,
-    size: int,
-    dynamic_batching: bool,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Run a function of micro batches over a batch in evaluation mode, and join its results.
-
-    Every rank must call it: the ranks agree on the number of micro batches.
-
-    Args:
-        forward: The model that the function runs.
-        batch: This rank's sequences.
-        function: From a micro batch of b rows to a tensor (b, ...).
-        size: Sequences in a micro batch, or the measure of its tokens with `dynamic_batching`.
-        dynamic_batching: Fill micro batches by tokens.
-        group: The data-parallel ranks.
-
-    Returns:
-        (B, ...) on CPU, in the order of the batch.
-    """
-    forward.model.eval()
-    passes = divide(forward, batch, size=size, dynamic_batching=dynamic_batching, group=group)
-    results = [function(micro_batch).cpu() for micro_batch in passes.micro_batches(batch)]
-    return passes.joined(results, forward.device)
+    def _mini_batch(self, part: DataProto, denominators: LossDenominators) -> MiniBatch:
+        forward = self.forward
+        schedule = MicroBatchSchedule.of(
+            forward,
+            part,
+            size=as_number(self.config.micro_batch_size_per_device_for_update),
+            dynamic_batching=self.config.dynamic_batching,
+            group=self.group,
+        )
+        shared = self.metrics.shared_by(forward.sp.size)
+        if forward.sp.size > 1:
+            each = torch.ones(len(schedule), device=forward.device)
+            shared.add_mean(f"perf/sp_whole_rows_{self.role}", each * schedule.is_whole, each)
+        metrics = self.metrics if schedule.is_whole else shared
+        return MiniBatch(part, denominators, metrics, forward, schedule)

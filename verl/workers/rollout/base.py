@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rollout engine is: prompts in, finished responses out, weights kept equal to the trained ones.
+"""The interface of rollout engines: prompts in, finished responses out, weights synced from training.
 
-`engines.py` has the engines by name.
+`engines.py` lists the engines by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,35 +19,26 @@ MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vi
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to sample responses.
+    """How to sample responses."""
 
-    Attributes:
-        n: Responses to each prompt.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_p: Smallest share of probability to sample from; 1 is all.
-        top_k: Most likely tokens to sample from; -1 is all.
-        max_tokens: Longest response, in tokens.
-        seed: Of every prompt's own random numbers; None uses the engine's stream, which is faster.
-        ignore_eos: Whether to go on after the end-of-sequence token.
-        extra: Other fields of vLLM's `SamplingParams`.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 16
-    seed: int | None = None
-    ignore_eos: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1  # responses to each prompt
+    temperature: float = 1.0  # divides the logits; 0 takes the most likely token
+    top_p: float = 1.0  # smallest share of probability to sample from; 1 is all
+    top_k: int = -1  # most likely tokens to sample from; -1 is all
+    max_tokens: int = 16  # longest response
+    seed: int | None = (
+        None  # for every prompt its own random numbers; None uses the engine's, which is faster
+    )
+    ignore_eos: bool = False  # continue after the end-of-sequence token
+    extra: Mapping[str, Any] = field(default_factory=dict)  # other fields of vLLM's `SamplingParams`
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken instead of sampled."""
+        """True if the most likely token is taken instead of sampled."""
         return self.temperature < GREEDY_BELOW
 
     def override(self, values: Mapping[str, Any]) -> "SamplingOptions":
-        """The options with some replaced, as `val_override_config` does; unknown names go to `extra`."""
+        """Replace some options, as `val_override_config` does; unknown names go to `extra`."""
         own = {entry.name for entry in fields(self)} - {"extra"}
         known = {name: value for name, value in values.items() if name in own}
         extra = {name: value for name, value in values.items() if name not in own}
@@ -56,87 +47,68 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class EmbeddedMedia:
-    """What a vision tower made of one prompt's media, in place of pixels.
+    """Features of one prompt's media, computed by the policy's vision tower."""
 
-    Attributes:
-        images: For each image `features` (tokens, hidden size x (1 + levels)) and `grid_thw` (1, 3).
-        videos: For each video these, `second_per_grid_ts` (1,) and `timestamps` (temporal patches,).
-    """
-
-    images: list[dict[str, Tensor]]
-    videos: list[dict[str, Tensor]]
+    images: list[dict[str, Tensor]]  # `features` (tokens, hidden x (1 + levels)), `grid_thw` (1, 3)
+    videos: list[dict[str, Tensor]]  # also `second_per_grid_ts` (1,), `timestamps` (temporal patches,)
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        uid: Comes back with each response.
-        prompt_token_ids: One pad token for each image or video, not expanded.
-        media: Decoded media with `images` (list of PIL images) and `videos` (list of frames and metadata),
-            `EmbeddedMedia` for an engine that takes them, or None.
-    """
-
-    uid: Any
-    prompt_token_ids: list[int]
-    media: Any = None
+    uid: Any  # returned with each response
+    prompt_token_ids: list[int]  # one pad token for each image or video, not expanded
+    media: Any = None  # decoded `images` and `videos`; `EmbeddedMedia` if the engine takes embeddings
 
 
 @dataclass(frozen=True)
 class FinishedResponse:
-    """One sampled response.
+    """One sampled response."""
 
-    Attributes:
-        uid: Of the request.
-        sample: Which of the prompt's `n` responses.
-        token_ids: Up to and including the token that ended it.
-        log_probs: Of those tokens under softmax(logits / temperature) over the whole vocabulary: before
-            top-p, top-k and banned tokens. With greedy sampling the temperature counts as 1.
-        finish_reason: "stop", or "length" when `max_tokens` cut it off.
-    """
-
-    uid: Any
-    sample: int
-    token_ids: list[int]
+    uid: Any  # the request's
+    sample: int  # index among the prompt's `n` responses
+    token_ids: list[int]  # up to and including the token that ended it
+    # of those tokens under softmax(logits / temperature) over the whole vocabulary: before top-p, top-k and
+    # banned tokens; greedy sampling counts as temperature 1
     log_probs: list[float]
-    finish_reason: str
+    finish_reason: str  # "stop", or "length" if `max_tokens` cut it off
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with a copy of the policy. One object in each worker process."""
+    """Samples responses with a copy of the policy; one in each worker process."""
 
     dtype: torch.dtype  # of its weights
-    takes_embeddings: bool  # whether it reads `EmbeddedMedia`
-    takes_adapter: bool  # whether `sync_adapter` is called, and `sync_weights` is not
+    takes_embeddings: bool  # reads `EmbeddedMedia`
+    takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
-        """Sample `sampling.n` responses to each request and yield them as they finish, in no set order.
+        """Sample `sampling.n` responses to each request and yield them as they finish, in any order.
 
-        Every rank of a tensor-parallel group passes the same requests in the same order and consumes them
-        all.
+        Every rank of a tensor-parallel group passes the same requests in the same order and consumes all
+        responses.
         """
         ...
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by full tensors under their hub names; consumes them all, one at a time.
+        """Replace the weights by full tensors under their hub names, one at a time.
 
-        Waits for nothing by itself; every rank calls it, since producing a tensor gathers it from all shards.
+        Every rank consumes all tensors, since producing one gathers it from all shards.
         """
         ...
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter by whole tensors under their names in the model; the base is there already."""
+        """Replace the adapter by full tensors under their names in the model; the base is loaded already."""
         ...
 
     def wake(self) -> None:
-        """Take back the device memory given away by `sleep`; after `sync_weights` it needs least."""
+        """Allocate the device memory freed by `sleep`; least is needed after `sync_weights`."""
         ...
 
     def sleep(self) -> None:
-        """Give device memory to training until `wake`."""
+        """Free device memory for training until `wake`."""
         ...
 
     def rng_state(self) -> dict[str, Any]:
@@ -144,56 +116,38 @@ class RolloutEngine(Protocol):
         ...
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Continue the random stream from a state of `rng_state`."""
+        """Restore a state from `rng_state`."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds; it is not used again."""
+        """Release all resources; the engine is not used afterwards."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """The adapter that an engine serves.
-
-    Attributes:
-        config: How the model is adapted.
-        modules: Names of the adapted modules in memory.
-    """
+    """The adapter that an engine serves."""
 
     config: AdapterConfig
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # names of the adapted modules in memory
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine needs to know beside `worker.rollout`.
+    """Engine options outside of `worker.rollout`."""
 
-    Attributes:
-        model_path: Folder or hub id of the model.
-        max_length: Longest prompt plus longest response, in tokens; `worker.rollout.max_model_len` goes
-            before it.
-        device: "cuda" or "cpu".
-        dp_rank: Which of the independent engines this is; the ranks of one tensor-parallel group share it.
-        tokenizer_path: Where tokenizer and processor are, if not with the model.
-        trust_remote_code: Whether to run code that comes with the model.
-        override_config: Options of the model's config to replace.
-        takes_embeddings: Media will come as `EmbeddedMedia`, if the engine takes them.
-        adapter: What will come by `sync_adapter`, if the engine takes it; None: whole weights will come.
-    """
-
-    model_path: str
-    max_length: int
-    device: str
-    dp_rank: int = 0
-    tokenizer_path: str | None = None
+    model_path: str  # folder or hub id
+    max_length: int  # longest prompt plus longest response, in tokens, unless `max_model_len` is set
+    device: str  # "cuda" or "cpu"
+    dp_rank: int = 0  # index of this engine; the ranks of one tensor-parallel group share it
+    tokenizer_path: str | None = None  # tokenizer and processor, if not in `model_path`
     trust_remote_code: bool = False
-    override_config: Mapping[str, Any] = field(default_factory=dict)
-    takes_embeddings: bool = False
-    adapter: EngineAdapter | None = None
+    override_config: Mapping[str, Any] = field(default_factory=dict)  # replaces options of the model's config
+    takes_embeddings: bool = False  # pass media as `EmbeddedMedia`, if the engine takes them
+    adapter: EngineAdapter | None = None  # synced by `sync_adapter`; None: whole weights are synced
 
 
 def media_token_ids(model_config: Any) -> list[int]:
-    """Tokens that stand for media in a prompt and must not be sampled; empty for a text model."""
+    """Tokens that represent media in a prompt and must not be sampled; empty for a text model."""
     options = model_config.to_dict()
     return sorted({options[name] for name in MEDIA_TOKENS if options.get(name) is not None})

@@ -29,13 +29,5 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
 
 
 def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:
-    """Build the engine that `worker.rollout.name` names; every rank calls it.
-
-    Args:
-        config: The section `worker.rollout`.
-        setup: The model, the device and this rank's place.
-
-    Returns:
-        An engine whose weights are not to be relied on before the first `sync_weights`.
-    """
+    """Build the engine that `worker.rollout` names; its weights are undefined until `sync_weights`."""
     return ROLLOUT_ENGINES[config.name](config, setup)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams of a process that trains and samples: sampling has its own, and leaves training's as it was.
+"""Separate random streams for training and sampling in one process.
 
-Engines draw from the global generators of torch, CUDA, numpy and Python, which training uses as well.
-`GenerationRng` keeps a second set of states and exchanges the two around generation. Ranks of one
-tensor-parallel group must hold equal streams, or they sample different tokens without any error.
+Engines draw from the global generators of torch, CUDA, numpy and Python, as training does. `GenerationRng`
+keeps a second set of states and swaps the two around generation. Ranks of one tensor-parallel group must hold
+equal streams, or they sample different tokens without any error.
 """
 
 import random
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class GlobalRngState(NamedTuple):
-    """States of all global generators."""
+    """States of all global generators; of CUDA's only the current device's."""
 
     torch_cpu: Tensor
     torch_cuda: Tensor | None
@@ -26,13 +26,11 @@ class GlobalRngState(NamedTuple):
 
 
 def capture(device: str) -> GlobalRngState:
-    """The states of the global generators; of CUDA's only the current device's."""
     cuda = torch.cuda.get_rng_state() if device == "cuda" else None
     return GlobalRngState(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
 
 def restore(state: GlobalRngState) -> None:
-    """Put the global generators into the states."""
     torch.set_rng_state(state.torch_cpu)
     if state.torch_cuda is not None:
         torch.cuda.set_rng_state(state.torch_cuda)
@@ -42,7 +40,7 @@ def restore(state: GlobalRngState) -> None:
 
 @contextmanager
 def preserved_rng(device: str) -> Iterator[None]:
-    """Leave the global generators as they were."""
+    """Restore the global generators after the block."""
     before = capture(device)
     try:
         yield
@@ -63,7 +61,7 @@ class GenerationRng:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Draw from this stream inside, and from training's again outside."""
+        """Draw from this stream inside the block."""
         training = capture(self.device)
         restore(self._state)
         try:
@@ -73,7 +71,7 @@ class GenerationRng:
             restore(training)
 
     def state(self) -> dict[str, Any]:
-        """The stream's state as tensors, numbers and lists, which `torch.load(weights_only=True)` reads."""
+        """The state as tensors, numbers and lists, which `torch.load(weights_only=True)` reads."""
         name, keys, *position = self._state.numpy
         version, words, gauss = self._state.python
         return {
@@ -84,7 +82,7 @@ class GenerationRng:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a result of `state`."""
+        """Restore a result of `state`."""
         name, keys, *position = state["numpy"]
         version, words, gauss = state["python"]
         cuda = state["torch_cuda"] if self.device == "cuda" else None

@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain transformers generation as a rollout engine: the reference, and the fallback without vLLM.
 
-It holds a whole copy of the model in each process, and does not sample with the policy's own FSDP2 module:
-that one's attention takes packed rows and no cache, and its collectives would tie every rank to the longest
-response of all. Prompts are padded on the left, run once, and their attention states repeated for their `n`
-responses.
+Each process holds a whole copy of the model. It does not sample with the policy's own FSDP2 module, whose
+attention takes packed rows and no cache, and whose collectives would tie every rank to the longest response
+of all. Prompts are padded on the left, run once, and their cache is repeated for their `n` responses.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    AutoTokenizer,
-    DynamicCache,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoProcessor, AutoTokenizer, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from verl.data.media.tokens import MediaShape, expand_prompt, sampled_fps, timestamps
 from verl.distributed.fsdp import torch_dtype
 from verl.models.hub_names import auto_class
 from verl.models.position_ids import MropeConstants, position_ids_for
-from verl.workers.model_builder import apply_overrides
+from verl.workers.model_builder import read_config
+from verl.workers.packing.media_inputs import join_features
 from verl.workers.rollout.base import (
     EngineSetup,
     FinishedResponse,
@@ -47,22 +40,6 @@ class PreparedPrompt(NamedTuple):
     features: dict[str, Tensor]
 
 
-@dataclass
-class Response:
-    """One response while it grows."""
-
-    uid: Any
-    sample: int
-    token_ids: list[int]
-    log_probs: list[float]
-    is_finished: bool = False
-
-    def finish(self, reason: str) -> FinishedResponse:
-        """The response as it leaves."""
-        self.is_finished = True
-        return FinishedResponse(self.uid, self.sample, self.token_ids, self.log_probs, reason)
-
-
 class HFRollout:
     """The rollout engine `worker.rollout.name=hf`.
 
@@ -76,31 +53,20 @@ class HFRollout:
                 "`worker.rollout.name` hf holds the whole model in each process:"
                 f" `worker.rollout.tensor_parallel_size` must be 1, got {config.tensor_parallel_size}"
             )
-        self.device = setup.device
-        self.dtype = torch_dtype(config.dtype)
+        self.device, self.dtype = setup.device, torch_dtype(config.dtype)
         self.takes_embeddings = self.takes_adapter = False
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
-        self.hf_config = AutoConfig.from_pretrained(
-            setup.model_path, trust_remote_code=setup.trust_remote_code
-        )
-        apply_overrides(self.hf_config, dict(setup.override_config))
+        trust: Any = {"trust_remote_code": setup.trust_remote_code}
+        self.hf_config = read_config(setup.model_path, overrides=setup.override_config, **trust)
         self.banned = media_token_ids(self.hf_config)
         tokenizer_path = setup.tokenizer_path or setup.model_path
-        self.processor = None
-        if self.banned:
-            self.processor = AutoProcessor.from_pretrained(
-                tokenizer_path, trust_remote_code=setup.trust_remote_code
-            )
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=setup.trust_remote_code)
-        self.model: Any = self._place(
-            auto_class(self.hf_config).from_pretrained(
-                setup.model_path,
-                config=self.hf_config,
-                dtype=self.dtype,
-                trust_remote_code=setup.trust_remote_code,
-            )
+        self.processor = AutoProcessor.from_pretrained(tokenizer_path, **trust) if self.banned else None
+        model = auto_class(self.hf_config).from_pretrained(
+            setup.model_path, config=self.hf_config, dtype=self.dtype, **trust
         )
+        self.model: Any = self._to_device(model)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, **trust)
         self.end_ids = end_token_ids(tokenizer, self.model.generation_config)
         self.generator = torch.Generator(self.device).manual_seed(config.seed + setup.dp_rank)
 
@@ -108,10 +74,7 @@ class HFRollout:
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
-        """Sample responses and yield them as they finish; see `RolloutEngine.generate`.
-
-        A `sampling.seed` starts a stream of this call's own.
-        """
+        """Sample responses and yield them as they finish; with `sampling.seed` a call has its own stream."""
         if sampling.extra:
             raise ValueError(
                 f"`worker.rollout.name` hf cannot sample with {sorted(sampling.extra)}: vllm can"
@@ -125,52 +88,45 @@ class HFRollout:
             yield from self._generate_batch(batch, sampling, generator)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load trained weights; see `RolloutEngine.sync_weights`."""
         weights = {
             name: tensor.detach().to(self.device, self.dtype, copy=True) for name, tensor in named_tensors
         }
         model_class, generation_config = type(self.model), self.model.generation_config
-        self.model = None  # frees the old weights before the new ones are put in place
+        self.model = None  # frees the old weights before the new ones are loaded
         model, report = model_class.from_pretrained(
             None, config=self.hf_config, state_dict=weights, dtype=self.dtype, output_loading_info=True
         )
         missing = sorted(report["missing_keys"])
         if missing:
-            raise RuntimeError(f"weight sync left parameters of the rollout engine as they were: {missing}")
+            raise RuntimeError(f"weight sync did not reach parameters of the rollout engine: {missing}")
         model.generation_config = generation_config
-        self.model = self._place(model)
+        self.model = self._to_device(model)
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Never called: this engine takes whole weights."""
         raise NotImplementedError("`worker.rollout.name=hf` takes whole weights, adapters folded into them")
 
     def wake(self) -> None:
-        """Move the weights to the device; nothing to do on CPU."""
         self.model.to(self.device)
 
     def sleep(self) -> None:
-        """Move the weights to host memory; nothing to do on CPU."""
         self.model.to("cpu")
 
     def rng_state(self) -> dict[str, Any]:
-        """State of the sampling stream."""
         return {"generator": self.generator.get_state()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Continue the sampling stream from a state."""
         self.generator.set_state(state["generator"])
 
     def close(self) -> None:
-        """Drop the model."""
         self.model = None
 
-    def _place(self, model: Any) -> Any:
+    def _to_device(self, model: Any) -> Any:
         return model.to(self.device).eval().requires_grad_(False)
 
     def _prepare(self, request: RolloutRequest) -> PreparedPrompt:
-        features, shape = media_features(self.processor, request.media) if request.media else ({}, None)
-        ids = list(request.prompt_token_ids)
-        if shape is not None:
+        features, ids = {}, list(request.prompt_token_ids)
+        if request.media:
+            features, shape = media_features(self.processor, request.media)
             ids = expand_prompt(ids, self.processor, shape)
         if len(ids) >= self.max_length:
             raise ValueError(
@@ -178,16 +134,15 @@ class HFRollout:
                 f" `worker.rollout.max_model_len` is {self.max_length}"
             )
         input_ids = torch.tensor(ids)
-        positions = position_ids_for(self.hf_config.model_type)
-        if positions is None:
-            position_ids = torch.arange(len(ids))
-        else:
+        position_ids = torch.arange(len(ids))
+        compute_positions = position_ids_for(self.hf_config.model_type)
+        if compute_positions is not None:
             grids = {name: features[name] for name in GRIDS if name in features}
-            position_ids = positions(input_ids, MropeConstants.from_config(self.hf_config), **grids)
+            position_ids = compute_positions(input_ids, MropeConstants.from_config(self.hf_config), **grids)
         return PreparedPrompt(request.uid, input_ids, position_ids, features)
 
     def _batches(self, prompts: list[PreparedPrompt]) -> Iterator[list[PreparedPrompt]]:
-        """Cut the prompts so that those run together have `max_num_batched_tokens` tokens, if they can."""
+        # at most `max_num_batched_tokens` tokens with padding, but always one prompt
         batch: list[PreparedPrompt] = []
         for prompt in prompts:
             longest = max(len(one.input_ids) for one in [*batch, prompt])
@@ -201,34 +156,34 @@ class HFRollout:
     def _generate_batch(
         self, prompts: list[PreparedPrompt], sampling: SamplingOptions, generator: torch.Generator
     ) -> Iterator[list[FinishedResponse]]:
-        n = sampling.n
-        cache = DynamicCache(config=self.hf_config)
+        n, cache = sampling.n, DynamicCache(config=self.hf_config)
         input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left(prompts))
-        logits = self._forward(input_ids, mask, position_ids, cache, joined_features(prompts))  # (B, V)
+        features = join_features(prompt.features for prompt in prompts)
+        logits = self._forward(input_ids, mask, position_ids, cache, features)  # (B, V)
         cache.batch_repeat_interleave(n)
         logits = logits.repeat_interleave(n, 0)  # (B * n, V)
         mask = mask.repeat_interleave(n, 0)
         last_positions = position_ids[..., -1:].repeat_interleave(n, -2)  # (B * n, 1) or (4, B * n, 1)
-        responses = [Response(prompt.uid, sample, [], []) for prompt in prompts for sample in range(n)]
-        lengths = [len(prompt.input_ids) for prompt in prompts for _ in range(n)]
-        limits = [min(sampling.max_tokens, self.max_length - length) for length in lengths]
-
+        limits, responses = [], []
+        for prompt in prompts:
+            limits += [min(sampling.max_tokens, self.max_length - len(prompt.input_ids))] * n
+            responses += [FinishedResponse(prompt.uid, sample, [], [], "") for sample in range(n)]
+        running = set(range(len(responses)))
         for step in range(1, max(limits) + 1):
             tokens, log_probs = sample_tokens(logits, sampling, self.banned, generator)
+            token_ids, log_prob_values = tokens.tolist(), log_probs.tolist()
             finished = []
-            values = zip(responses, tokens.tolist(), log_probs.tolist(), limits, strict=True)
-            for response, token, log_prob, limit in values:
-                if response.is_finished:
-                    continue
+            for row in sorted(running):
+                response, token = responses[row], token_ids[row]
                 response.token_ids.append(token)
-                response.log_probs.append(log_prob)
-                if token in self.end_ids and not sampling.ignore_eos:
-                    finished.append(response.finish("stop"))
-                elif step == limit:
-                    finished.append(response.finish("length"))
+                response.log_probs.append(log_prob_values[row])
+                is_end = token in self.end_ids and not sampling.ignore_eos
+                if is_end or step == limits[row]:
+                    running.remove(row)
+                    finished.append(replace(response, finish_reason="stop" if is_end else "length"))
             if finished:
                 yield finished
-            if all(response.is_finished for response in responses):
+            if not running:
                 return
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits = self._forward(tokens[:, None], mask, last_positions + step, cache, {})
@@ -237,47 +192,32 @@ class HFRollout:
         self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, cache: Any, features: dict[str, Tensor]
     ) -> Tensor:
         """Logits of the last position, (B, V) float32."""
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **{name: tensor.to(self.device) for name, tensor in features.items()},
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids} | {
+            name: tensor.to(self.device) for name, tensor in features.items()
+        }
+        output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
-    """Tokens that end a response: the tokenizer's, and those of the generation config, as vLLM has it."""
+    """Tokens that end a response: the tokenizer's and the generation config's, as in vLLM."""
     ends = generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return frozenset(end for end in [tokenizer.eos_token_id, *ends] if end is not None)
 
 
 def media_features(processor: Any, media: Any) -> tuple[dict[str, Tensor], MediaShape]:
-    """The model's inputs for decoded media, as its processor makes them, and their shapes.
-
-    Args:
-        processor: The model's.
-        media: `images` and `videos`.
-    """
+    """Model inputs of decoded `images` and `videos`, made by the model's processor, and their shapes."""
     features: dict[str, Tensor] = {}
     seconds, stamps = [], []
     if media.images:
         made = processor.image_processor(images=list(media.images), return_tensors="pt")
         features |= {name: made[name] for name in ("pixel_values", "image_grid_thw")}
     if media.videos:
-        metas = [
-            {key: value for key, value in meta.items() if key != "do_sample_frames"}
-            for _, meta in media.videos
-        ]
+        frames = [pixels for pixels, _ in media.videos]
+        metas = [{k: v for k, v in meta.items() if k != "do_sample_frames"} for _, meta in media.videos]
         made = processor.video_processor(
-            videos=[frames for frames, _ in media.videos],
-            video_metadata=metas,
-            do_sample_frames=False,
-            return_tensors="pt",
+            videos=frames, video_metadata=metas, do_sample_frames=False, return_tensors="pt"
         )
         features |= {name: made[name] for name in ("pixel_values_videos", "video_grid_thw")}
         patch = processor.video_processor.temporal_patch_size
@@ -286,30 +226,12 @@ def media_features(processor: Any, media: Any) -> tuple[dict[str, Tensor], Media
         if "second_per_grid_ts" in processor.model_input_names:
             features["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
     none = torch.zeros(0, 3, dtype=torch.int64)
-    shape = MediaShape(
-        features.get("image_grid_thw", none),
-        features.get("video_grid_thw", none),
-        torch.tensor(seconds),
-        stamps,
-    )
-    return features, shape
-
-
-def joined_features(prompts: list[PreparedPrompt]) -> dict[str, Tensor]:
-    """The media of all prompts in their order."""
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.features)
-    return {
-        name: torch.cat([prompt.features[name] for prompt in prompts if name in prompt.features])
-        for name in names
-    }
+    grids = features.get("image_grid_thw", none), features.get("video_grid_thw", none)
+    return features, MediaShape(*grids, torch.tensor(seconds), stamps)
 
 
 def pad_left(prompts: list[PreparedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Put prompts of different lengths side by side.
-
-    Returns:
-        `input_ids` and mask (B, P), position ids (B, P) or (4, B, P); padding is zero.
-    """
+    """Pad prompts to one length P: `input_ids`, mask (B, P), position ids (B, P) or (4, B, P)."""
     longest = max(len(prompt.input_ids) for prompt in prompts)
     input_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
@@ -325,13 +247,7 @@ def pad_left(prompts: list[PreparedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
 def sample_tokens(
     logits: Tensor, sampling: SamplingOptions, banned: list[int], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Choose the next token of each row.
-
-    Args:
-        logits: (B, V) float32.
-        sampling: Temperature, top-p and top-k.
-        banned: Tokens that are never chosen.
-        generator: Of the random numbers; a greedy choice takes none.
+    """Sample the next token of each row of `logits` (B, V) float32, never one of `banned`.
 
     Returns:
         Tokens (B,), and their log-probs (B,) before top-p, top-k and banned tokens.
@@ -343,10 +259,10 @@ def sample_tokens(
     if sampling.is_greedy:
         tokens = scores.argmax(-1)
     else:
-        tokens_before: Any = None  # neither of the two looks at them
+        previous: Any = None  # the warpers do not read the previous tokens
         if sampling.top_k > 0:
-            scores = TopKLogitsWarper(sampling.top_k)(tokens_before, scores)
+            scores = TopKLogitsWarper(sampling.top_k)(previous, scores)
         if sampling.top_p < 1:
-            scores = TopPLogitsWarper(sampling.top_p)(tokens_before, scores)
+            scores = TopPLogitsWarper(sampling.top_p)(previous, scores)
         tokens = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
     return tokens, all_log_probs.gather(-1, tokens[:, None]).squeeze(-1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained adapters into vLLM as adapters: megabytes instead of the whole model, nothing rounded away.
+"""Load trained adapters into vLLM as adapters: megabytes instead of the whole model, and no rounding.
 
-The engine holds the base, read from its files, and adds the products of the adapter's matrices itself. What
-it cannot serve is said by `why_merged`; then the adapters are folded into the weights of each sync.
+The engine reads the base from its files and applies the adapter itself. Adapters that it cannot serve
+(`why_merged`) are folded into the weights of each sync.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,14 @@ from verl.workers.rollout.base import EngineAdapter
 
 logger = get_logger(__name__)
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_rank`
 ADAPTER_ID = 1
 
 
 def engine_adapter(
     model: PreTrainedModel, config: AdapterConfig, rollout: RolloutConfig, device: str
 ) -> EngineAdapter | None:
-    """What an engine serves as an adapter; None if whole weights are to come, and the log says why.
-
-    Args:
-        model: The policy, with adapters.
-        config: How it is adapted.
-        rollout: `lora_sync` says what is wanted.
-        device: "cuda" or "cpu", of the engine.
-
-    Raises:
-        ValueError: `worker.rollout.lora_sync=adapter`, and the engine cannot serve it.
-    """
+    """Return the adapter that an engine serves; None if adapters are folded in, and the log says why."""
     modules = tuple(adapted_layers(model))
     reason = why_merged(model, config, modules, rollout.name, device)
     if reason is None and rollout.lora_sync != "adapter":
@@ -53,7 +43,7 @@ def engine_adapter(
 
 
 def why_merging_is_cheaper(lora_sync: str, device: str) -> str | None:
-    """Why adapters are folded although the engine could serve them; None if they are not."""
+    """The reason to fold adapters that the engine could serve; None if there is none."""
     if lora_sync == "merged":
         return "`worker.rollout.lora_sync=merged`"
     if device == "cpu":  # a sync takes 45 ms less, sampling 64 x 64 tokens 8 s more (35 M parameters)
@@ -64,16 +54,16 @@ def why_merging_is_cheaper(lora_sync: str, device: str) -> str | None:
 def why_merged(
     model: PreTrainedModel, config: AdapterConfig, modules: Sequence[str], engine: str, device: str
 ) -> str | None:
-    """Why an engine cannot serve an adapter as one; None if it can."""
+    """The reason that an engine cannot serve an adapter; None if it can."""
     if engine != "vllm":
         return f"`worker.rollout.name={engine}` takes whole weights"
-    beside = [
+    trained = [
         name for name, param in model.named_parameters() if param.requires_grad and not is_adapter(name)
     ]
-    if beside:
-        return f"{len(beside)} weights are trained beside the adapters, for example {beside[0]}"
-    if device == "cpu" and joint_experts(model):  # beside adapters they run in Triton, adapted or not
-        return "on CPU vLLM serves no adapters beside joint experts"
+    if trained:
+        return f"{len(trained)} weights are trained in addition to the adapters, for example {trained[0]}"
+    if device == "cpu" and joint_experts(model):  # with adapters they run in Triton, adapted or not
+        return "on CPU vLLM serves no adapters of a model with joint experts"
     if config.use_dora:
         return "vLLM does not serve DoRA"
     if config.rank > RANKS[-1]:
@@ -81,34 +71,25 @@ def why_merged(
     tower = model_type_of(model.config).vision_tower
     in_tower = [name for name in modules if tower is not None and name.startswith(f"{tower}.")]
     if in_tower:
-        return f"{len(in_tower)} adapted modules lie in the vision tower, for example {in_tower[0]}"
+        return f"{len(in_tower)} adapted modules are in the vision tower, for example {in_tower[0]}"
     return None
 
 
 def adapter_arguments(adapter: EngineAdapter) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine that serves one adapter over a base read from its files."""
-    room = next(rank for rank in RANKS if rank >= adapter.config.rank)
-    return dict(enable_lora=True, max_loras=1, max_lora_rank=room, load_format="auto")
+    """Arguments of `vllm.LLM` for an engine that serves one adapter on a base read from its files."""
+    max_rank = next(rank for rank in RANKS if rank >= adapter.config.rank)
+    return dict(enable_lora=True, max_loras=1, max_lora_rank=max_rank, load_format="auto")
 
 
 def adapter_request() -> Any:
-    """What names the adapter in a request; its path is never read, the adapter is there already."""
+    """The adapter of a request; the path is never read, since the adapter is loaded already."""
     from vllm.lora.request import LoRARequest  # noqa: PLC0415 - after vLLM's environment
 
     return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="memory")
 
 
 def load_adapter(engine: Any, adapter: EngineAdapter, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the adapter that an engine serves.
-
-    Args:
-        engine: vLLM's `LLMEngine`, with no request under way.
-        adapter: What the engine was built for.
-        tensors: Whole tensors by their names in the model.
-
-    Raises:
-        RuntimeError: The engine has no place for some of them.
-    """
+    """Replace the adapter that vLLM's `LLMEngine` serves; no request may be running."""
     from vllm.lora.lora_model import LoRAModel  # noqa: PLC0415 - after vLLM's environment
     from vllm.lora.peft_helper import PEFTHelper  # noqa: PLC0415
 
@@ -119,24 +100,24 @@ def load_adapter(engine: Any, adapter: EngineAdapter, tensors: Mapping[str, Tens
         mapper = mapper.get_rename_mapper()
     lora = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
-        # vLLM multiplies the scale into what it is given.
+        # cloned, because vLLM multiplies the scale into them
         {peft_name(name): tensor.clone() for name, tensor in tensors.items()},
         PEFTHelper.from_dict(peft_config(adapter.config, adapter.modules)),
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=mapper,
     )
-    _check_places(adapters, lora)
+    _check_all_applied(adapters, lora)
     manager.remove_adapter(ADAPTER_ID)
     adapters.add_adapter(lora)
     adapters.activate_adapter(ADAPTER_ID)
 
 
-def _check_places(adapters: Any, lora: Any) -> None:
-    """The engine leaves out what it has no layer for without a word."""
+def _check_all_applied(adapters: Any, lora: Any) -> None:
+    # the engine silently drops adapters that it has no layer for
     known = set(adapters.modules)
     for module, parts in adapters.packed_modules.items():
         known |= {*parts, module}
     lost = sorted(name for name in lora.loras if name not in known)
     if lost:
-        raise RuntimeError(f"the rollout engine has no place for {len(lost)} adapters, for example {lost[0]}")
+        raise RuntimeError(f"the rollout engine has no layer for {len(lost)} adapters, for example {lost[0]}")

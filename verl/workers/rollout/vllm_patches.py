@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that depends on how vLLM works inside: its environment and the changes made to it.
+"""Everything that depends on vLLM's internals: its environment, and patches.
 
-One function for each change, with what breaks without it. Each checks that what it replaces is there, so that
-a new version of vLLM fails here by name and not later in the numbers. Read with vLLM 0.26.0 and 0.32.0.
-
-vLLM is imported inside the functions: it reads its environment when it is imported (`set_environment`).
+One function for each patch, with what breaks without it. Each asserts that what it replaces is there, so that
+a new version of vLLM fails here and not later in the numbers. Checked with vLLM 0.26.0 and 0.32.0.
 """
 
 import dataclasses
@@ -33,12 +31,17 @@ CPU_ENVIRONMENT = {
 }
 
 
-def set_environment(device: str) -> None:
-    """Set what vLLM reads from the environment, before it is imported; what the user set stays.
+def import_vllm(device: str) -> Any:
+    set_environment(device)  # vLLM reads it on import
+    vllm = importlib.import_module("vllm")
+    check_version(vllm.__version__)
+    apply_patches(device)
+    return vllm
 
-    Only `VLLM_ENABLE_V1_MULTIPROCESSING` is not the user's choice: with it the engine would leave this
-    process.
-    """
+
+def set_environment(device: str) -> None:
+    """Set vLLM's environment variables, except for those set by the user."""
+    # not the user's choice: with multiprocessing the engine would leave this process
     required = {"VLLM_ENABLE_V1_MULTIPROCESSING": ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]}
     defaults = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
     os.environ.update({name: os.environ.get(name, value) for name, value in defaults.items()} | required)
@@ -50,11 +53,7 @@ def set_environment(device: str) -> None:
 
 
 def check_version(found: str) -> None:
-    """Refuse a vLLM whose insides were not read.
-
-    Raises:
-        RuntimeError: The version is outside of `SUPPORTED`.
-    """
+    """Raise `RuntimeError` if the version is outside of `SUPPORTED`."""
     lowest, above = SUPPORTED
     version = tuple(int(part) for part in found.split(".")[:2])
     if not lowest <= version < above:
@@ -63,7 +62,7 @@ def check_version(found: str) -> None:
 
 
 def apply_patches(device: str) -> None:
-    """Change vLLM before an engine is built; safe to call again."""
+    """Patch vLLM before an engine is built; safe to call again."""
     inspect_models_here()
     keep_buffers_of_empty_models()
     keep_process_group()
@@ -75,31 +74,29 @@ def apply_patches(device: str) -> None:
     skip_token_ranks()
 
 
+def _replaceable(module: str, *names: str) -> Any:
+    """Import a module, or a class as `module:class`, and check that it has what is to be replaced."""
+    path, _, class_name = module.partition(":")
+    owner: Any = importlib.import_module(path)
+    owner = getattr(owner, class_name) if class_name else owner
+    missing = [name for name in names if not hasattr(owner, name)]
+    assert not missing, f"vLLM's {module} has no {missing}, which must be replaced"
+    return owner
+
+
 def inspect_models_here() -> None:
-    """For a model class it has not seen on this machine, vLLM starts a process that imports it again: 10 s.
-
-    It does so to keep CUDA out of the calling process, which here uses it already and imports the class soon
-    after.
-    """
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    assert hasattr(registry, "_run_in_subprocess"), "vLLM must look at classes through a function we replace"
-    registry._run_in_subprocess = _call
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
+    """Stop vLLM from inspecting new model classes in a subprocess, which takes 10 s."""
+    # it does so to keep CUDA out of the calling process, which uses CUDA here and imports the class anyway
+    registry = _replaceable("vllm.model_executor.models.registry", "_run_in_subprocess")
+    registry._run_in_subprocess = lambda function: function()
 
 
 def keep_buffers_of_empty_models() -> None:
-    """With `load_format="dummy"` vLLM overwrites buffers too, and no weight sync brings them back.
-
-    Without this the mean and deviation of the pixels are lost, which vLLM 0.32 keeps as buffers of the vision
-    tower: log-probs of prompts with images are off by 3.
-    """
-    loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader").DummyModelLoader
+    """Stop `load_format="dummy"` from overwriting buffers, which weight sync does not restore."""
+    # vLLM 0.32 keeps mean and deviation of pixels as buffers of the vision tower: without them log-probs of
+    # prompts with images are off by 3
+    loader = _replaceable("vllm.model_executor.model_loader.dummy_loader:DummyModelLoader", "load_weights")
     fill: Any = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
-    assert hasattr(loader, "load_weights"), "vLLM must fill empty models in a method we replace"
-    assert hasattr(fill, "initialize_single_dummy_weight"), "vLLM must fill tensors by a function we call"
 
     def fill_parameters(self: Any, model: torch.nn.Module, model_config: Any) -> None:
         for parameter in model.parameters():
@@ -109,13 +106,10 @@ def keep_buffers_of_empty_models() -> None:
 
 
 def keep_process_group() -> None:
-    """When an engine ends, at exit too, vLLM destroys torch.distributed's default group, which training owns.
-
-    Without this training cannot go on after `close`, and a process that ended its group itself exits with a
-    traceback.
-    """
-    core: Any = importlib.import_module("vllm.v1.engine.core")
-    assert hasattr(core, "cleanup_dist_env_and_memory"), "vLLM must end its groups in a function we replace"
+    """Stop vLLM from destroying torch.distributed's default group when an engine or the process ends."""
+    # training owns that group: it could not continue after `close`, and a process that has destroyed its
+    # group itself would exit with a traceback
+    core = _replaceable("vllm.v1.engine.core", "cleanup_dist_env_and_memory")
     core.cleanup_dist_env_and_memory = _end_model_parallel_groups
 
 
@@ -125,27 +119,19 @@ def _end_model_parallel_groups() -> None:
 
 
 def media_arguments() -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that make it see the pixels that training sees.
-
-    vLLM 0.32 normalises pixels inside the model, videos with the mean and deviation of images: log-probs of
-    prompts with videos are off by 0.4 where the two differ. vLLM 0.26 leaves it to the processor, and has no
-    such argument.
-    """
+    """Arguments of `vllm.LLM` that leave the normalization of pixels to the processor, as in training."""
+    # vLLM 0.32 normalizes videos with the mean and deviation of images: log-probs are off by 0.4 where the
+    # two differ; vLLM 0.26 has no such argument
     arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     names = {entry.name for entry in dataclasses.fields(arguments)}
     return {"mm_device_do_normalize": False} if "mm_device_do_normalize" in names else {}
 
 
 def keep_linear_weights_on_cpu() -> None:
-    """On CPU vLLM repacks linear weights into oneDNN's own form and empties `layer.weight`.
-
-    Without this `load_weights` fails on the emptied parameters, and vLLM's own `reload_weights` is silently
-    wrong with tied embeddings. Throughput is the same. Can go when vLLM loads into repacked weights.
-    """
-    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
-    assert hasattr(utils, "dispatch_cpu_unquantized_gemm"), (
-        "vLLM must repack CPU weights in a function we replace"
-    )
+    """Stop vLLM on CPU from repacking linear weights for oneDNN, which empties `layer.weight`."""
+    # `load_weights` fails on emptied parameters, and vLLM's `reload_weights` is silently wrong with tied
+    # embeddings; throughput is the same. Delete this when vLLM loads into repacked weights.
+    utils = _replaceable("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
     utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
 
@@ -154,14 +140,13 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
 
 
 def keep_expert_weights_on_cpu() -> None:
-    """On CPU vLLM repacks the weights of experts, and `load_weights` would write into that form.
-
-    Their products are computed plainly instead, expert by expert: right, and slower than vLLM's kernel.
-    """
-    module = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
-    experts: Any = module.CPUUnquantizedExperts
-    for name in ("process_weights_after_loading", "apply"):
-        assert hasattr(experts, name), f"vLLM's CPU experts must have `{name}`"
+    """Stop vLLM on CPU from repacking experts' weights, which `load_weights` would overwrite."""
+    # experts are computed one by one instead, slower than with vLLM's kernel
+    experts = _replaceable(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts",
+        "process_weights_after_loading",
+        "apply",
+    )
     experts.process_weights_after_loading = _keep_expert_weights
     experts.apply = _apply_experts
 
@@ -172,30 +157,17 @@ def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
 
 def _apply_experts(
     self: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
+    output: Tensor,  # (N, hidden)
+    hidden_states: Tensor,  # (N, hidden)
+    w1: Tensor,  # gate and up projections, (experts, 2 * intermediate, hidden)
+    w2: Tensor,  # down projections, (experts, hidden, intermediate)
+    topk_weights: Tensor,  # (N, k)
+    topk_ids: Tensor,  # (N, k)
     activation: Any,
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Write the weighted sum of the chosen experts' outputs.
-
-    Args:
-        self: vLLM's experts.
-        output: (N, hidden), overwritten.
-        hidden_states: (N, hidden).
-        w1: Gate and up projections, (experts, 2 * intermediate, hidden).
-        w2: Down projections, (experts, hidden, intermediate).
-        topk_weights: (N, k).
-        topk_ids: (N, k).
-        activation: vLLM's name for the gate's function; SiLU is supported.
-        *args: Not needed for plain products.
-        **kwargs: The same.
-    """
+    """Write the weighted sum of the chosen experts' outputs."""
     if activation.value != "silu" or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
     output.zero_()
@@ -207,15 +179,14 @@ def _apply_experts(
 
 
 def name_shared_memory_per_run() -> None:
-    """With tensor parallelism on CPU vLLM leaves files in /dev/shm whose names every run shares.
-
-    Without this the next run fails with "create shm in SHMManager failed. errno: 17". The names get the run's
-    master port, and go as soon as every rank of the group holds the memory.
-    """
-    module = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
-    communicator: Any = module._CPUSHMDistributed
-    for name in ("make_group_name", "_init_cpu_shm"):
-        assert hasattr(communicator, name), f"vLLM's shared-memory communicator must have `{name}`"
+    """Name vLLM's files in /dev/shm (tensor parallelism on CPU) by run, and unlink them once mapped."""
+    # all runs would share the names of files that are left behind: the next run fails with "create shm in
+    # SHMManager failed. errno: 17"
+    communicator = _replaceable(
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed",
+        "make_group_name",
+        "_init_cpu_shm",
+    )
     if not hasattr(communicator, "verl_originals"):
         communicator.verl_originals = (communicator.make_group_name, communicator._init_cpu_shm)
     make_group_name, init_cpu_shm = communicator.verl_originals
@@ -238,21 +209,16 @@ def name_shared_memory_per_run() -> None:
 
 
 def unlink_shared_memory(group_name: str) -> None:
-    """Remove the files of a group; memory that is mapped stays."""
+    """Remove the files of a group; mapped memory stays."""
     for path in SHARED_MEMORY.iterdir():
         if path.name.startswith(f"{group_name}_"):
             path.unlink(missing_ok=True)
 
 
 def skip_token_ranks() -> None:
-    """With log-probs vLLM also counts how many tokens are likelier than each sampled one; nobody asks.
-
-    On CPU that takes 4 % of the time with a vocabulary of 32,000.
-    """
-    sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
-    assert hasattr(sampler, "batched_count_greater_than"), (
-        "vLLM's sampler must count ranks in a function we replace"
-    )
+    """Stop vLLM from ranking each sampled token, which is unused."""
+    # 4 % of the time on CPU with a vocabulary of 32,000
+    sampler = _replaceable("vllm.v1.sample.sampler", "batched_count_greater_than")
     sampler.batched_count_greater_than = _no_ranks
 
 
@@ -262,7 +228,7 @@ def _no_ranks(values: Tensor, sampled: Tensor) -> Tensor:
 
 @contextmanager
 def preserved_threads() -> Iterator[None]:
-    """On CPU vLLM replaces `torch.set_num_threads` by a function that does nothing, for the whole process."""
+    """Restore `torch.set_num_threads`, which vLLM replaces by a no-op on CPU for the whole process."""
     function, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
@@ -273,23 +239,19 @@ def preserved_threads() -> Iterator[None]:
 
 @dataclasses.dataclass
 class LogitScale:
-    """The temperature of the requests under way; all have the same."""
+    """Sampling temperature of the running requests; all have the same."""
 
     temperature: float = 1.0
 
 
-def scale_logits(model: Any, scale: LogitScale) -> None:
-    """Divide the model's logits by the temperature, so that the engine samples at temperature 1.
+def scale_logits(model: Any) -> LogitScale:
+    """Divide the logits of an engine's module by a temperature, read at every step from the result.
 
-    vLLM reports log-probs either of the unscaled logits or of what remains after top-p, top-k and banned
-    tokens. Training needs softmax(logits / temperature) over the whole vocabulary: that is the first kind
-    when the division has been done before. Top-p, top-k and min-p come after the temperature in vLLM as well,
-    so sampling is the same.
-
-    Args:
-        model: The engine's module.
-        scale: Read at every step.
+    vLLM reports log-probs either of the unscaled logits or after top-p, top-k and banned tokens, but training
+    needs softmax(logits / temperature) over the whole vocabulary. So the engine samples at temperature 1 from
+    scaled logits. Sampling is the same: top-p, top-k and min-p follow the temperature in vLLM as well.
     """
+    scale = LogitScale()
     compute_logits: Callable[..., Tensor | None] = model.compute_logits
 
     @functools.wraps(compute_logits)
@@ -297,20 +259,16 @@ def scale_logits(model: Any, scale: LogitScale) -> None:
         logits = compute_logits(*args, **kwargs)
         if logits is None:  # a rank that does not sample
             return None
-        logits = logits.float()  # the sampler does it otherwise, after a slower softmax in bfloat16
+        logits = logits.float()  # else the sampler does it, after a slower softmax in bfloat16
         return logits if scale.temperature == 1.0 else logits.div_(scale.temperature)
 
     model.compute_logits = compute_scaled_logits
+    return scale
 
 
 def drain(engine: Any) -> None:
-    """Run the steps that vLLM has under way although all responses are there.
-
-    On CUDA it schedules a step ahead of the results; until that one is done, caches can not be cleared.
-
-    Args:
-        engine: vLLM's `LLMEngine`, whose requests are finished or aborted.
-    """
+    """Run the steps that vLLM's `LLMEngine` has still scheduled after all requests finished."""
+    # on CUDA it schedules a step ahead of the results, and caches cannot be cleared until that one is done
     core = engine.engine_core.engine_core
     while core.batch_queue or core.scheduler.has_requests():
         engine.step()

@@ -6,26 +6,26 @@ import torch
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import list_options
-from verl.workers.out_of_memory import SIZES, explained_out_of_memory
+from verl.workers.base_worker import MICRO_BATCH_OPTIONS, explained_out_of_memory
 
 
-def told(phase):
+def message_of(phase):
     with pytest.raises(torch.OutOfMemoryError) as raised, explained_out_of_memory(phase):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return "".join(traceback.format_exception(raised.value))
 
 
-@pytest.mark.parametrize("phase", SIZES)
-def test_memory_that_runs_out_names_the_size_of_the_phase(phase):
-    assert f"{phase}: set `{SIZES[phase]}` to a smaller number" in told(phase)
-    assert SIZES[phase] in [entry.key for entry in list_options(PPOConfig)]
+@pytest.mark.parametrize("phase", MICRO_BATCH_OPTIONS)
+def test_out_of_memory_errors_name_the_option_of_the_phase(phase):
+    assert f"{phase}: set `{MICRO_BATCH_OPTIONS[phase]}` to a smaller number" in message_of(phase)
+    assert MICRO_BATCH_OPTIONS[phase] in [entry.key for entry in list_options(PPOConfig)]
 
 
-def test_in_other_phases_more_memory_must_be_left_free():
-    assert "gen: leave more of the GPU free" in told("gen")
+def test_other_phases_advise_to_leave_more_memory_free():
+    assert "gen: leave more of the GPU free" in message_of("gen")
 
 
-def test_other_errors_stay_as_they_are():
+def test_other_errors_are_unchanged():
     with pytest.raises(ValueError, match=r"^x$") as raised, explained_out_of_memory("old"):
         raise ValueError("x")
     assert not hasattr(raised.value, "__notes__")

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert options, prompts and media of this project to vLLM's."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl.distributed.fsdp import torch_dtype
+from verl.utils.rank_logger import get_logger
+from verl.workers.model_builder import apply_overrides
+from verl.workers.rollout import vllm_patches
+from verl.workers.rollout.base import (
+    EmbeddedMedia,
+    EngineSetup,
+    RolloutRequest,
+    SamplingOptions,
+    media_token_ids,
+)
+from verl.workers.rollout.lora_sync import adapter_arguments
+
+logger = get_logger(__name__)
+
+CPU_SEQUENCES = 256  # sequences that the CPU cache has room for; vLLM runs that many at once
+MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
+READS_EMBEDDINGS = (0, 32)  # the first vLLM that was checked for it
+VIDEO_FACTS = {  # read by vLLM for an embedded video, in addition to features and grid
+    "qwen2_vl": (),
+    "qwen2_5_vl": ("second_per_grid_ts",),
+    "qwen3_vl": ("timestamps",),
+    "qwen3_vl_moe": ("timestamps",),
+}
+
+
+def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the section `worker.rollout`."""
+    arguments: dict[str, Any] = dict(
+        model=setup.model_path,
+        tokenizer=setup.tokenizer_path,
+        trust_remote_code=setup.trust_remote_code,
+        load_format="dummy",  # weights are synced
+        dtype=str(torch_dtype(config.dtype)).removeprefix("torch."),
+        seed=config.seed,
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="external_launcher",
+        max_model_len=config.max_model_len or setup.max_length,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        enable_prefix_caching=True,
+        enforce_eager=config.enforce_eager,
+        disable_log_stats=config.disable_log_stats,
+        mm_processor_cache_gb=0,  # no prompt comes twice in a step; it would hold 4 GiB in each process
+    )
+    arguments |= vllm_patches.media_arguments()
+    if setup.adapter is not None:
+        arguments |= adapter_arguments(setup.adapter)
+    if setup.takes_embeddings:
+        arguments["enable_mm_embeds"] = True
+    if setup.override_config:
+        arguments["hf_overrides"] = partial(_overridden, overrides=dict(setup.override_config))
+    if config.limit_images and media_token_ids(hf_config):
+        arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
+    if setup.device == "cpu":
+        cache_bytes = cpu_cache_bytes(hf_config, config, arguments["max_model_len"])
+        # compiling on CPU takes 22 s and gains nothing
+        return arguments | dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
+    return arguments | _cuda_arguments(config, hf_config)
+
+
+def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
+    arguments = dict(
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enable_sleep_mode=True,
+        disable_custom_all_reduce=True,  # shares memory between processes, which sleep mode frees
+    )
+    if hasattr(hf_config.get_text_config(), "num_experts"):
+        # other backends reorder the experts' weights, which `load_weights` overwrites
+        arguments["moe_backend"] = "triton"
+    return arguments
+
+
+def _overridden(hf_config: Any, overrides: dict[str, Any]) -> Any:
+    apply_overrides(hf_config, overrides)
+    return hf_config
+
+
+def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
+    """Size of a cache for `CPU_SEQUENCES` sequences, at most 1 GiB, but always enough for four."""
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * torch_dtype(config.dtype).itemsize
+    blocks_of_sequence = -(-max_model_len // 128) + 1  # vLLM's CPU cache has blocks of 128 tokens
+    sequence_bytes = blocks_of_sequence * 128 * token_bytes
+    return max(4 * sequence_bytes, min(CPU_SEQUENCES * sequence_bytes, MAX_CPU_CACHE_BYTES))
+
+
+def reads_embeddings(version: str, hf_config: Any) -> bool:
+    """True if vLLM reads features instead of pixels for all of a model's media, videos included."""
+    can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
+    can = can and hf_config.model_type in VIDEO_FACTS
+    if not can:
+        logger.warning(
+            "the rollout engine encodes media again: model=%s vllm=%s take no features",
+            hf_config.model_type,
+            version,
+        )
+    return can
+
+
+def vllm_prompt(request: RolloutRequest, model_type: str) -> dict[str, Any]:
+    """Convert a prompt to vLLM's."""
+    prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+    if request.media is None:
+        return prompt
+    if isinstance(request.media, EmbeddedMedia):
+        return prompt | {"multi_modal_data": embedded_data(request.media, model_type)}
+    data = {"image": list(request.media.images), "video": list(request.media.videos)}
+    data = {modality: items for modality, items in data.items() if items}
+    if data:
+        prompt["multi_modal_data"] = data
+    if "video" in data:
+        # frames were sampled when the video was decoded
+        prompt["mm_processor_kwargs"] = {"do_sample_frames": False}
+    return prompt
+
+
+def embedded_data(media: EmbeddedMedia, model_type: str) -> dict[str, Any]:
+    """Convert features to vLLM's multimodal data, with the metadata that its video tokens depend on."""
+    data: dict[str, Any] = {}
+    for kind, items in (("image", media.images), ("video", media.videos)):
+        if not items:
+            continue
+        joined = {name: torch.cat([item[name] for item in items]) for name in ("features", "grid_thw")}
+        data[kind] = {f"{kind}_embeds": joined["features"], f"{kind}_grid_thw": joined["grid_thw"]}
+        for name in VIDEO_FACTS[model_type] if kind == "video" else ():
+            values = [item[name] for item in items]
+            is_number = name == "second_per_grid_ts"
+            data[kind][name] = torch.cat(values) if is_number else [value.tolist() for value in values]
+    return data
+
+
+def sampling_params(sampling: SamplingOptions, banned: list[int], sample: int) -> Any:
+    """Convert options to vLLM's `SamplingParams` for one of a prompt's responses."""
+    from vllm import SamplingParams  # noqa: PLC0415 - after its environment
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+    # vLLM gets temperature 1, because the logits are divided already (`vllm_patches.scale_logits`); so
+    # penalties and biases, which it adds to logits before its temperature, are divided here
+    temperature = 1.0 if sampling.is_greedy else sampling.temperature
+    extra = dict(sampling.extra)
+    for added in ("presence_penalty", "frequency_penalty"):
+        if added in extra:
+            extra[added] = extra[added] / temperature
+    bias = {int(token): value / temperature for token, value in (extra.pop("logit_bias", None) or {}).items()}
+    bias |= dict.fromkeys(banned, float("-inf"))
+    known = SamplingParams.__struct_fields__
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise ValueError(f"vLLM's SamplingParams has no field {unknown}; it has {sorted(known)}")
+    fields: dict[str, Any] = dict(
+        n=1,
+        temperature=0.0 if sampling.is_greedy else 1.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        seed=None if sampling.seed is None else sampling.seed + sample,
+        logit_bias=bias or None,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,
+        detokenize=bool(extra.get("stop")),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # all prompts share it; vLLM adds the same to it for all
+    )
+    fields |= extra
+    return SamplingParams(**fields)
