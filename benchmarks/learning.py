@@ -4,7 +4,7 @@
     python benchmarks/learning.py [--only grpo loss/sapo] [--seeds 1 2] [--keep-table] [a.b=c ...]
 
 The model of 0.6 million random weights and the questions in words are the quickstart's; a response has at
-most three tokens, and each of them that names the right colour earns a third (`learning_reward.py`).
+most three tokens, and each of them that names the right color earns a third (`learning_reward.py`).
 Estimators run with the loss `default`, losses with the estimator that they are made for, else with
 `reinforce_plus_plus_baseline`, at a constant learning rate and two updates a step, so that the ratio of a
 loss is not always one.
@@ -41,7 +41,7 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 TABLE = ROOT / "docs" / "algorithms.md"
 FOLDER = ROOT / "outputs" / "learning"
 
-MIN_RISE = 0.2  # of the mean reward; naming one colour for all questions earns 0.325, any colour 0.1
+MIN_RISE = 0.2  # of the mean reward; naming one color for all questions earns 0.325, any color 0.1
 WINDOW = 3  # last steps that are averaged
 RESPONSE_LENGTH = 3  # tokens
 BEGIN, END = "<!-- benchmarks/learning.py writes from here -->", "<!-- to here -->"
@@ -86,7 +86,7 @@ PRIME = (
 )
 SEQUENCES = "worker.actor.loss_avg_mode=seq"
 # Whitened advantages are as large as one from the start, when rewards are small: without a larger bonus the
-# policy settles on one colour.
+# policy settles on one color.
 WHITENED = "worker.actor.entropy_coef=0.1"
 BASELINE = ("algorithm.adv_estimator=reinforce_plus_plus_baseline", WHITENED)
 

@@ -123,14 +123,14 @@ def prepare(folder: Path, rows: int) -> None:
 def question(rng: random.Random, images: Path, name: str) -> dict[str, Any]:
     """A row of any length, with none, one or two images of any size."""
     shapes = runpy.run_path(str(QUICKSTART / "shapes.py"))
-    colour, shape = rng.choice(list(shapes["COLOURS"])), rng.choice(shapes["SHAPES"])
+    color, shape = rng.choice(list(shapes["COLORS"])), rng.choice(shapes["SHAPES"])
     files = [f"{name}_{number}.png" for number in range(rng.choice((0, 1, 1, 2)))]
     for file in files:
         size = (rng.randint(28, 280), rng.randint(28, 280))
-        shapes["draw"](rng, colour, shape).resize(size).save(images / file)
+        shapes["draw"](rng, color, shape).resize(size).save(images / file)
     words = " ".join(rng.choices(FILLER, k=rng.randint(0, 40)))
     text = f"{'<image>' * len(files)}{words} What colour is the {shape}?"
-    return {"problem": text, "answer": colour, "images": files}
+    return {"problem": text, "answer": color, "images": files}
 
 
 def soak(folder: Path, steps: int, rows: int, overrides: Sequence[str]) -> list[Sample]:
