@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of every advantage estimator on one rollout batch, beside one masked sum over the same batch, on CPU.
+"""Time of each advantage estimator on a rollout batch, relative to a masked sum over it, on CPU.
 
     python benchmarks/algorithms.py [--rows 8192 --tokens 4096] [--group 8] [--rounds 3]
 
-Each figure is the best of the rounds; the masked sum is timed again before each of them, so that other load
-on the machine meets both. The last line is JSON.
+Each figure is the best of the rounds. The masked sum is timed again before each run, so that other load on
+the machine affects both. The last line is JSON.
 """
 
 import argparse
@@ -18,15 +18,15 @@ import torch
 from verl.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
 from verl.utils.masking import masked_sum
 
-MAX_RATIO = 3.0  # of the estimators that are not listed next
-OVER_TIME = (  # a recursion over columns, or several sums over time; their figure is for information
+MAX_RATIO = 3.0  # limit for estimators that are not in OVER_TIME
+OVER_TIME = (  # recursions or several sums over time; no limit applies
     *("gae", "optimal_token_baseline", "prime", "reinforce_plus_plus, gamma 0.99"),
     "tir_optimal_token_baseline",
 )
 
 
 def make_inputs(rows: int, tokens: int, group: int) -> AdvantageInputs:
-    """Build a batch with everything that estimators read: responses of all lengths, rewards all over."""
+    """Build a batch with all inputs of the estimators: responses of all lengths, a reward on each token."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()  # (B, R)
@@ -51,7 +51,7 @@ def make_inputs(rows: int, tokens: int, group: int) -> AdvantageInputs:
 
 
 def cases(inputs: AdvantageInputs) -> dict[str, Callable[[], object]]:
-    """Name what is timed: every estimator, and the one that discounting makes slower also with it."""
+    """List what is timed: each estimator, and `reinforce_plus_plus` also with discounting, a slower case."""
     timed = {name: lambda name=name: ADV_ESTIMATORS[name](inputs) for name in ADV_ESTIMATORS}
     discounted = replace(inputs, gamma=0.99)
     timed["reinforce_plus_plus, gamma 0.99"] = lambda: ADV_ESTIMATORS["reinforce_plus_plus"](discounted)
@@ -59,14 +59,13 @@ def cases(inputs: AdvantageInputs) -> dict[str, Callable[[], object]]:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Run once and return the wall-clock time."""
     started = time.perf_counter()
     function()
     return (time.perf_counter() - started) * 1e3
 
 
 def measure(inputs: AdvantageInputs, rounds: int) -> dict[str, dict[str, float]]:
-    """Time each case `rounds` times, each time next to the masked sum."""
+    """Time each case `rounds` times, alternating with the masked sum."""
 
     def reference() -> torch.Tensor:
         return masked_sum(inputs.token_level_rewards, inputs.response_mask)
@@ -84,11 +83,10 @@ def measure(inputs: AdvantageInputs, rounds: int) -> dict[str, dict[str, float]]
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--group", type=int, default=8, help="Responses to each prompt.")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GRPO step is made of, without the system around it: generation, forward, forward and backward.
+"""The parts of a GRPO step without the trainer: generation, forward, forward and backward.
 
-`BareWorker` is the trainer's own worker with methods for the bare parts. They run in the same processes, with
-the same threads and on the same sequences as the step they are compared with, but know nothing of FSDP,
-packing, Ray transfers or the fused head: vLLM's `LLM.generate`, and a plain transformers model with its own
-attention. The same processes, so that the bare parts also run two at a time on the same cores and memory;
-what the trainer's processes hold meanwhile is idle.
+`BareWorker` is the trainer's worker with methods for the bare parts. They run in the same processes, with the
+same threads and on the same sequences as the step they are compared with, but without FSDP, packing, Ray
+transfers and the fused head: vLLM's `LLM.generate`, and a plain transformers model with its own attention.
+Because the processes are the same, two bare parts share the cores and the memory as two parts of a step do;
+the trainer's own state is idle meanwhile.
 """
 
 import time
@@ -28,15 +28,15 @@ from verl.workers.fsdp_worker import FSDPWorker
 
 
 class BareWorker(FSDPWorker):
-    """A worker that can also run the bare parts of a step; returns the seconds that each took on its rank."""
+    """A worker that can also run the bare parts of a step; each method returns the seconds on its rank."""
 
     @register(Dispatch.ALL, phase="bare_model")
     def load_bare_model(self, micro_batch_size: int, dtype: str) -> None:
-        """Load the model once more, as transformers has it.
+        """Load a second copy of the model, unchanged from transformers.
 
         Args:
-            micro_batch_size: Sequences run at once.
-            dtype: "bfloat16" holds the weights in it; "autocast" holds float32 and computes in bfloat16.
+            micro_batch_size: Sequences per forward pass.
+            dtype: "bfloat16" for the weights too; "autocast" for float32 weights and bfloat16 compute.
         """
         self.micro_batch_size = micro_batch_size
         self.uses_autocast = dtype == "autocast"
@@ -46,7 +46,7 @@ class BareWorker(FSDPWorker):
 
     @register(Dispatch.SHARD, phase="bare_gen", axis="rollout")
     def bare_generate(self, prompts: DataProto, num_tokens: int) -> float:
-        """Let vLLM sample as many tokens as the step did: the same engine and options, and no log-probs."""
+        """Generate as many tokens as the step did, with the same engine and options but no log-probs."""
         from vllm import SamplingParams  # noqa: PLC0415 - after its environment is set
 
         sampling = SamplingParams(
@@ -79,7 +79,7 @@ class BareWorker(FSDPWorker):
 
     @register(Dispatch.SHARD, phase="bare_update")
     def bare_update(self, batch: DataProto) -> float:
-        """Compute the gradients of a policy loss; they stay on the rank, and no optimizer steps."""
+        """Compute the gradients of a policy loss, without a reduction over ranks or an optimizer step."""
         self.bare_model.train()
         start = self._start()
         for micro_batch in batch.split(self.micro_batch_size):
@@ -93,11 +93,11 @@ class BareWorker(FSDPWorker):
 
     @register(Dispatch.ALL, phase="cpu_seconds")
     def cpu_seconds(self) -> float:
-        """CPU time of this process so far: without waiting, whatever else the machine does."""
+        """CPU time of this process, which excludes waiting and is independent of other load."""
         return time.process_time()
 
     def _start(self) -> float:
-        """The time when all ranks are here."""
+        """Wait for all ranks and return the time."""
         dist.barrier()
         return time.perf_counter()
 
@@ -106,7 +106,7 @@ class BareWorker(FSDPWorker):
 
 
 def bare_log_probs(model: nn.Module, batch: DataProto) -> Tensor:
-    """Log-probs of the responses from the full logits of the response tokens, (B, R) float32."""
+    """Compute log-probs from the full logits of the response tokens, (B, R) float32."""
     tensors, length = batch.batch, batch.batch["responses"].shape[1]
     logits = model(
         input_ids=tensors["input_ids"],

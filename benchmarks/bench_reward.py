@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward of the benchmark: something that differs between responses and costs nothing."""
+"""Reward of the benchmark: cheap, and different for each response."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ REWARD_TYPE = "batch"
 
 
 def compute_score(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Score each response by the share of different characters in it."""
+    """Return the fraction of distinct characters in each response."""
     return [{"overall": len(set(item["response"])) / max(1, len(item["response"]))} for item in reward_inputs]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint costs the training: written behind it (`trainer.async_save`), or waited for.
+"""Time that a checkpoint costs: written in the background (`trainer.async_save`) or waited for.
 
     python3 benchmarks/checkpoints.py --million 100
 
-Two processes hold a sharded model of that many weights with its optimizer. Printed are the seconds for which
-training stands still, and those until the checkpoint is whole. A copy takes what the state takes, until then.
+Two processes hold a sharded model of that many weights and its optimizer. The benchmark prints the seconds
+for which training is paused, and the seconds until the checkpoint is complete. Until then, the copy for a
+background write takes as much memory as the state.
 """
 
 import argparse
@@ -36,7 +37,7 @@ WIDTH = 1024  # a layer has 2**20 weights
 
 
 def make_model(millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Layers of a million weights each, sharded, with moments of the optimizer."""
+    """Build sharded layers with a million weights each, and an optimizer with its moments."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)))
     for layer in model:
         fully_shard(layer, mesh=make_mesh(dist.get_world_size(), -1, "cpu"))
@@ -49,7 +50,7 @@ def make_model(millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def measure(rank: int, world_size: int, target: Path, millions: int, repeats: int) -> list[dict[str, float]]:
-    """Save both ways by turns, and load what was saved."""
+    """Save, alternating between both ways, and load each checkpoint."""
     model, optimizer = make_model(millions)
     writer, found = AsyncWriter(), []
     for number in range(2 * repeats):
@@ -72,7 +73,6 @@ def measure(rank: int, world_size: int, target: Path, millions: int, repeats: in
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--million", type=int, default=50, help="weights, in millions")
     parser.add_argument("--repeats", type=int, default=5)
@@ -82,11 +82,11 @@ def main() -> None:
     state = arguments.million * 2**20 * 12 / 2**20  # float32 weights and two moments
     out = sys.stdout.write
     out(f"{arguments.million} M weights with optimizer: {state:.0f} MiB on two processes; medians\n")
-    for copies, name in ((True, "behind the training"), (False, "waited for")):
+    for copies, name in ((True, "in the background"), (False, "waited for")):
         rows = [row for row in found if row["copies"] is copies]
         medians = {key: statistics.median(row[key] for row in rows) for key in ("held", "written", "loaded")}
         out(
-            f"{name:20} training held {medians['held']:6.2f} s   whole after {medians['written']:6.2f} s"
+            f"{name:20} training paused {medians['held']:6.2f} s   complete after {medians['written']:6.2f} s"
             f"   loaded in {medians['loaded']:6.2f} s\n"
         )
 

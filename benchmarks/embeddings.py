@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many videos a frozen vision tower encodes in a training step, on CPU with a tiny model.
+"""Number of videos that a frozen vision tower encodes in a training step, on CPU with a tiny model.
 
     python benchmarks/embeddings.py [--steps 4] [--n 4]
 
-A real run of the trainer: prompts with a video each, a reference for the KL loss, two PPO epochs. Without
-reuse the rollout engine, the pass for old log-probs, the reference's and every update would encode each video
+A real run of the trainer: prompts with one video each, a reference for the KL loss, two PPO epochs. Without
+reuse, the rollout engine, the passes for old and reference log-probs and every update would encode each video
 of the step again. The last line is JSON.
 """
 
@@ -31,7 +31,7 @@ PROMPTS, ROWS = 4, 8
 
 
 def save_video(path: Path, seed: int) -> None:
-    """Eight frames of noise."""
+    """Write eight frames of noise."""
     generator = np.random.default_rng(seed)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=4)
@@ -53,11 +53,7 @@ def prepare(folder: Path) -> None:
 
 
 def train(folder: Path, options: argparse.Namespace) -> list[dict]:
-    """Run the trainer as a user would; returns its log.
-
-    Raises:
-        RuntimeError: The command failed; the message has the end of its output.
-    """
+    """Run the trainer and return its log."""
     command = [
         sys.executable, "-m", "verl.trainer.main", f"config={ROOT / 'examples/quickstart/demo.yaml'}",
         f"data.train_files={folder / 'train.jsonl'}",
@@ -72,7 +68,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[dict]:
         "worker.actor.micro_batch_size_per_device_for_experience=4",
         "worker.actor.ppo_epochs=2",
         "worker.ref.fsdp.torch_dtype=fp32",
-        "worker.ref.fsdp.mp_param_dtype=fp32",  # as the policy's: its tower is the same
+        "worker.ref.fsdp.mp_param_dtype=fp32",  # same as the policy, whose vision tower it shares
         f"worker.rollout.n={options.n}",
         "worker.rollout.num_video_frames=8",
         f"worker.reward.reward_function={ROOT / 'examples/quickstart/reward.py'}:compute_score",
@@ -91,18 +87,17 @@ def train(folder: Path, options: argparse.Namespace) -> list[dict]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--n", type=int, default=4, help="responses to a prompt")
+    parser.add_argument("--n", type=int, default=4, help="responses per prompt")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         prepare(Path(directory))
         log = train(Path(directory), options)
     encoded = [int(entry["perf/encoded_media"]) for entry in log]
-    print(f"prompts of a step: {PROMPTS}, sequences: {PROMPTS * options.n}, prompts in all: {ROWS}")
+    print(f"prompts per step: {PROMPTS}, sequences: {PROMPTS * options.n}, prompts in total: {ROWS}")
     for step, count in enumerate(encoded, 1):
         print(f"step {step}: {count} videos encoded")
     print(json.dumps({"prompts": PROMPTS, "encoded": encoded}))

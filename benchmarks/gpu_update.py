@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-prob pass and update of one device: share of its matmul ceiling, tokens per second and peak memory.
+"""Log-prob pass and update on one device: fraction of its matmul peak, tokens per second, peak memory.
 
     python benchmarks/gpu_update.py [--prompts 8 --responses 8 --prompt-length 512 --response-length 1024]
     python benchmarks/gpu_update.py --tiny --device cpu
 
-A model of Qwen2.5-VL-3B's shape with random weights, FSDP2 on one rank, packed rows, the fused head, PPO's
-loss and AdamW: the trainer's own pieces without its processes. Needs torch and transformers only. The last
-line is JSON.
+A model with the shape of Qwen2.5-VL-3B and random weights, FSDP2 on one rank, packed rows, the fused head,
+the PPO loss and AdamW: the trainer's own code without its processes. Needs torch and transformers only. The
+last line is JSON.
 """
 
 import argparse
@@ -84,7 +84,7 @@ TINY = dict(
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """`worker.actor.fsdp`, as far as sharding reads it."""
+    """The options of `worker.actor.fsdp` that sharding reads."""
 
     enable_full_shard: bool = True
     enable_cpu_offload: bool = False
@@ -94,7 +94,7 @@ class ShardSettings:
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """`worker.actor.optim`, as far as the optimizer reads it."""
+    """The options of `worker.actor.optim` that the optimizer reads."""
 
     strategy: str
     lr: float = 1e-6
@@ -104,18 +104,18 @@ class OptimSettings:
 
 
 class MicroBatch(NamedTuple):
-    """What the model runs at once, packed."""
+    """A packed micro batch."""
 
     inputs: dict[str, Any]  # arguments of the prepared model
     targets: Tensor  # (M,) response tokens
-    rows: Tensor  # (M,): the packed token before each
+    rows: Tensor  # (M,): index of the packed token before each target
     response_mask: Tensor  # (B, R)
     lengths: list[int]  # tokens of each row
-    grids: list[tuple[int, int, int]]  # of the images that are encoded: one for each prompt
+    grids: list[tuple[int, int, int]]  # sizes of the encoded images: once per prompt
 
 
 class Work(NamedTuple):
-    """Operations and tokens of all micro-batches."""
+    """Operations and tokens of all micro batches."""
 
     forward_flops: float
     training_flops: float
@@ -124,7 +124,7 @@ class Work(NamedTuple):
 
 
 def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """A sharded model of random weights, ready for packed rows."""
+    """Build a sharded model with random weights that takes packed rows."""
     config = AutoConfig.for_model("qwen2_5_vl", **SHAPES[options.shape])
     torch.manual_seed(0)
     with device:
@@ -137,7 +137,7 @@ def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def make_micro_batches(config: Any, options: argparse.Namespace, device: torch.device) -> list[MicroBatch]:
-    """Whole groups, as many in a micro-batch as its tokens allow; lengths even from shortest to longest."""
+    """Fill micro batches with whole groups up to the token limit; response lengths are evenly spaced."""
     generator = torch.Generator().manual_seed(1)
     shortest = options.min_response_length or options.response_length
     count = options.prompts * options.responses
@@ -160,7 +160,7 @@ def make_micro_batches(config: Any, options: argparse.Namespace, device: torch.d
 
 
 def row_tokens(options: argparse.Namespace) -> Callable[[list[int]], int]:
-    """How many tokens a group of these response lengths has, prompts included."""
+    """Return a function that counts the tokens of a group from its response lengths, prompts included."""
     return lambda group: sum(group) + len(group) * options.prompt_length
 
 
@@ -171,7 +171,7 @@ def pack_groups(
     generator: torch.Generator,
     device: torch.device,
 ) -> MicroBatch:
-    """Prompts and responses in one line of tokens; a prompt's images are encoded once for its responses."""
+    """Pack prompts and responses into one row; a prompt's images are encoded once for all its responses."""
     merge, vision = config.vision_config.spatial_merge_size, config.vision_config
     height, width = options.image_tokens
     grid = (1, height * merge, width * merge)
@@ -229,7 +229,7 @@ def pack_groups(
 
 
 def run(model: nn.Module, batch: MicroBatch, with_entropy: bool = False) -> TokenLogProbs:
-    """What the model says about the response tokens."""
+    """Return the log-probs of the response tokens."""
 
     def read(logits: DeferredLogits) -> TokenLogProbs:
         return logits.log_probs(batch.targets, batch.rows, temperature=1.0, with_entropy=with_entropy)
@@ -238,7 +238,7 @@ def run(model: nn.Module, batch: MicroBatch, with_entropy: bool = False) -> Toke
 
 
 def log_probs(model: nn.Module, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Log-probs of all response tokens, (M,) for each micro-batch."""
+    """Compute the log-probs of all response tokens, (M,) for each micro batch."""
     model.eval()
     with torch.no_grad():
         return [run(model, batch).log_probs for batch in batches]
@@ -247,7 +247,7 @@ def log_probs(model: nn.Module, batches: Sequence[MicroBatch]) -> list[Tensor]:
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], old: Sequence[Tensor]
 ) -> float:
-    """One mini batch: forward, backward, clipping, a step; returns the gradient's norm."""
+    """Run forward, backward, clipping and the optimizer step on a mini batch; returns the gradient norm."""
     model.train()
     denominators = count_denominators(
         torch.cat([batch.response_mask.flatten()[None] for batch in batches], 1)
@@ -267,7 +267,7 @@ def update(
 
 
 def count_work(model: nn.Module, batches: Sequence[MicroBatch], device: torch.device) -> Work:
-    """What the passes must do, by `FlopsCounter`: recomputed activations do not count."""
+    """Count the necessary operations with `FlopsCounter`; recomputed activations do not count."""
     counter = FlopsCounter(model.config, device=device)
     forward = training = 0.0
     for batch in batches:
@@ -279,7 +279,7 @@ def count_work(model: nn.Module, batches: Sequence[MicroBatch], device: torch.de
 
 
 def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """The shortest of some runs, after one that warms up."""
+    """Return the shortest of several runs after a warm-up run."""
     function()
     best = float("inf")
     for _ in range(repeats):
@@ -292,7 +292,7 @@ def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) 
 
 
 def matmul_ceiling(device: torch.device, size: int) -> float:
-    """Operations per second of large square bf16 products: what this device gives to anybody."""
+    """Measure the operations per second of large square bf16 matmuls, the practical peak of the device."""
     best = 0.0
     for length in (size, size // 2):
         left, right = (torch.randn(length, length, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -306,20 +306,19 @@ def matmul_ceiling(device: torch.device, size: int) -> float:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory of the device; on CPU that of this process."""
+    """Peak memory of the device; on CPU, of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start the device's peak anew; a process's cannot be."""
+    """Reset the peak memory of the device; the peak of a process cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Run both passes and return the figures."""
     ceiling = matmul_ceiling(device, options.matmul_size)
     model = build(options, device)
     optimizer = build_optimizer(model, OptimSettings(options.optimizer))
@@ -357,13 +356,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """The figures for people."""
     print(
         f"{result['device']}, torch {result['torch']}; {result['shape']},"
         f" {result['parameters'] / 1e6:.1f} M parameters"
     )
     print(
-        f"{result['tokens']} tokens in {result['micro_batches']} micro-batches;"
+        f"{result['tokens']} tokens in {result['micro_batches']} micro batches;"
         f" matmul ceiling {result['ceiling_tflops']:.3g} TFLOP/s"
     )
     print(f"{'':<12}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'of ceiling':>12}{'MFU':>7}{'peak GiB':>10}")
@@ -377,40 +375,43 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Shape, batch, lengths, images."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-vl-3b")
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--responses", type=int, default=8, help="to each prompt")
-    parser.add_argument("--prompt-length", type=int, default=512, help="tokens, those of its images included")
+    parser.add_argument("--responses", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--prompt-length", type=int, default=512, help="tokens, including image tokens")
     parser.add_argument("--response-length", type=int, default=1024, help="tokens of the longest response")
     parser.add_argument(
-        "--min-response-length", type=int, default=None, help="tokens of the shortest; all alike if not given"
+        "--min-response-length",
+        type=int,
+        default=None,
+        help="tokens of the shortest response (default: all equal)",
     )
-    parser.add_argument("--images", type=int, default=1, help="in each prompt; 0 trains on text only")
+    parser.add_argument("--images", type=int, default=1, help="images per prompt; 0 uses text only")
     parser.add_argument("--image-tokens", type=int, nargs=2, default=(16, 16), metavar=("HEIGHT", "WIDTH"))
-    parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens run at once")
+    parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens per micro batch")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument(
         "--weights",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="as they are held between passes",
+        help="dtype of the stored weights",
     )
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--matmul-size", type=int, default=8192)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU: whether it runs, not how fast")
+    parser.add_argument(
+        "--tiny", action="store_true", help="test that it runs, in seconds on CPU; the speed means nothing"
+    )
     if parser.parse_known_args()[0].tiny:
         parser.set_defaults(**TINY)
     return parser.parse_args()
 
 
 def main() -> None:
-    """One rank, both passes."""
     options = parse_arguments()
     device = torch.device(resolve_device(options.device))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every advantage estimator and every policy loss learns: a tiny run on CPU for each name.
+"""Check that each advantage estimator and each policy loss learns, in a tiny run on CPU for each name.
 
     python benchmarks/learning.py [--only grpo loss/sapo] [--seeds 1 2] [--keep-table] [a.b=c ...]
 
-The model of 0.6 million random weights and the questions in words are the quickstart's; a response has at
-most three tokens, and each of them that names the right colour earns a third (`learning_reward.py`).
-Estimators run with the loss `default`, losses with the estimator that they are made for, else with
-`reinforce_plus_plus_baseline`, at a constant learning rate and two updates a step, so that the ratio of a
-loss is not always one.
+Model (0.6 million random weights) and text questions are those of the quickstart. A response has at most
+three tokens; each token that names the right color earns a third (`learning_reward.py`). Estimators run with
+the loss `default`, losses with the estimator that they are designed for, or `reinforce_plus_plus_baseline`.
+The learning rate is constant, and each step has two updates, so that the ratio of a loss is not always one.
 
 Each run must raise the mean reward by at least `MIN_RISE` from the first step, which the untrained policy
-samples, to the last ones.
-Rows of runs that do go into `docs/algorithms.md`, between two markers; rows of names that did not run stay.
-The last line printed is JSON. Ends with 1 if a run failed or did not learn.
+samples, to the last steps. The rows of successful runs are written to `docs/algorithms.md` between two
+markers; other rows are unchanged. The last line of the output is JSON. The exit status is 1 if a run failed
+or did not learn.
 """
 
 import argparse
@@ -45,8 +44,8 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 TABLE = ROOT / "docs" / "algorithms.md"
 FOLDER = ROOT / "outputs" / "learning"
 
-MIN_RISE = 0.2  # of the mean reward; naming one colour for all questions earns 0.325, any colour 0.1
-WINDOW = 3  # last steps that are averaged
+MIN_RISE = 0.2  # of the mean reward; one color for all questions earns 0.325, any color 0.1
+WINDOW = 3  # number of last steps that are averaged
 RESPONSE_LENGTH = 3  # tokens
 BEGIN, END = "<!-- benchmarks/learning.py writes from here -->", "<!-- to here -->"
 HEADER = (
@@ -71,7 +70,7 @@ COMMON = (
     "trainer.val_generations_to_log=0",
     "trainer.find_last_checkpoint=false",
 )
-# A value model and a process reward model learn from nothing as well; {model} is the folder of the policy.
+# The value model and the process reward model start from random weights, too; {model} is the policy's folder.
 CRITIC = (
     "worker.critic.model.model_path={model}",
     "worker.critic.global_batch_size=8",
@@ -89,18 +88,18 @@ PRIME = (
     "worker.prime.fsdp.mp_param_dtype=fp32",
 )
 SEQUENCES = "worker.actor.loss_avg_mode=seq"
-# Whitened advantages are as large as one from the start, when rewards are small: without a larger bonus the
-# policy settles on one colour.
+# Whitened advantages are about one from the start, even while rewards are small: without a larger bonus, the
+# policy settles on one color.
 WHITENED = "worker.actor.entropy_coef=0.1"
 BASELINE = ("algorithm.adv_estimator=reinforce_plus_plus_baseline", WHITENED)
 
 
 def bounds(low: float, high: float) -> tuple[str, str]:
-    """Options of the bounds on the ratio."""
+    """Return the options that bound the ratio."""
     return f"worker.actor.clip_ratio_low={low}", f"worker.actor.clip_ratio_high={high}"
 
 
-OPTIONS: dict[str, tuple[str, ...]] = {  # of a run, beside its name; those of the models are not listed
+OPTIONS: dict[str, tuple[str, ...]] = {  # of a run, in addition to its name; options of models are in MODELS
     "estimator/gae": (WHITENED,),
     "estimator/gdpo": (
         WHITENED,
@@ -135,14 +134,14 @@ MODELS = {"estimator/gae": CRITIC, "estimator/prime": PRIME}
 
 @dataclass(frozen=True)
 class Case:
-    """One run: the registered name that it tries, and the options that go with it."""
+    """One run: the registered name that it tests, and its options."""
 
     name: str  # `estimator/grpo`, `loss/sapo`
     options: tuple[str, ...]  # listed in the table
     models: tuple[str, ...]  # options of further models
 
     def arguments(self, folder: Path, output: Path, steps: int, seed: int) -> list[str]:
-        """Arguments of the trainer; the data and the model lie in `folder`, the run goes to `output`."""
+        """Return the arguments of the trainer; data and model are in `folder`, the run writes to `output`."""
         model = folder / "model"
         return [
             f"config={QUICKSTART / 'demo.yaml'}",
@@ -160,22 +159,21 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """What a run came to: mean rewards of its first step and its last ones, held-out accuracies, seconds."""
+    """The result of a run."""
 
-    first: float
-    last: float
-    before: float
+    first: float  # mean reward of the first step
+    last: float  # ... of the last steps
+    before: float  # held-out accuracy before training
     after: float
     seconds: float
 
     @property
     def has_learned(self) -> bool:
-        """Whether the reward rose."""
         return self.last - self.first >= MIN_RISE
 
 
 def all_cases() -> list[Case]:
-    """A run for each registered estimator and each registered loss."""
+    """List a run for each registered estimator and each registered loss."""
     kinds = {"estimator": ADV_ESTIMATORS, "loss": POLICY_LOSSES}
     cases = []
     for kind, registry in kinds.items():
@@ -187,11 +185,7 @@ def all_cases() -> list[Case]:
 
 
 def chosen_cases(only: Sequence[str]) -> list[Case]:
-    """The cases of these names, with or without their kind; all for none.
-
-    Raises:
-        SystemExit: A name is not there.
-    """
+    """Return the cases with these names, with or without their kind; all cases for no names."""
     cases = all_cases()
     names = {name for case in cases for name in (case.name, case.name.partition("/")[2])}
     if unknown := sorted(set(only) - names):
@@ -208,11 +202,7 @@ def prepare(folder: Path) -> None:
 
 
 def run(case: Case, folder: Path, steps: int, seed: int, overrides: Sequence[str]) -> Outcome:
-    """Train as a user would, and read what was logged.
-
-    Raises:
-        RuntimeError: The command failed; the message has the end of its output.
-    """
+    """Run the trainer and read its log."""
     output = folder / case.name.replace("/", "_") / f"seed{seed}"
     shutil.rmtree(output, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +220,7 @@ def run(case: Case, folder: Path, steps: int, seed: int, overrides: Sequence[str
 
 
 def row(case: Case, outcomes: Sequence[Outcome], seeds: Sequence[int]) -> str:
-    """The line of the table, of means over seeds."""
+    """Return a row of the table, with means over the seeds."""
     means = [fmean(values) for values in zip(*outcomes, strict=True)]
     options = " ".join(f"`{option.partition('.')[2]}`" for option in case.options)
     numbers = " | ".join(f"{mean:.2f}" for mean in means[:4])
@@ -238,10 +228,10 @@ def row(case: Case, outcomes: Sequence[Outcome], seeds: Sequence[int]) -> str:
 
 
 def write_rows(path: Path, rows: dict[str, str]) -> None:
-    """Put rows into the table of a Markdown file, in the order of the cases; others of the table stay.
+    """Insert rows into the table of a Markdown file, in the order of the cases; keep its other rows.
 
     Raises:
-        ValueError: The file has no place for a table.
+        ValueError: The file has no markers for the table.
     """
     text = path.read_text()
     if BEGIN not in text or END not in text:
@@ -256,15 +246,15 @@ def write_rows(path: Path, rows: dict[str, str]) -> None:
 
 
 def main() -> int:
-    """Run the chosen cases one after the other; returns the exit code."""
+    """Run the chosen cases one after the other; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these names only")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="a run for each")
-    parser.add_argument("--steps", type=int, default=30, help="of each run")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the runs go")
-    parser.add_argument("--keep-table", action="store_true", help="leave docs/algorithms.md as it is")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names to run (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="one run per seed")
+    parser.add_argument("--steps", type=int, default=30, help="steps per run")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="output folder")
+    parser.add_argument("--keep-table", action="store_true", help="do not update docs/algorithms.md")
     arguments, overrides = parser.parse_known_args()
     cases = chosen_cases(arguments.only)
     folder = arguments.folder.resolve()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward of `learning.py`: how often a response says the right colour, out of the times it could.
+"""Reward of `learning.py`: the fraction of a response's tokens that name the right color.
 
-overall = 0.9 * accuracy + 0.1 * format, of which accuracy counts the right colour and format any colour, each
-divided by `times`, the tokens of the longest response: a word of these questions is one token.
+overall = 0.9 * accuracy + 0.1 * format. Accuracy counts the right color, format any color, both divided by
+`times`, the length of the longest response in tokens: in these questions, each word is one token.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 REWARD_NAME = "repeated_colour"
 REWARD_TYPE = "batch"
 
-COLOURS = ("red", "green", "blue", "yellow")
+COLORS = ("red", "green", "blue", "yellow")
 
 
 def compute_score(reward_inputs: list[dict[str, Any]], times: int) -> list[dict[str, float]]:
-    """Score each response by its words, which may stand without spaces between them."""
+    """Score each response by its words, which need not be separated by spaces."""
     scores = []
     for reward_input in reward_inputs:
-        counts = {colour: reward_input["response"].count(colour) for colour in COLOURS}
+        counts = {color: reward_input["response"].count(color) for color in COLORS}
         accuracy = min(counts[reward_input["ground_truth"]] / times, 1.0)
         form = min(sum(counts.values()) / times, 1.0)
         scores.append({"overall": 0.9 * accuracy + 0.1 * form, "accuracy": accuracy, "format": form})

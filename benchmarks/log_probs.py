@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory and time of log-probabilities and entropy from hidden states, forward and backward, on CPU.
+"""Peak memory and time of log-probs and entropy from hidden states, forward and backward, on CPU.
 
     python benchmarks/log_probs.py [--full-logits] [--dtype bfloat16] [--tokens 4096 --hidden 512
     --vocabulary 151936]
 
-Memory is the peak resident size of this process above its size with the inputs in place; the last line is
+Memory is the peak resident size of this process minus its size with the inputs allocated; the last line is
 JSON.
 """
 
@@ -20,27 +20,24 @@ from verl.models.fused_log_probs import linear_log_probs
 
 
 def peak_mib() -> float:
-    """Peak resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def resident_mib() -> float:
-    """Resident size of this process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def full_logits(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain way: all logits, log-softmax, entropy."""
+    """Compute all logits, log-softmax and entropy."""
     log_p = torch.log_softmax((hidden @ weight.t()).float(), -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def main() -> None:
-    """Run once and print what it took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full-logits", action="store_true", help="Run the plain way instead.")
+    parser.add_argument("--full-logits", action="store_true", help="compute all logits at once")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=151936)
@@ -52,7 +49,9 @@ def main() -> None:
     hidden = torch.randn(args.tokens, args.hidden, dtype=dtype, requires_grad=True)
     weight = torch.randn(args.vocabulary, args.hidden, dtype=dtype).mul_(args.hidden**-0.5).requires_grad_()
     targets = torch.randint(args.vocabulary, (args.tokens,))
-    (hidden[:8] @ weight[:8].t()).sum().backward()  # threads and matrix library are up before the baseline
+    (
+        hidden[:8] @ weight[:8].t()
+    ).sum().backward()  # starts threads and the matmul library before the baseline
     hidden.grad = weight.grad = None
 
     baseline, started = resident_mib(), time.perf_counter()

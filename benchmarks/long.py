@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing prompts and sharing sequences gain, on CPU with a tiny model.
+"""Time and memory saved by sharing prompts and by sharing sequences over ranks, on CPU with a tiny model.
 
     python benchmarks/long.py [--prompt 1024] [--response 128] [--n 8] [--rounds 3]
 
-First the time of log-probs and of an update's forward and backward, for n responses to a prompt behind one
-copy of it, and each behind its own; medians of rounds in one process with one thread. Then the activations
-that a forward pass saves for backward, on each of 1, 2 and 4 ranks that share the sequences.
-With `--long-prompt TOKENS` instead the memory of a log-prob pass over one prompt of so many tokens, on 1 and
-on 4 ranks: what a process's peak rises above what it held after a short pass.
-The last line is JSON.
+First, the time of a log-prob pass and of an update's forward and backward, for n responses that share one
+copy of the prompt, and for n responses with a copy each; medians of rounds in one process with one thread.
+Then the activations that a forward pass saves for backward, on each of 1, 2 and 4 ranks that share the
+sequences. With `--long-prompt TOKENS`, instead the memory of a log-prob pass over one prompt of that length,
+on 1 and on 4 ranks: the rise of a process's peak above its peak after a short pass. The last line is JSON.
 """
 
 import argparse
@@ -43,12 +42,12 @@ from verl.workers.packing.forward import PackedForward
 
 MESHES = {"sp 1": (1, 1), "sp 2, ulysses": (2, 1), "sp 2, ring": (1, 2), "sp 4, ulysses 2 x ring 2": (2, 2)}
 PORT = "29531"
-LARGE = {"intermediate_size": 680, "num_key_value_heads": 1}  # about as Qwen2.5-7B's 5.3 and 1/7 of its width
-WARM_UP = 256  # tokens of a first pass, which loads kernels and opens connections
+LARGE = {"intermediate_size": 680, "num_key_value_heads": 1}  # close to Qwen2.5-7B: 5.3 and 1/7 of its width
+WARM_UP = 256  # tokens of a first pass that loads kernels and opens connections
 
 
 def load(folder: Path) -> nn.Module:
-    """The tiny model in float32, ready for packed passes."""
+    """Load the tiny model in float32 and prepare it for packed passes."""
     config = load_model_config(ModelConfig(model_path=str(folder)))
     model = auto_class(config).from_pretrained(folder, dtype=torch.float32)
     prepare_model(model)
@@ -56,7 +55,7 @@ def load(folder: Path) -> nn.Module:
 
 
 def one_group(options: argparse.Namespace, prompt: int | None = None) -> DataProto:
-    """Random responses to one random prompt of `prompt` tokens, or of the options'."""
+    """Build random responses to one random prompt of `prompt` tokens (default: `options.prompt`)."""
     generator = torch.Generator().manual_seed(0)
     length = options.prompt if prompt is None else prompt
     prompts = torch.randint(8, 300, (1, length), generator=generator).expand(options.n, -1)
@@ -73,7 +72,7 @@ def one_group(options: argparse.Namespace, prompt: int | None = None) -> DataPro
 
 
 def seconds(forward: PackedForward, batch: DataProto) -> float:
-    """Of a log-prob pass and of an update's forward and backward."""
+    """Time a log-prob pass, and forward and backward of an update."""
     start = time.perf_counter()
     with torch.no_grad():
         forward.log_probs(batch, 1.0)
@@ -83,7 +82,7 @@ def seconds(forward: PackedForward, batch: DataProto) -> float:
 
 
 def measure_sharing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Medians with and without sharing, in turns."""
+    """Return median times with and without sharing, measured alternately."""
     model, batch = load(folder), one_group(options)
     ways = {share: PackedForward(model, model.config, share_prompt=share) for share in (False, True)}
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -101,7 +100,7 @@ def measure_sharing(folder: Path, options: argparse.Namespace) -> dict[str, floa
 
 
 def saved_mib(forward: PackedForward, batch: DataProto) -> float:
-    """MiB that a forward pass keeps for backward, without the parameters."""
+    """Return the MiB that a forward pass saves for backward, without the parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in forward.model.parameters()}
     sizes: dict[int, int] = {}
 
@@ -118,7 +117,7 @@ def saved_mib(forward: PackedForward, batch: DataProto) -> float:
 
 
 def peak_mib(forward: PackedForward, batch: DataProto) -> float:
-    """MiB by which a log-prob pass raises the peak of this process's memory."""
+    """Return the MiB by which a log-prob pass raises the peak memory of this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.no_grad():
         forward.log_probs(batch, 1.0)
@@ -128,7 +127,7 @@ def peak_mib(forward: PackedForward, batch: DataProto) -> float:
 def measure_rank(
     rank: int, ulysses: int, ring: int, folder: Path, options: argparse.Namespace, results: list[float]
 ) -> None:
-    """One rank of a mesh; writes its figure into `results`."""
+    """Run one rank of a mesh; writes its result to `results`."""
     size = ulysses * ring
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=size)
@@ -145,7 +144,7 @@ def measure_rank(
 
 
 def measure_mesh(ulysses: int, ring: int, folder: Path, options: argparse.Namespace) -> float:
-    """The largest of the ranks' figures."""
+    """Return the largest result of the ranks."""
     with mp.Manager() as manager:
         results = manager.list([0.0] * (ulysses * ring))
         arguments = (ulysses, ring, folder, options, results)
@@ -154,7 +153,7 @@ def measure_mesh(ulysses: int, ring: int, folder: Path, options: argparse.Namesp
 
 
 def measure_long_prompt(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The peak of one process, and the largest of four that share the prompt."""
+    """Measure the peak of one process, and the largest peak of four that share the prompt."""
     options.prompt, options.n = options.long_prompt, 1
     found: dict[str, dict[str, float]] = {}
     for name in ("sp 4, ulysses 2 x ring 2", "sp 1"):
@@ -166,18 +165,19 @@ def measure_long_prompt(folder: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens")
-    parser.add_argument("--response", type=int, default=128, help="tokens of each response")
-    parser.add_argument("--n", type=int, default=8, help="responses")
-    parser.add_argument("--rounds", type=int, default=3, help="of the timing, after one that warms up")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt")
+    parser.add_argument("--response", type=int, default=128, help="tokens per response")
+    parser.add_argument("--n", type=int, default=8, help="number of responses")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds after a warm-up round")
     parser.add_argument("--long-prompt", type=int, metavar="TOKENS", help="measure a log-prob pass over it")
     options = parser.parse_args()
-    os.environ |= {"PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # of the ranks
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back at once: a peak is what is in use
+    os.environ |= {"PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # inherited by the ranks
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = (
+        "65536"  # freed memory is returned at once, so that peaks show memory in use
+    )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         proportions = LARGE if options.long_prompt else {}
@@ -186,7 +186,7 @@ def main() -> None:
             print(json.dumps({"tokens": options.long_prompt, **measure_long_prompt(folder, options)}))
             return
         sharing = measure_sharing(folder, options)
-        print("shared against repeated prompts:", sharing, flush=True)
+        print("shared and repeated prompts:", sharing, flush=True)
         saved: dict[str, dict[str, float]] = {}
         for name, (ulysses, ring) in MESHES.items():
             mib = measure_mesh(ulysses, ring, folder, options)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a step that trains adapters beside one that trains all weights, and the two ways into the engine.
+"""Memory of a LoRA step compared with full training, and time of both ways to sync adapters to the engine.
 
     python3 benchmarks/lora.py [--rank 16] [--rounds 5]
 
-The 35-million-parameter Qwen2 of `step.py` in one process on CPU. Memory is the peak of the resident memory
-above that of the process without a model; a run with all weights and a KL also holds a reference in bf16,
-which adapters do not need. Times are medians; `generate` samples 64 x 64 tokens.
+The 35-million-parameter Qwen2 of `step.py` in one process on CPU. Memory is the peak resident memory minus
+that of the process without a model. Full training with a KL also holds a reference in bf16, which adapters do
+not need. Times are medians; `generate` samples 64 x 64 tokens.
 """
 
 import argparse
@@ -45,7 +45,7 @@ WAYS = ("adapter", "merged")
 
 
 def timed(work: Callable[[], Any], rounds: int) -> float:
-    """Median seconds, after one call that does not count."""
+    """Return the median seconds of calls after a warm-up call."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -57,7 +57,7 @@ def timed(work: Callable[[], Any], rounds: int) -> float:
 def time_way(
     process: int, processes: int, config: PolicyConfig, way: str, rounds: int
 ) -> tuple[float, float]:
-    """Seconds of a sync, and of sampling with what was synced."""
+    """Return the seconds of a sync, and of sampling with the synced weights."""
     place = ModelSetup(torch.device("cpu"), processes, None)
     hosted = ShardedModel(
         "actor", config.model, config.fsdp, config.offload, place, optim=config.optim, training_steps=1
@@ -87,7 +87,6 @@ def time_way(
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)

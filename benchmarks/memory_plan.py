@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planned memory beside measured: models of different shapes, loaded and trained as a worker does.
+"""Planned and measured memory of models of different shapes, loaded and trained as by a worker.
 
     python3 benchmarks/memory_plan.py                  # one process
-    python3 benchmarks/memory_plan.py --ranks 2        # sharded over two
-    python3 benchmarks/memory_plan.py --keep-freed     # as glibc is by default
+    python3 benchmarks/memory_plan.py --ranks 2        # sharded over two processes
+    python3 benchmarks/memory_plan.py --keep-freed     # glibc's default behavior
     python3 benchmarks/memory_plan.py --sft            # supervised fine-tuning
-    python3 benchmarks/memory_plan.py --sft --lora 16  # ... of adapters
+    python3 benchmarks/memory_plan.py --sft --lora 16  # with adapters
 
-Printed is the peak of the resident memory above that of the process without a model. On two ranks it is the
-first's, which also reads the files.
+Prints the peak resident memory minus that of the process without a model. With two ranks it is the memory of
+the first rank, which also reads the files.
 """
 
 import argparse
@@ -30,18 +30,18 @@ from tests.helpers.memory import PPO, SFT, SHAPES, Rows, make_case, measure_phas
 from verl.models.tiny import save_tiny_model
 
 MIB = 1 << 20
-# No formula was corrected on the last one, which `step.py` runs.
+# The last one, the model of `step.py`, was not used to calibrate any formula.
 MODELS: dict[str, dict[str, Any]] = SHAPES | {"step": MODEL}
 
 
 def main() -> None:
-    """Measure each shape with and without gradient checkpointing, and print."""
+    """Measure each shape with and without gradient checkpointing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--keep-freed", action="store_true", help="let the allocator keep what is freed")
+    parser.add_argument("--keep-freed", action="store_true", help="let the allocator keep freed memory")
     parser.add_argument("--shapes", nargs="*", choices=MODELS, default=list(SHAPES))
-    parser.add_argument("--sft", action="store_true", help="supervised fine-tuning in place of GRPO")
-    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the weights")
+    parser.add_argument("--sft", action="store_true", help="supervised fine-tuning instead of GRPO")
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0 trains all weights")
     arguments = parser.parse_args()
     out, ranks, kind = sys.stdout.write, arguments.ranks, SFT if arguments.sft else PPO
     out(f"{'model':12}{'checkpointing':15}{'phase':14}{'planned MiB':>12}{'measured MiB':>14}{'ratio':>8}\n")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each optimizer keeps of a parameter, and how long an update of a real model's layers takes.
+"""Optimizer state per parameter and update time of each optimizer, on layers of a real model.
 
     python3 benchmarks/optimizers.py --device cuda
 
 The model has the shapes of Qwen2.5-1.5B, with fewer layers and a smaller vocabulary. Prints a line of JSON
-for each strategy: bytes of weights and of state for each parameter, and milliseconds of an update.
+for each strategy: bytes of weights and of state per parameter, and milliseconds per update.
 """
 
 from verl.utils.cuda_builds import repair_cuda_builds
@@ -29,7 +29,7 @@ WARM_UP = 2  # updates; the first one compiles
 
 
 def make_model(layers: int, vocab: int, dtype: torch.dtype, device: str) -> nn.Module:
-    """Random weights and gradients."""
+    """Build a model with random weights and gradients."""
     config = Qwen2Config(
         vocab_size=vocab, hidden_size=1536, intermediate_size=8960, num_hidden_layers=layers,
         num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True,
@@ -42,7 +42,6 @@ def make_model(layers: int, vocab: int, dtype: torch.dtype, device: str) -> nn.M
 
 
 def measure(strategy: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, object]:
-    """One line of the result."""
     model = make_model(options.layers, options.vocab, dtype, options.device)
     optimizer = build_optimizer(model, OptimConfig(strategy=strategy))
     seconds = []
@@ -65,7 +64,6 @@ def measure(strategy: str, dtype: torch.dtype, options: argparse.Namespace) -> d
 
 
 def main() -> None:
-    """Measure every strategy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layers", type=int, default=4)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a long run grows: memory, object store, descriptors, threads and processes, after every step.
+"""Check a long run for growth of memory, object store, descriptors, threads and processes.
 
     python benchmarks/soak.py [--steps 200] [--warmup 50] [--rows 120] [--json FILE] [a.b=c ...]
 
 A real run of the trainer on CPU with two worker processes, each with its vLLM engine, a reference in bf16, a
-reward process and a loader: the quickstart's model and questions, with none to two images of any size,
-prompts of any length, and responses of at most 16 tokens. It saves every 20 steps and validates every 40. All
-rows are seen within the warm-up, so that what grows afterwards is not the data.
+reward process and a loader. Model and questions are those of the quickstart, with zero to two images of
+random size, prompts of random length, and responses of at most 16 tokens. The run saves every 20 steps and
+validates every 40. All rows are seen within the warm-up, so that later growth does not come from the data.
 
-Everything is read from outside (`/proc`). A process's heap is its anonymous memory; files and shared memory
-that it maps (media cache, object store) count apart, since they have a bound of their own or are the kernel's
-to take back. Growth is the median of the slopes between all pairs of steps after the warm-up (Theil-Sen): a
-few odd steps do not move it. The laws stand at the head of this file; the last line printed is JSON, and the
-exit code is 1 if a law is broken.
+All values are read after every step from outside the processes (`/proc`). The heap of a process is its
+anonymous memory. Mapped files and shared memory (media cache, object store) are counted separately: they have
+their own bound, or the kernel can reclaim them. Growth is the median of the slopes between all pairs of steps
+after the warm-up (Theil-Sen), which is robust to outliers. The limits are the constants of this file; the
+last line of the output is JSON, and the exit status is 1 if a limit is exceeded.
 """
 
 import argparse
@@ -49,15 +49,15 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 FOLDER = ROOT / "outputs" / "soak"
 MIB = 1 << 20
 
-# The laws after the warm-up; beside them, numbers of descriptors, threads and processes do not keep rising.
-MAX_GROWTH = 4 * MIB  # of a heap or of the media cache in 100 steps, or:
-MAX_GROWTH_SHARE = 0.02  # ... this share of it, if that is more
-MAX_GCS_GROWTH = 10 * MIB  # of Ray's `gcs_server`: it remembers up to 100,000 calls
-MAX_OBJECT_STORE = 64 * MIB  # a step's batch has one; what is not freed adds up
+# Limits after the warm-up. In addition, descriptors, threads and processes must not keep rising.
+MAX_GROWTH = 4 * MIB  # of a heap or of the media cache in 100 steps, or
+MAX_GROWTH_SHARE = 0.02  # this fraction of it, whichever is larger
+MAX_GCS_GROWTH = 10 * MIB  # of Ray's `gcs_server`, which stores up to 100,000 calls
+MAX_OBJECT_STORE = 64 * MIB  # a step's batch takes one MiB; batches that are not freed add up
 
-JUDGED = ("controller", "worker", "worker 2", "reward", "loader", "raylet")  # at least, in every step
+JUDGED = ("controller", "worker", "worker 2", "reward", "loader", "raylet")  # must exist in every step
 
-POLL_S = 0.05  # between looks at the log: a step takes about a second
+POLL_S = 0.05  # interval of polling the log; a step takes about a second
 BATCH = 8  # prompts in a step
 FILLER = ("Let", "me", "think", "step", "by", "First", "we", "add", "the", "numbers", "then")
 OPTIONS = (
@@ -84,34 +84,27 @@ OPTIONS = (
 
 
 class Usage(NamedTuple):
-    """What one process holds: bytes, then counts."""
+    """Resources of one process: bytes, then counts."""
 
-    heap: int  # anonymous memory, swapped out or not; pages shared with a forked child included
-    shared: int  # shared memory that it maps
+    heap: int  # anonymous memory, including swap and pages shared with a forked child
+    shared: int  # mapped shared memory
     rss: int
-    uss: int  # of no other process
+    uss: int  # memory that no other process shares
     descriptors: int
     threads: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The run at the end of a step.
+    """Resources of the run at the end of a step."""
 
-    Attributes:
-        step: That was logged just before.
-        processes: By what they do, and their number among those that do the same: `worker 2`.
-        object_store: Bytes of Ray's shared memory that were ever written to and are not given back.
-        media_cache: Bytes of the media cache.
-    """
-
-    step: int
-    processes: dict[str, Usage]
-    object_store: int
-    media_cache: int
+    step: int  # the last step in the log
+    processes: dict[str, Usage]  # by role, numbered if several have the same: `worker 2`
+    object_store: int  # bytes of Ray's shared memory that were written to and not released
+    media_cache: int  # bytes
 
 
-Points = Sequence[tuple[int, float]]  # step and value, in the order of steps
+Points = Sequence[tuple[int, float]]  # (step, value) in the order of steps
 
 
 def prepare(folder: Path, rows: int) -> None:
@@ -125,24 +118,20 @@ def prepare(folder: Path, rows: int) -> None:
 
 
 def question(rng: random.Random, images: Path, name: str) -> dict[str, Any]:
-    """A row of any length, with none, one or two images of any size."""
+    """Build a row of random length, with zero, one or two images of random size."""
     shapes = runpy.run_path(str(QUICKSTART / "shapes.py"))
-    colour, shape = rng.choice(list(shapes["COLOURS"])), rng.choice(shapes["SHAPES"])
+    color, shape = rng.choice(list(shapes["COLORS"])), rng.choice(shapes["SHAPES"])
     files = [f"{name}_{number}.png" for number in range(rng.choice((0, 1, 1, 2)))]
     for file in files:
         size = (rng.randint(28, 280), rng.randint(28, 280))
-        shapes["draw"](rng, colour, shape).resize(size).save(images / file)
+        shapes["draw"](rng, color, shape).resize(size).save(images / file)
     words = " ".join(rng.choices(FILLER, k=rng.randint(0, 40)))
     text = f"{'<image>' * len(files)}{words} What colour is the {shape}?"
-    return {"problem": text, "answer": colour, "images": files}
+    return {"problem": text, "answer": color, "images": files}
 
 
 def soak(folder: Path, steps: int, rows: int, overrides: Sequence[str]) -> list[Sample]:
-    """Train as a user would into the empty `folder`; returns a sample of each step but the last.
-
-    Raises:
-        RuntimeError: The command failed; the message has the end of its output.
-    """
+    """Run the trainer in the empty `folder` and return a sample of each step except the last."""
     prepare(folder, rows)
     output, log = folder / "checkpoints", folder / "run.log"
     command = [
@@ -161,15 +150,15 @@ def soak(folder: Path, steps: int, rows: int, overrides: Sequence[str]) -> list[
     try:
         samples = [take_sample(run.pid, step) for step in finished_steps(run, output / METRICS_FILE)]
     finally:
-        run.terminate()  # does nothing to one that has ended
+        run.terminate()  # no effect on a finished run
         code = run.wait()
     if code:
-        raise RuntimeError(f"the run ended with {code}:\n{log.read_text()[-4000:]}")
-    return [sample for sample in samples if 0 < sample.step < steps]  # after the last it goes down
+        raise RuntimeError(f"the run ended with exit status {code}:\n{log.read_text()[-4000:]}")
+    return [sample for sample in samples if 0 < sample.step < steps]  # after the last step the run shuts down
 
 
 def finished_steps(run: subprocess.Popen, log: Path) -> Iterator[int]:
-    """The number of the last step, whenever the log of a run has a new one; ends with the run."""
+    """Yield the number of each new step in the log until the run ends."""
     seen = -1
     while run.poll() is None:
         time.sleep(POLL_S)
@@ -181,7 +170,7 @@ def finished_steps(run: subprocess.Popen, log: Path) -> Iterator[int]:
 
 
 def take_sample(controller: int, step: int) -> Sample:
-    """Look at a run's processes now."""
+    """Read the current resources of a run's processes."""
     root = psutil.Process(controller)
     usages: dict[str, Usage] = {}
     number: Counter[str] = Counter()
@@ -191,14 +180,14 @@ def take_sample(controller: int, step: int) -> Sample:
             role, usage = role_of(process, controller), usage_of(process)
             object_store += plasma_bytes(process.pid) if role == "raylet" else 0
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
         number[role] += 1
         usages[f"{role} {number[role]}" if number[role] > 1 else role] = usage
     return Sample(step, usages, object_store, media_cache_bytes(controller))
 
 
 def role_of(process: psutil.Process, controller: int) -> str:
-    """What a process of a run does, in words."""
+    """Return the role of a process, as shown in the table."""
     command = process.cmdline() or [process.name()]
     scripts = [Path(part).name for part in command if part.endswith(".py")]
     if process.pid == controller:
@@ -215,7 +204,6 @@ def role_of(process: psutil.Process, controller: int) -> str:
 
 
 def usage_of(process: psutil.Process) -> Usage:
-    """What a process holds."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
 
@@ -233,13 +221,13 @@ def usage_of(process: psutil.Process) -> Usage:
 
 
 def plasma_bytes(raylet: int) -> int:
-    """Bytes that the object store of a raylet takes: its file has no name, and is as large as it may get."""
+    """Return the bytes that a raylet's object store uses."""
+    # Its file is unnamed, and sparse: its size is the limit of the store, only its blocks are in use.
     files = Path(f"/proc/{raylet}/fd").iterdir()
     return sum(512 * file.stat().st_blocks for file in files if "/plasma" in os.readlink(file))
 
 
 def media_cache_bytes(controller: int) -> int:
-    """Bytes of the media cache of a run."""
     roots = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     folders = [folder for root in roots for folder in root.glob(f"{PREFIX}-{os.getuid()}-{controller}-*")]
     files = [file for folder in folders for file in folder.rglob("*.safetensors")]
@@ -247,43 +235,42 @@ def media_cache_bytes(controller: int) -> int:
 
 
 def slope(points: Points) -> float:
-    """Growth a step: the median of the slopes between all pairs of points (Theil-Sen)."""
+    """Return the growth per step: the median of the slopes between all pairs of points (Theil-Sen)."""
     return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
 
 
 def thirds(points: Points) -> list[list[float]]:
-    """The values of the first, the middle and the last third of the steps."""
+    """Split the values into the first, the middle and the last third of the steps."""
     values, size = [value for _, value in points], -(-len(points) // 3)
     return [values[:size], values[size:-size], values[-size:]]
 
 
 def ends(points: Points) -> tuple[float, float]:
-    """Medians of the first and of the last third."""
+    """Return the medians of the first and of the last third."""
     first, _, last = thirds(points)
     return median(first), median(last)
 
 
 def keeps_rising(points: Points) -> bool:
-    """Whether a number rises from third to third, and its least at the end is above its most at the start.
+    """Check whether a number rises from third to third, and the last third lies entirely above the first.
 
-    What fluctuates around one level does not, nor does a pool that once starts another thread.
+    False for a value that fluctuates around one level, and for a pool that once starts another thread.
     """
     first, middle, last = thirds(points)
     return median(first) < median(middle) < median(last) and min(last) > max(first)
 
 
 def lasting(samples: Sequence[Sample]) -> list[str]:
-    """The processes that were there in all samples, in their first order."""
+    """Return the names of the processes that exist in all samples, in the order of the first."""
     return [name for name in samples[0].processes if all(name in sample.processes for sample in samples)]
 
 
 def points_of(samples: Sequence[Sample], name: str, field: str) -> Points:
-    """A field of a process's usage over the steps."""
     return [(sample.step, getattr(sample.processes[name], field)) for sample in samples]
 
 
 def broken_laws(samples: Sequence[Sample]) -> list[str]:
-    """What grew, in words, for samples after the warm-up; nothing is how it should be."""
+    """Describe the exceeded limits, for samples after the warm-up; an empty list means success."""
     found = [f"{name}: not there in every step" for name in JUDGED if name not in lasting(samples)]
     for name in lasting(samples):
         allowed = MAX_GCS_GROWTH if name == "gcs_server" else MAX_GROWTH
@@ -299,7 +286,7 @@ def broken_laws(samples: Sequence[Sample]) -> list[str]:
 
 
 def unbounded(what: str, points: Points, allowed: float = MAX_GROWTH) -> list[str]:
-    """A sentence if memory grows in 100 steps by more than is allowed, and by more than a share of it."""
+    """Return a sentence if memory grows in 100 steps by more than both limits."""
     growth, allowed = 100 * slope(points), max(allowed, MAX_GROWTH_SHARE * ends(points)[0])
     if growth <= allowed:
         return []
@@ -307,14 +294,14 @@ def unbounded(what: str, points: Points, allowed: float = MAX_GROWTH) -> list[st
 
 
 def risen(what: str, points: Points) -> list[str]:
-    """A sentence if a number keeps rising."""
+    """Return a sentence if a number keeps rising."""
     if not keeps_rising(points):
         return []
     return ["{} rose from {:.0f} to {:.0f}".format(what, *ends(points))]
 
 
 def table(samples: Sequence[Sample]) -> list[str]:
-    """A line for each process that lasted and for what they share: MiB, growth in 100 steps, counts."""
+    """Build a row for each lasting process and for shared memory: MiB, growth in 100 steps, counts."""
     rows = ["| | heap at first | at last | growth | shared | rss | uss | descriptors | threads |"]
     rows.append("|---" * 9 + "|")
     for name in lasting(samples):
@@ -332,7 +319,7 @@ def table(samples: Sequence[Sample]) -> list[str]:
 
 
 def save(samples: Sequence[Sample], path: Path) -> None:
-    """Write samples as JSON, a list in the order of steps."""
+    """Write the samples as a JSON list."""
     entries = [
         vars(sample) | {"processes": {name: usage._asdict() for name, usage in sample.processes.items()}}
         for sample in samples
@@ -341,14 +328,14 @@ def save(samples: Sequence[Sample], path: Path) -> None:
 
 
 def main() -> int:
-    """Train, print the table, judge; returns the exit code."""
+    """Run, print the table and the exceeded limits; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200, help="of the run")
-    parser.add_argument("--warmup", type=int, default=50, help="steps that are not judged")
-    parser.add_argument("--rows", type=int, default=120, help=f"to train on; a step takes {BATCH}")
-    parser.add_argument("--json", type=Path, help="where all samples go, those of the warm-up included")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the run")
+    parser.add_argument("--warmup", type=int, default=50, help="first steps, which no limit applies to")
+    parser.add_argument("--rows", type=int, default=120, help=f"training rows; a step takes {BATCH}")
+    parser.add_argument("--json", type=Path, help="file for all samples, including the warm-up")
     arguments, overrides = parser.parse_known_args()
 
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one GRPO step costs, beside the bare parts it is made of.
+"""Time of a GRPO step compared with its bare parts.
 
     python benchmarks/step.py [--rounds 3] [--prompts 8 --responses 8 --tokens 128] [a.b=c ...]
 
-A 35-million-parameter Qwen2 of random weights (vocabulary 32,000) on two CPU processes, bf16 compute, KL to a
-reference, one update. After every step the bare parts run on the same sequences in the same worker
-processes (`bare_parts.py`), so that whatever else the machine does meets both alike; figures are medians
-over the rounds. The last line is JSON.
+A 35-million-parameter Qwen2 with random weights (vocabulary 32,000) on two CPU processes, bf16 compute, KL to
+a reference, one update. After every step the bare parts run on the same sequences in the same worker
+processes (`bare_parts.py`), so that other load on the machine affects both equally; figures are medians over
+the rounds. The last line is JSON.
 """
 
 import argparse
@@ -41,14 +41,14 @@ MODEL = dict(
     vocab_size=32_000, hidden_size=512, intermediate_size=1088, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2, head_dim=64, initializer_range=0.02,
 )  # fmt: skip
-# The stages of a step that are engine or model work, and the bare part that each is compared with.
+# The stages of a step with engine or model work, and the bare part that each is compared with.
 BARE = {"gen": "vLLM generates", "old": "forward", "ref": "forward", "update_actor": "forward + backward"}
 
 Seconds = dict[str, float]
 
 
 def make_data(folder: Path, num_prompts: int) -> None:
-    """Write the model, and prompts of `PROMPT_TOKENS` tokens each."""
+    """Write the model and prompts of `PROMPT_TOKENS` tokens each."""
     save_tiny_model(folder / "model", "qwen2", **MODEL)
     tokenizer = load_tokenizer(str(folder / "model"))
     words = ["red", "green", "blue", "yellow", "circle", "square", "triangle", "one", "two", "three", "four"]
@@ -65,7 +65,7 @@ def make_data(folder: Path, num_prompts: int) -> None:
 
 
 def prompt_of_length(tokenizer: Any, words: list[str], num_tokens: int) -> str:
-    """Words that make a prompt of exactly that many tokens, the chat template's included."""
+    """Return words that make a prompt of exactly `num_tokens` tokens, including the chat template."""
 
     def length(text: str) -> int:
         chat = [{"role": "user", "content": text}]
@@ -81,7 +81,6 @@ def prompt_of_length(tokenizer: Any, words: list[str], num_tokens: int) -> str:
 
 
 def arguments_of_run(folder: Path, options: argparse.Namespace) -> list[str]:
-    """The command line of the run."""
     return [
         f"data.train_files={folder / 'train.jsonl'}",
         f"data.val_files={folder / 'train.jsonl'}",
@@ -120,14 +119,10 @@ def arguments_of_run(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], list[Seconds]]:
-    """Run steps and bare parts in turn.
-
-    Returns:
-        The seconds of each stage, and of each bare part, for every round after the first, which warms up.
-    """
+    """Alternate between steps and bare parts, and return the seconds of both after the warm-up round."""
     config = load_config(PPOConfig, arguments_of_run(folder, options))
-    connect(num_cpus=PROCESSES)  # a cluster of its own
-    setup.FSDPWorker = BareWorker  # the trainer's worker, able to run the bare parts as well
+    connect(num_cpus=PROCESSES)  # a separate cluster
+    setup.FSDPWorker = BareWorker  # a worker that can also run the bare parts
     steps: list[Seconds] = []
     parts: list[Seconds] = []
     with prepared_run(config, planned_ppo) as run, setup.running_trainer(*run) as trainer:
@@ -160,12 +155,11 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], l
 
 
 def whole(part: Seconds) -> float:
-    """The seconds of all bare parts."""
     return sum(part[name] for name in BARE)
 
 
 def slowest(method: Callable[..., list[float]], *arguments: object) -> float:
-    """The seconds of the rank that took longest."""
+    """Return the seconds of the slowest rank."""
     return max(method(*arguments))
 
 
@@ -205,25 +199,22 @@ def report(steps: list[Seconds], parts: list[Seconds]) -> dict[str, float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Sizes on the command line; what is left goes to the trainer."""
+    """Parse the sizes; other arguments are passed to the trainer as overrides."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measured after one that warms up")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up round")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument(
-        "--micro-batch", type=int, default=16, help="sequences a process runs at once, in the step"
-    )
-    parser.add_argument("--bare-micro-batch", type=int, default=4, help="the same, in the bare parts")
+    parser.add_argument("--micro-batch", type=int, default=16, help="micro-batch size of a step, per process")
+    parser.add_argument("--bare-micro-batch", type=int, default=4, help="micro-batch size of the bare parts")
     parser.add_argument("--bare-dtype", choices=("bfloat16", "autocast"), default="bfloat16")
     options, options.overrides = parser.parse_known_args()
     return options
 
 
 def main() -> None:
-    """Prepare, measure, report."""
     options = parse_arguments()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

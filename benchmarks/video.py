@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to read 64 frames of a one-hour video beside a one-minute one, on CPU.
+"""Time to read 64 frames of a one-hour video compared with a one-minute video, on CPU.
 
     python benchmarks/video.py [--frames 64] [--keyframe-seconds 2 4 10] [--size 320x180] [--rounds 5]
 
-Both videos are H.264 with reordered frames. The hour is the minute 60 times, copied packet by packet, so that
-they are coded alike. Both are read with the same options: frames spread evenly over the whole video, at most
-64 merged patches each. `in order` is what decoding the hour from start to end takes, without resizing.
+Both videos are H.264 with reordered frames. The hour repeats the packets of the minute 60 times, so that the
+encoding is the same. Both are read with the same options: frames spread evenly over the whole video, at most
+64 merged patches each. `in order` is the time of decoding the hour from start to end, without resizing.
 
-Figures are seconds, the fastest of the rounds, which take turns; CPU time hardly moves with other load on the
-machine. The last line is JSON; its `ratio` is that of the first row.
+Figures are seconds of the fastest round; rounds alternate between the videos. CPU time hardly depends on
+other load on the machine. The last line is JSON; its `ratio` is from the first row.
 """
 
 import argparse
@@ -26,19 +26,19 @@ import numpy as np
 from verl.data.media.video import VideoOptions, probe_video, read_video
 
 FPS = 24
-CONTAINERS = ("mp4", "mkv")  # mp4 has an index; Matroska has to be read for the times of its frames
+CONTAINERS = ("mp4", "mkv")  # mp4 has an index of frame times; Matroska must be scanned for them
 HEADER = ("container", "keyframe_s", "minute", "hour", "ratio", "cpu ratio", "in order")
 
 
 class Seconds(NamedTuple):
-    """What a reading took."""
+    """Duration of a read."""
 
     wall: float
     cpu: float
 
 
 def save_minute(path: Path, keyframe_distance: int, width: int, height: int) -> None:
-    """A pattern that moves by two pixels from frame to frame, for a minute."""
+    """Write a one-minute video of a pattern that moves by two pixels per frame."""
     pattern = np.random.default_rng(0).integers(0, 256, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
     pattern = pattern.repeat(8, 0).repeat(8, 1)[:height, :width]
     settings = {"preset": "veryfast", "x264-params": "scenecut=0"}
@@ -53,7 +53,7 @@ def save_minute(path: Path, keyframe_distance: int, width: int, height: int) -> 
 
 
 def repeat(source: Path, path: Path, times: int) -> None:
-    """Copy the packets of a one-minute MP4 file again and again into one file."""
+    """Write the packets of a one-minute MP4 file `times` times to one file."""
     with av.open(str(source)) as container, av.open(str(path), "w") as longer:
         stream = container.streams.video[0]
         target = longer.add_stream_from_template(stream)
@@ -71,13 +71,13 @@ def repeat(source: Path, path: Path, times: int) -> None:
 
 
 def decode_in_order(path: Path) -> int:
-    """Decode every frame; their number."""
+    """Decode every frame and return their number."""
     with av.open(str(path)) as container:
         return sum(1 for _ in container.decode(video=0))
 
 
 def fastest(readings: dict[str, Callable[[], object]], rounds: int) -> dict[str, Seconds]:
-    """The fastest of some rounds, in which the readings take turns."""
+    """Return the fastest of several rounds, alternating between the reads."""
     best = dict.fromkeys(readings, Seconds(float("inf"), float("inf")))
     for _ in range(rounds):
         for name, read in readings.items():
@@ -89,7 +89,7 @@ def fastest(readings: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def compare(folder: Path, container: str, keyframe_s: float, args: argparse.Namespace) -> dict[str, object]:
-    """Make a minute and an hour, and read both."""
+    """Write both videos and time reading them."""
     source, minute, hour = (folder / f"{name}.{container}" for name in ("source", "minute", "hour"))
     save_minute(source.with_suffix(".mp4"), round(keyframe_s * FPS), *args.size)
     repeat(source.with_suffix(".mp4"), minute, 1)
@@ -114,12 +114,11 @@ def compare(folder: Path, container: str, keyframe_s: float, args: argparse.Name
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
-        description="Time to read 64 frames of a one-hour video beside a one-minute one."
+        description="Time to read 64 frames of a one-hour video compared with a one-minute video."
     )
     parser.add_argument("--frames", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64, help="Merged patches of a frame at most.")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum number of merged patches per frame")
     parser.add_argument("--keyframe-seconds", type=float, nargs="+", default=[2.0, 4.0, 10.0])
     parser.add_argument("--containers", nargs="+", choices=CONTAINERS, default=CONTAINERS)
     parser.add_argument(
@@ -130,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a row for each container and distance of keyframes."""
+    """Print a row for each container and keyframe interval."""
     args = parse_arguments()
     print(" ".join(f"{name:>10}" for name in HEADER))
     rows = []

@@ -3,9 +3,9 @@
 set -x
 
 MODEL_PATH=Qwen/Qwen2.5-VL-3B-Instruct  # a hub name or a local folder
-VIDEO_DIR=.  # the folder that video paths in the rows start from
+VIDEO_DIR=.  # base folder of relative video paths in the rows
 
-# One frame for each second of an hour: two frames share their tokens, 1800 x 60 = 108000 for a video.
+# One frame per second of an hour: two frames share their tokens, 1800 x 60 = 108000 tokens per video.
 python3 -m verl.trainer.main \
     config=examples/config.yaml \
     data.train_files=LongVideo-Reason/longvideo-reason@train \

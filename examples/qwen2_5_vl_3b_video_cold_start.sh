@@ -1,15 +1,15 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Two stages: reasoning about long videos is taught, then reinforcement learning goes on from what was taught.
+# Two stages: supervised fine-tuning on reasoning about long videos, then reinforcement learning from its result.
 set -ex
 
 MODEL_PATH=Qwen/Qwen2.5-VL-3B-Instruct  # a hub name or a local folder
 QUESTIONS=LongVideo-Reason/longvideo-reason  # on the hub, see docs/datasets.md
-VIDEO_DIR=.  # holds longvila_videos/, which does not come with the rows; rows of missing videos are left out
-SFT_FILE=data/longvideo_reason/sft.parquet  # of the first stage: rows as docs/sft.md describes them
+VIDEO_DIR=.  # contains longvila_videos/, downloaded separately; rows with missing videos are left out
+SFT_FILE=data/longvideo_reason/sft.parquet  # rows of the first stage, see docs/sft.md
 RL_FILE=data/longvideo_reason/rl.parquet
 VAL_FILE=data/longvideo_reason/val.parquet
-STAGE_1=checkpoints/sft/qwen2_5_vl_3b_video  # where the first stage is saved
+STAGE_1=checkpoints/sft/qwen2_5_vl_3b_video  # checkpoints of the first stage
 
 python3 scripts/convert_data.py longvideo_reason --input "${QUESTIONS}@train[:33%]" --output ${SFT_FILE}
 python3 scripts/convert_data.py longvideo_reason --input "${QUESTIONS}@train[33%:]" --output ${RL_FILE}

@@ -3,7 +3,7 @@
 set -x
 
 MODEL_PATH=Qwen/Qwen2.5-VL-3B-Instruct  # a hub name or a local folder
-VIDEO_DIR=.  # the folder that video paths in the rows start from
+VIDEO_DIR=.  # base folder of relative video paths in the rows
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

@@ -3,9 +3,9 @@
 set -x
 
 MODEL_PATH=Qwen/Qwen3-VL-8B-Instruct  # a hub name or a local folder
-VIDEO_DIR=.  # the folder that video paths in the rows start from
+VIDEO_DIR=.  # base folder of relative video paths in the rows
 
-# Two frames share their tokens: 128 x 257 = 32896 for a video.
+# Two frames share their tokens: 128 x 257 = 32896 tokens per video.
 python3 -m verl.trainer.main \
     config=examples/config.yaml \
     data.train_files=LongVideo-Reason/longvideo-reason@train \

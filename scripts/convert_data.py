@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a public data set to a parquet file that a run reads.
+"""Convert a public data set to a parquet file for training.
 
     python3 scripts/convert_data.py gsm8k --input openai/gsm8k@train --output data/gsm8k/train.parquet
 
-`--input` takes the same as `data.train_files`: a file, a folder or a data set on the hub, each with `@split`.
-With `--val-rows 200`, 200 rows drawn by `--seed` go to `val.parquet` in the folder of the output. Rows that
-cannot be used and rows that repeat a problem are left out and counted. `--list` names the data sets; each has
-a file in `examples/data_preprocess/`.
+`--input` accepts the same values as `data.train_files`: a file, a folder or a data set on the hub, each with
+`@split`. With `--val-rows 200`, 200 random rows, drawn with `--seed`, are written to `val.parquet` in the
+folder of the output. Unusable rows and repeated problems are left out and counted. `--list` shows the data
+sets; each has a file in `examples/data_preprocess/`.
 """
 
 import sys

@@ -1,27 +1,27 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Joins machines to a Ray cluster, one node on each, and ends the node that it started and no other.
+# Joins machines to a Ray cluster, with one node on each, and stops only the node that it started.
 #
 #   bash scripts/ray_cluster.sh head               on the first machine; prints the address
 #   bash scripts/ray_cluster.sh worker ADDRESS     on every other machine
-#   bash scripts/ray_cluster.sh wait N             on one of them: until N machines have joined
+#   bash scripts/ray_cluster.sh wait N             on any of them; waits until N machines have joined
 #   bash scripts/ray_cluster.sh stop               on every machine
 #
-# More options of `ray start` may follow, such as `head --num-gpus=4`; with `--block` as the last one the node
-# stays in the foreground, as schedulers want it. Environment:
+# Options of `ray start` may follow, such as `head --num-gpus=4`. With `--block` as the last one, the node stays
+# in the foreground, as schedulers expect. Environment variables:
 #
-#   RAY_PORT      of the head (6379)
-#   RAY_NODE_IP   of this machine, where it has several (what Ray finds)
-#   RAY_NODE_DIR  folder for the log, the address and the process of the node (/tmp/verl_ray_USERID)
-#   RAY_WAIT_S    seconds that starting and waiting may take (300)
-#   RAY_AUTH_MODE token or disabled (token, if there is one in ~/.ray/auth_token)
+#   RAY_PORT      port of the head (6379)
+#   RAY_NODE_IP   address of this machine, if it has several (the one that Ray finds)
+#   RAY_NODE_DIR  folder for the node's log, address and process (/tmp/verl_ray_USERID)
+#   RAY_WAIT_S    time limit for starting and for waiting, in seconds (300)
+#   RAY_AUTH_MODE token or disabled (token, if ~/.ray/auth_token exists)
 set -euo pipefail
 
 readonly port=${RAY_PORT:-6379} wait_s=${RAY_WAIT_S:-300}
 readonly folder=${RAY_NODE_DIR:-${TMPDIR:-/tmp}/verl_ray_$(id -u)}
 export RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 
-# Where there is a token a head asks for it, but whoever comes to an address does not show it by himself.
+# A head requires the token if one exists, but a joining node or run does not send it by default.
 readonly token=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
 if [[ -z ${RAY_AUTH_MODE:-} && (-n ${RAY_AUTH_TOKEN:-} || -f $token) ]]; then export RAY_AUTH_MODE=token; fi
 
@@ -34,7 +34,7 @@ usage() {
     sed -n '/^# Joins/,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
 }
 
-# When a process started, in ticks since the machine did: a number that is given again is another process.
+# Start time of a process, in ticks since boot: detects that a process id was reused.
 birth() {
     [[ -r /proc/$1/stat ]] && sed 's/.*) //' "/proc/$1/stat" | cut -d' ' -f20
 }
@@ -46,13 +46,13 @@ is_running() {
     [[ $(birth "$pid") == "$born" ]]
 }
 
-# What runs in the session of a node: only its own processes, for it began the session.
+# Processes in the session of a node. The node started the session, so that all of them are its own.
 members() {
     awk -v session="$1" '{ pid = $1; sub(/.*\) /, ""); if ($4 == session && $1 != "Z") print pid }' \
-        /proc/[0-9]*/stat 2>/dev/null || true # of processes that just ended
+        /proc/[0-9]*/stat 2>/dev/null || true # a process may end meanwhile
 }
 
-start() { # ADDRESS, then the arguments of `ray start`
+start() { # ADDRESS, then arguments of `ray start`
     local address=$1 pid
     shift
     if is_running; then
@@ -78,7 +78,7 @@ own_ip() {
     python3 -c 'from ray.util import get_node_ip_address as ip; print(ip())'
 }
 
-# Ray knows a machine by its address in the network, also where it is asked for as 127.0.0.1.
+# Ray knows a machine by its network address, even if the user gives 127.0.0.1.
 network_address() {
     case $1 in
         127.* | localhost:*) echo "$(own_ip):${1##*:}" ;;
@@ -91,7 +91,7 @@ start_head() {
     address=$(network_address "$ip:$port")
     start "$address" --head --port="$port" --node-ip-address="$ip" --include-dashboard=false "$@"
     [[ ${RAY_AUTH_MODE:-} != token ]] ||
-        echo "the cluster asks for its token: export RAY_AUTH_MODE=token before a run, too" >&2
+        echo "the cluster requires a token: export RAY_AUTH_MODE=token before a run, too" >&2
     echo "$address"
 }
 
@@ -123,11 +123,11 @@ deadline = time.monotonic() + patience_s
 host, _, port = address.rpartition(":")
 
 
-def in_time(what):
-    """Sleep a little, or end with what is wrong."""
+def in_time(problem):
+    """Sleep briefly, or exit with an error after the deadline."""
     if time.monotonic() > deadline:
-        sys.exit(f"ray_cluster: {what} after {patience_s:g} s: see the log of `worker` on the others, and"
-                 " whether they reach its port")
+        sys.exit(f"ray_cluster: {problem} after {patience_s:g} s: see the log of `worker` on the other"
+                 " machines, and check that they can reach the port of the head")
     time.sleep(0.5)
 
 
@@ -135,16 +135,16 @@ while not ray.is_initialized():
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-    except (OSError, RuntimeError) as error:  # the head, or the node of this machine, is not there yet
+    except (OSError, RuntimeError) as error:  # the head or this machine's node is not ready yet
         in_time(f"no cluster at {address} ({error})")
-told = None
+reported = None
 while True:
     joined = sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
-    if joined != told:
+    if joined != reported:
         print(f"{len(joined)} of {wanted} machines have joined: {', '.join(joined)}", flush=True)
     if len(joined) >= wanted:
         break
-    told = joined
+    reported = joined
     in_time(f"{len(joined)} of {wanted} machines joined {address}")
 END
 }
@@ -158,19 +158,19 @@ stop() {
     fi
     read -r pid _ <"$folder/process"
     address=$(<"$folder/address")
-    kill "$pid" # its processes end with it, and those that run on them
+    kill "$pid" # ends its processes too, and the tasks on them
     SECONDS=0   # Ray drains a node for up to 30 s
     while { is_running || [[ -n $(members "$pid") ]]; } && ((SECONDS < 60)); do sleep 0.2; done
     for pid in $(is_running && echo "$pid") $(members "$pid"); do kill -KILL "$pid" 2>/dev/null || true; done
     rm -f "$folder/process"
-    # Ray leads every later run of this machine to the cluster that stands here.
+    # The file would connect all later runs on this machine to the stopped cluster.
     if [[ -f $pointer && $(<"$pointer") == "$address" ]]; then rm "$pointer"; fi
     echo "the node of $address is stopped"
 }
 
 case ${1:-} in
     head | worker | wait | stop)
-        command -v ray >/dev/null || fail "there is no \`ray\`: activate the environment of the run first"
+        command -v ray >/dev/null || fail "\`ray\` was not found: activate the environment of the run first"
         ;;&
     head) start_head "${@:2}" ;;
     worker)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the rollouts that a run kept into data for supervised fine-tuning (rejection sampling).
+"""Convert saved rollouts to data for supervised fine-tuning (rejection sampling).
 
     python3 scripts/rollouts_to_sft.py checkpoints/math/first --output sft.parquet --min_score 0.9
 
-Keeps finished, scored responses with at least `--min_score`, without duplicates. With `--key accuracy`, that
-value of the reward function counts instead of the score. A row has `messages` (the prompt and the response as
-the assistant's message), `images` and `videos` as paths, `score` and `step`; train on it with
-`python3 -m verl.trainer.sft data.train_files=sft.parquet`. `trainer.rollouts_to_keep` of the run decides how
-many prompts of a step have rollouts.
+Keeps finished responses with a score of at least `--min_score`, without duplicates. With `--key accuracy`,
+this value of the reward function is used instead of the score. A row has `messages` (the prompt and the
+response as the assistant's message), `images` and `videos` as paths, `score` and `step`; train on it with
+`python3 -m verl.trainer.sft data.train_files=sft.parquet`. `trainer.rollouts_to_keep` of the run sets the
+number of prompts per step whose rollouts are saved.
 """
 
 import argparse
@@ -54,18 +54,18 @@ class Selection:
     """Rules for the responses to keep; None sets no limit."""
 
     min_score: float | None = None
-    max_per_prompt: int | None = None  # keeps the best ones
+    max_per_prompt: int | None = None  # the best ones
     steps: range | None = None
-    key: str | None = None  # a value of the reward function; None is the score
+    key: str | None = None  # value of the reward function; None is the score
 
 
 class Candidate(NamedTuple):
-    """A response that reached the score."""
+    """A response that passed the selection."""
 
     value: float
     step: int
     sample: int
-    row: dict[str, Any]  # of `SCHEMA`
+    row: dict[str, Any]  # has the columns of `SCHEMA`
 
     @property
     def prompt(self) -> str:
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """Sort key: the best first, the newest of equals."""
+        """Sort key: best first, ties newest first."""
         return -self.value, -self.step, self.sample
 
 
@@ -109,12 +109,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_per_prompt", type=at_least(1), help="keep at most this many, the best ones (default: all)"
     )
     parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="steps of the run (default: all)")
-    parser.add_argument("--key", help="value of the reward function that `--min_score` applies to")
+    parser.add_argument("--key", help="value of the reward function that is used instead of the score")
     return parser
 
 
 def select_rollouts(run_folder: Path, selection: Selection) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return the selected responses as rows of `SCHEMA`, and the reasons why others were left out.
+    """Return the selected responses as rows of `SCHEMA`, and counts of the reasons for leaving others out.
 
     Raises:
         ValueError: No rollouts, none with that key, or none that reaches the score.
@@ -141,7 +141,7 @@ def select_rollouts(run_folder: Path, selection: Selection) -> tuple[list[dict[s
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows of `SCHEMA` atomically, without media columns that are empty in all rows."""
+    """Write rows of `SCHEMA` atomically, without media columns that are always empty."""
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     unused = [name for name in ("images", "videos") if not any(row[name] for row in rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,18 +166,19 @@ def _rollouts(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path) -> Candidate | str:
-    """Return the response as a row, or the reason why it is left out."""
+    """Return the response as a row, or the reason for leaving it out."""
     if rollout["score"] is None:
         return "without a score"
     values = dict(rollout["reward_values"])
     if selection.key is not None and selection.key not in values:
         raise ValueError(f"`--key {selection.key}`: the reward function returned {sorted(values)}")
     value = rollout["score"] if selection.key is None else values[selection.key]
-    if math.isnan(value):  # the reward function returned it for other responses only
+    if math.isnan(value):  # the reward function returned the key for other responses only
         return f"without {selection.key}"
     if rollout["finish_reason"] != "stop":
         return "cut off at the response length limit"
-    if selection.min_score is not None and not value >= np.float32(selection.min_score):  # as it is stored
+    # Scores are stored as float32.
+    if selection.min_score is not None and not value >= np.float32(selection.min_score):
         return f"below {selection.min_score:g}"
     media: dict[str, list[str]] = {"image": [], "video": []}
     for medium in rollout["media"] or []:
@@ -185,7 +186,7 @@ def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path
         if source is None:
             return "with a video that was given as bytes: only single frames were kept"
         media[medium["kind"]].append(source)
-    response = rollout["response"].removesuffix(rollout["tokens"][-1])  # end token, where it is visible
+    response = rollout["response"].removesuffix(rollout["tokens"][-1])  # end token, if it is visible
     prompt = [_with_markers(message) for message in json.loads(rollout["messages"])]
     row = {
         "messages": [*prompt, {"role": "assistant", "content": response}],
@@ -198,7 +199,7 @@ def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path
 
 
 def _path_of(medium: dict[str, Any], folder: Path) -> str | None:
-    """The path that the run read, or its downscaled copy if the row held bytes; None if there is none."""
+    """Return the path that the run read, or of the downscaled copy of an image given as bytes."""
     if not medium["source"].startswith("of "):
         return medium["source"]
     copies = medium["files"] or []
@@ -206,7 +207,7 @@ def _path_of(medium: dict[str, Any], folder: Path) -> str | None:
 
 
 def _with_markers(message: dict[str, Any]) -> dict[str, str]:
-    """Join the parts of a message to text with a marker for each image and video."""
+    """Join the parts of a message into text, with a marker for each image and video."""
     content = message["content"]
     if not isinstance(content, str):
         texts = [part["text"] if part["type"] == "text" else MARKERS[part["type"]] for part in content]

@@ -1,11 +1,11 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Trains on machines that SLURM gives. Options of sbatch stand before the file, those of the trainer after it:
+# Trains on machines of a SLURM cluster. Options of sbatch go before the file, options of the trainer after it:
 #
 #   sbatch --nodes=2 --gpus-per-node=8 --time=1-00:00:00 scripts/slurm.sh config=run.yaml data.seed=2
 #
-# Submit from the folder of the repository, with the environment of the run active. Before the time is up the
-# run saves its step, and the job goes back into the queue; the next one goes on from there.
+# Submit from the folder of the repository, with the environment of the run active. Before the time limit the
+# run saves a checkpoint and the job is requeued; it then resumes from the checkpoint.
 #SBATCH --job-name=verl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -25,19 +25,19 @@ export RAY_NODE_DIR=${RAY_NODE_DIR:-${TMPDIR:-/tmp}/verl_ray_job_$SLURM_JOB_ID}
 RAY_NODE_IP=${RAY_NODE_IP:-$(python3 -c 'from ray.util import get_node_ip_address as ip; print(ip())')}
 export RAY_ADDRESS=$RAY_NODE_IP:$RAY_PORT # the first machine is this one
 unset RAY_NODE_IP
-# Only who has the job's token can run programs on its cluster.
+# The token restricts access to the cluster to this job.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}
 export RAY_AUTH_TOKEN
 
 trainer='' asked=''
 
-# The trainer finishes and saves its step at the first SIGTERM, and ends at once at a second one.
+# At the first SIGTERM the trainer finishes and saves its step; at the second it exits immediately.
 # shellcheck disable=SC2329 # called by the traps
 ask_to_end() {
     [[ -z $asked ]] || return 0
     asked=$1
-    echo "slurm.sh: $asked came: asking the run to save and end"
+    echo "slurm.sh: received $asked: asking the run to save and exit"
     [[ -z $trainer ]] || kill -TERM "$trainer"
 }
 
@@ -49,7 +49,7 @@ end_nodes() {
     wait
 }
 
-start_node() { # HOST, then the arguments of ray_cluster.sh
+start_node() { # HOST, then arguments of ray_cluster.sh
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpus-per-task="$SLURM_CPUS_ON_NODE" \
         --cpu-bind=none bash "$cluster" "${@:2}" --num-cpus="$SLURM_CPUS_ON_NODE" --block &
 }
@@ -74,9 +74,9 @@ fi
 trap - EXIT
 end_nodes
 
-saved=$((128 + 15)) # how the trainer ends after SIGTERM
+saved=$((128 + 15)) # exit status of the trainer after SIGTERM
 if [[ $asked == USR1 && ($status == 0 && -z $trainer || $status == "$saved") ]]; then
-    echo "slurm.sh: back into the queue"
+    echo "slurm.sh: requeueing the job"
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert CLEVR: counting the objects in a rendered scene.
+"""Convert CLEVR: count the objects in a rendered scene.
 
     python3 examples/data_preprocess/clevr.py --input BUAADreamer/clevr_count_70k@train --output train.parquet
 
-The answer is their column `answer` or `solution`, without `<answer>` tags.
+The answer is column `answer` or `solution`, without `<answer>` tags.
 """
 
 import sys

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a public data set to parquet files that a run reads: the command, and helpers for rows.
+"""Convert public data sets to parquet files for training: the command, and helpers for rows.
 
-The rows are read twice: `survey` finds rows that cannot be used or repeat an earlier one, `write_files`
-converts and writes the rest. Only one row group is in memory at a time, and no file appears before all rows
-have been checked.
+The rows are read twice: `survey` finds unusable and repeated rows, and `write_files` converts and writes the
+rest. Only one row group is in memory at a time, and no file is created before all rows have been checked.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.files import Row, Rows, load_rows, use_modelscope_hub_if_asked
 from verl.data.messages import references
 
-# Every column that a converted file may have, in this order; columns that are empty in all rows are left out.
+# All columns of a converted file, in this order; columns that are empty in all rows are left out.
 COLUMN_TYPES = {
     "problem": datasets.Value("string"),
     "answer": datasets.Value("string"),
@@ -78,12 +77,12 @@ class DataSet:
 
 @dataclass
 class Survey:
-    """Rows of a data set that are used, and why others are not."""
+    """The usable rows of a data set, and the reasons why others are left out."""
 
     kept: list[int] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     left_out: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)  # for each reason, the first row that has it
+    first: dict[str, str] = field(default_factory=dict)  # first row with each reason
 
     def leave_out(self, reason: str, where: str) -> None:
         self.left_out[reason] += 1
@@ -166,7 +165,7 @@ def convert(data_set: DataSet, options: argparse.Namespace) -> None:
 
 
 def open_rows(source: str, data_set: DataSet) -> Rows:
-    """Open the input; of a hub repository with several subsets, the one that is converted."""
+    """Open the input; from a hub repository with several subsets, use the one of this data set."""
     name, _, split = source.partition("@")
     if data_set.subset is not None and name in data_set.hub_names and not Path(name).exists():
         use_modelscope_hub_if_asked()
@@ -176,7 +175,7 @@ def open_rows(source: str, data_set: DataSet) -> Rows:
             )
         except OSError as error:
             raise FileNotFoundError(
-                f"`--input`: {name} is no local file or directory, and the hub cannot be reached: {error}"
+                f"`--input`: {name} is not a local file or directory, and the hub cannot be reached: {error}"
             ) from error
         source = f"{folder}/{data_set.subset}@{split or 'train'}"
     return load_rows(source, "--input")
@@ -204,7 +203,7 @@ def survey(rows: Rows, data_set: DataSet, image_dir: str | None) -> Survey:
             found.leave_out(str(error), rows.where(index))
             continue
         digest = _digest(row)
-        # The first row of a problem stays even if a later answer differs: nothing shows which one is right.
+        # Keep the first row of a problem even if a later answer differs: nothing shows which one is right.
         if digest in answers:
             reason = REPEATED if answers[digest] == row["answer"] else CONTRADICTING
             found.leave_out(reason, rows.where(index))
@@ -216,7 +215,7 @@ def survey(rows: Rows, data_set: DataSet, image_dir: str | None) -> Survey:
 
 
 def split_rows(kept: list[int], options: argparse.Namespace) -> dict[Path, list[int]]:
-    """Row numbers of each file that is written."""
+    """Split the row numbers into the files to write."""
     if not kept:
         raise ValueError(f"`--input`: none of the rows of {options.input} can be used as {options.dataset}")
     if len(kept) <= options.val_rows:
@@ -235,7 +234,7 @@ def split_rows(kept: list[int], options: argparse.Namespace) -> dict[Path, list[
 def write_files(
     files: Mapping[Path, Sequence[int]], columns: Container[str], convert: Callable[[int], Row]
 ) -> None:
-    """Write the rows of each file by their numbers. No file is replaced before all are complete."""
+    """Write the given rows to each file. No file is replaced before all are complete."""
     types = {column: kind for column, kind in COLUMN_TYPES.items() if column in columns}
     schema = datasets.Features(types).arrow_schema
     temporary = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp") for path in files}
@@ -269,7 +268,7 @@ def either(row: Row, first: str, second: str) -> Any:
 
 
 def untagged_answer(row: Row) -> str:
-    """Return column `answer` or `solution` without the tags of `<answer> 3 </answer>`."""
+    """Return column `answer` or `solution`, without the tags in `<answer> 3 </answer>`."""
     answer = either(row, "answer", "solution")
     answer = str(answer) if isinstance(answer, int) else text({"answer": answer}, "answer")
     tagged = TAGGED_ANSWER.fullmatch(answer)

@@ -3,8 +3,8 @@
 
     python3 examples/data_preprocess/dapo17k.py --input dapo-math-17k.parquet --output train.parquet
 
-Each of about 17 thousand problems occurs in a hundred rows. The prompts contain instructions on how to write
-the answer; they are removed because the prompt template contains them.
+Each of about 17 thousand problems occurs in a hundred rows. The prompts include instructions for the answer's
+format; they are removed because the prompt template has its own.
 """
 
 import re

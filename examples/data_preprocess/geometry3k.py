@@ -3,7 +3,7 @@
 
     python3 examples/data_preprocess/geometry3k.py --input hiyouga/geometry3k@train --output train.parquet
 
-The choices of a problem come along as `choices`.
+The choices of a problem are kept as `choices`.
 """
 
 import sys

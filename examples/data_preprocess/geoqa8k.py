@@ -3,7 +3,7 @@
 
     python3 examples/data_preprocess/geoqa8k.py --input leonardPKU/GEOQA_8K_R1V@train --output train.parquet
 
-The answer is their column `answer` or `solution`, without `<answer>` tags.
+The answer is column `answer` or `solution`, without `<answer>` tags.
 """
 
 import sys

@@ -3,7 +3,7 @@
 
     python3 examples/data_preprocess/gsm8k.py --input openai/gsm8k@train --output train.parquet
 
-Their answer is the whole solution, with the result behind `####` and calculations in `<<48/2=24>>`.
+Column `answer` has the whole solution, with the result after `####` and calculations in `<<48/2=24>>`.
 """
 
 import re

@@ -3,8 +3,8 @@
 
     python3 examples/data_preprocess/longvideo_reason.py --input rows.jsonl --output train.parquet
 
-`response` joins their reasoning and the answer in the format of `examples/format_prompt/r1v.jinja`, so the
-rows also work for supervised fine-tuning. Rows without reasoning have no response. Videos are paths.
+`response` joins the reasoning and the answer in the format of `examples/format_prompt/r1v.jinja`, so the
+rows can also be used for supervised fine-tuning. Rows without reasoning have no response. Videos are paths.
 """
 
 import re

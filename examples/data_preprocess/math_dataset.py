@@ -3,7 +3,7 @@ r"""Convert MATH: competition mathematics; the answer is LaTeX.
 
     python3 examples/data_preprocess/math_dataset.py --input hiyouga/math12k@train --output train.parquet
 
-The answer is their column `answer` or, without it, the last `\boxed{}` of the solution.
+The answer is column `answer` or, without it, the last `\boxed{}` of the solution.
 """
 
 import re

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Play games at random, and keep what was seen: a screenshot and the right answer for each level.
+"""Play random games and record a screenshot and the right answer for each level.
 
-Writes `NAME.jsonl`, and the screenshots as `images/NAME_GAME_LEVEL.png` beside it. A row has what the
-trainer reads, `problem`, `images` and `answer`, and what tells how it came about: `box` of the right button,
-`names` of the buttons and `numbers` on them from left to right, `seed` and `level` of the game.
+Writes `NAME.jsonl` to the folder, and the screenshots to `images/NAME_GAME_LEVEL.png`. A row has the columns
+that the trainer reads, `problem`, `images` and `answer`, and data about the level: `box` of the right
+button, `names` of the buttons and `numbers` on them from left to right, `seed` and `level` of the game.
 
     python3 examples/game_agent/collect.py outputs/game_agent train --games 100 --first-seed 0
 """
@@ -18,7 +18,7 @@ from game import DIGITS, QUESTION, Game, Player, expert, open_page, random_playe
 
 
 def collect_game(game: Game, player: Player, seed: int, images: Path, name: str) -> list[dict[str, Any]]:
-    """Play a game that was started to its end; returns a row for each level."""
+    """Play a started game to its end and return a row for each level."""
     rows = []
     while not game.is_over:
         level = game.level
@@ -44,16 +44,17 @@ def collect_game(game: Game, player: Player, seed: int, images: Path, name: str)
 
 
 def main() -> None:
-    """Play, and write the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where the rows and images go")
-    parser.add_argument("name", help="of the file of rows")
+    parser.add_argument("folder", type=Path, help="output folder")
+    parser.add_argument("name", help="name of the file of rows, without .jsonl")
     parser.add_argument("--games", type=int, default=100)
-    parser.add_argument("--first-seed", type=int, default=0, help="of the games, which follow one another")
-    parser.add_argument("--levels", type=int, default=5, help="of a game")
-    parser.add_argument("--digits", default=DIGITS, help="that buttons may show")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="seed of the first game; each next game adds 1"
+    )
+    parser.add_argument("--levels", type=int, default=5, help="levels per game")
+    parser.add_argument("--digits", default=DIGITS, help="digits that buttons can show")
     options = parser.parse_args()
 
     images = options.folder / "images"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The game in a headless Chromium: what an agent sees of it, and the clicks that it makes.
+"""The game in a headless Chromium: screenshots for an agent, and its clicks.
 
-A player is a function from a game to the name of a button. To play another game: a page with the attributes
-that `game.html` names, and its question here.
+A player is a function from a game to the name of a button. To use another game, write a page with the
+attributes that `game.html` lists, and put its question here.
 """
 
 import os
@@ -18,8 +18,8 @@ from playwright.sync_api import Page, sync_playwright
 
 HERE = Path(__file__).resolve().parent
 QUESTION = "<image>Which number is the largest?"
-NAMES = ("red", "green", "blue")  # of the buttons: their colours
-DIGITS = "12345"  # that buttons show, unless another set is asked for
+NAMES = ("red", "green", "blue")  # names of the buttons, which are their colors
+DIGITS = "12345"  # default digits on the buttons
 SIZE = (168, 84)  # pixels of the window; 18 visual tokens of the tiny model
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BUTTONS = """buttons => buttons.map(button => {
@@ -30,17 +30,11 @@ BUTTONS = """buttons => buttons.map(button => {
 
 @dataclass(frozen=True)
 class Button:
-    """A button as the page knows it: {"name": "red", "value": 4, "box": [56, 0, 112, 56]}.
+    """A button of the page, such as {"name": "red", "value": 4, "box": [56, 0, 112, 56]}."""
 
-    Attributes:
-        name: What an answer calls it.
-        value: The number on it.
-        box: Left, top, right and bottom in pixels.
-    """
-
-    name: str
-    value: int
-    box: tuple[float, float, float, float]
+    name: str  # the answer that selects it
+    value: int  # the number on it
+    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
 class Game:
@@ -61,21 +55,21 @@ class Game:
         self.page = page
 
     def start(self, seed: int, *, levels: int = 5, digits: str = DIGITS) -> None:
-        """Open the game of a seed: the same levels every time."""
+        """Open a game; the same seed gives the same levels."""
         options = urlencode({"seed": seed, "levels": levels, "digits": digits})
         self.page.goto(f"{(HERE / 'game.html').as_uri()}?{options}")
 
     def screenshot(self) -> bytes:
-        """What a player sees, as PNG."""
+        """Take a screenshot of the page, as PNG."""
         return self.page.screenshot()
 
     def buttons(self) -> list[Button]:
-        """The buttons of this level, from left to right."""
+        """List the buttons of this level, from left to right."""
         found = self.page.eval_on_selector_all("button", BUTTONS)
         return [Button(one["name"], one["value"], tuple(one["box"])) for one in found]
 
     def click(self, name: str) -> tuple[float, float]:
-        """Click the button of that name, or beside all of them if there is none; returns where, in pixels."""
+        """Click a button, or empty space if no button has that name; returns the position in pixels."""
         boxes = [button.box for button in self.buttons() if button.name == name]
         width, height = SIZE
         left, top, right, bottom = boxes[0] if boxes else (0, height - 2, width, height)
@@ -85,17 +79,16 @@ class Game:
 
     @property
     def level(self) -> int:
-        """Levels that are done."""
+        """Number of finished levels."""
         return self._number("level")
 
     @property
     def num_right(self) -> int:
-        """Right clicks."""
+        """Number of right answers."""
         return self._number("right")
 
     @property
     def is_over(self) -> bool:
-        """Whether all levels are done."""
         return self.level == self._number("levels")
 
     def _number(self, name: str) -> int:
@@ -106,18 +99,18 @@ Player = Callable[[Game], str]
 
 
 def random_player(rng: random.Random) -> Player:
-    """Clicks any button."""
+    """Return a player that clicks a random button."""
     return lambda game: rng.choice(NAMES)
 
 
 def expert(game: Game) -> str:
-    """Reads the numbers from the page instead of the picture, and is always right."""
+    """Return the name of the right button, read from the page and not from the picture."""
     return max(game.buttons(), key=lambda button: button.value).name
 
 
 @contextmanager
 def open_page(scale: float = 1.0) -> Iterator[Page]:
-    """An empty page of `SIZE`; screenshots have `scale` times its pixels.
+    """Open an empty page of `SIZE`; screenshots have `scale` times its width and height.
 
     Raises:
         FileNotFoundError: There is no Chromium.
@@ -128,7 +121,8 @@ def open_page(scale: float = 1.0) -> Iterator[Page]:
             raise FileNotFoundError(
                 "no Chromium: `apt-get install chromium`, or `python3 -m playwright install chromium`"
             )
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses root a sandbox
+        # Chromium refuses to run as root in its sandbox.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=found, args=arguments)
         width, height = SIZE
         viewport = {"width": width, "height": height}

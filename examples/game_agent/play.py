@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a model play the number game in a browser: it sees the page as pixels, and its answer is clicked.
+"""Let a model play the number game in a browser: it sees a screenshot, and the button it names is clicked.
 
-Prints how many games it won, that is clicked right in every level; the last line is JSON. `random` in place
-of a model's folder clicks anything. With `--film`, the first game is kept as a GIF: each picture is what the
-player saw, with a ring where it clicked.
+Prints the number of games won, that is, with the right click in every level; the last line is JSON. `random`
+instead of a model clicks random buttons. With `--film`, the first game is saved as a GIF: each picture is a
+screenshot with a ring around the click.
 
     python3 examples/game_agent/play.py outputs/game_agent/model --games 20 --film game.gif
 """
@@ -20,17 +20,12 @@ from PIL import Image, ImageDraw
 
 from verl.data.prompt_template import PromptFormat
 
-ENLARGED = 3  # pixels of the film for one of the page
+ENLARGED = 3  # film pixels per page pixel
 FRAME_MS = 900
 
 
 class ModelPlayer:
-    """Asks a model in Hugging Face format what to click, with the prompt that it was trained with.
-
-    Attributes:
-        num_asked: Levels.
-        num_named: Answers that named a button.
-    """
+    """A model in Hugging Face format, asked for a button with the prompt that it was trained with."""
 
     def __init__(self, path: str, max_new_tokens: int) -> None:
         import transformers  # noqa: PLC0415 - after verl, which makes torchvision's CUDA build importable on CPU
@@ -45,11 +40,11 @@ class ModelPlayer:
         content = [{"type": "image"}, {"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
         self.prompt = self.reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        self.num_asked = self.num_named = 0
+        self.num_asked = self.num_named = 0  # levels, and answers that named a button
 
     @torch.no_grad()
     def __call__(self, game: Game) -> str:
-        """The first word of the model's answer."""
+        """Return the first word of the model's answer."""
         image = Image.open(io.BytesIO(game.screenshot())).convert("RGB")
         inputs = self.reader(text=[self.prompt], images=[image], return_tensors="pt").to(self.device)
         output = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False)
@@ -61,7 +56,7 @@ class ModelPlayer:
 
 
 def play(game: Game, player: Player) -> list[Image.Image]:
-    """Play a game that was started to its end; returns what the player saw, with its clicks."""
+    """Play a started game to its end and return its screenshots, with the clicks marked."""
     frames = []
     while not game.is_over:
         frame = Image.open(io.BytesIO(game.screenshot())).convert("RGB")
@@ -72,7 +67,7 @@ def play(game: Game, player: Player) -> list[Image.Image]:
 
 
 def mark(frame: Image.Image, *place: float) -> Image.Image:
-    """The frame enlarged, with a ring around a place, if there is one."""
+    """Enlarge a frame and draw a ring around the position, if one is given."""
     large = frame.resize((frame.width * ENLARGED, frame.height * ENLARGED), Image.Resampling.NEAREST)
     if place:
         x, y = (coordinate * ENLARGED for coordinate in place)
@@ -81,28 +76,31 @@ def mark(frame: Image.Image, *place: float) -> Image.Image:
 
 
 def save_film(frames: list[Image.Image], path: Path) -> None:
-    """Write an animated GIF."""
+    """Write the frames as an animated GIF."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """What is played, and by whom."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("player", help="folder or hub name of a model, or `random`")
     parser.add_argument("--games", type=int, default=20)
-    parser.add_argument("--first-seed", type=int, default=1_000_000, help="far from those of the training")
-    parser.add_argument("--levels", type=int, default=5, help="of a game")
-    parser.add_argument("--digits", default=DIGITS, help="that buttons may show")
-    parser.add_argument("--max-new-tokens", type=int, default=1, help="of an answer")
-    parser.add_argument("--film", type=Path, help="keep the first game here, as GIF")
+    parser.add_argument(
+        "--first-seed",
+        type=int,
+        default=1_000_000,
+        help="seed of the first game; far from the training seeds",
+    )
+    parser.add_argument("--levels", type=int, default=5, help="levels per game")
+    parser.add_argument("--digits", default=DIGITS, help="digits that buttons can show")
+    parser.add_argument("--max-new-tokens", type=int, default=1, help="longest answer, in tokens")
+    parser.add_argument("--film", type=Path, help="save the first game to this GIF file")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Play, and print the counts."""
     options = parse_arguments()
     model = None if options.player == "random" else ModelPlayer(options.player, options.max_new_tokens)
     player = model or random_player(random.Random(options.first_seed))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward of the number game: overall = (1 - w) accuracy + w format, where any button's name is well-formed.
+"""Reward of the number game: overall = (1 - w) accuracy + w format; the name of any button is well-formed.
 
-The weight w is 0.1, or what `worker.reward.reward_function_kwargs={format_weight: ...}` says.
+The weight w is 0.1; set another one with `worker.reward.reward_function_kwargs={format_weight: ...}`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ NAMES = ("red", "green", "blue")
 
 
 def compute_score(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:
-    """Score each response: its first word against the name of the right button."""
+    """Compare the first word of each response with the name of the right button."""
     scores = []
     for reward_input in reward_inputs:
         words = reward_input["response"].lower().split()

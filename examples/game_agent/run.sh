@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Collect, train, export, play: a model of random weights learns a game in a browser, by clicking.
-# FOLDER is where everything goes; what follows is handed on to the trainer: run.sh [a.b=c ...]
+# Collect, train, export, play: a model with random weights learns to play a game in a browser.
+# All output goes to FOLDER; arguments are passed to the trainer: run.sh [a.b=c ...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

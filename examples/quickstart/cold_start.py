@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cold start: teach a tiny model of random weights a few answers, then let reinforcement learning go on.
+"""Cold start: fine-tune a tiny model with random weights on a few answers, then train it with GRPO.
 
-The questions are those of `demo.py --text`, the colour of a shape in a sentence. Supervised fine-tuning sees
-some of them with their answers and lifts the model above chance; reinforcement learning starts from its
-checkpoint and learns the rest from rewards. The last line printed is JSON.
+The questions are the same as in `demo.py --text`: the color of a shape in a sentence. Supervised fine-tuning
+on some questions with their answers lifts the model above chance; reinforcement learning starts from its
+checkpoint and learns the rest from rewards. The last line of the output is JSON.
 
     python3 examples/quickstart/cold_start.py [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
@@ -21,19 +21,19 @@ from shapes import save_rows
 from verl.logger.file import read_log
 
 NAME = "text"
-NUM_TAUGHT = 16  # questions with their answers
+NUM_TAUGHT = 16  # questions that are fine-tuned on
 SFT_STEPS, RL_STEPS = 7, 40
 RL_OPTIONS = (
     "data.max_response_length=2",  # a word and the end of the turn
     "worker.actor.optim.lr=3e-4",
-    "worker.actor.entropy_coef=0",  # the model knows what to try: it need not be kept from settling
+    "worker.actor.entropy_coef=0",  # no bonus needed: fine-tuning taught the model what to try
     "trainer.val_freq=10",
     f"trainer.max_steps={RL_STEPS}",
 )
 
 
 def write_conversations(folder: Path, name: str, count: int) -> Path:
-    """The first questions of a file with their answers, as chat messages; returns the file."""
+    """Write the first questions of a file and their answers as chat messages; returns the new file."""
     rows = []
     for line in (folder / f"{name}.jsonl").read_text().splitlines()[:count]:
         question = json.loads(line)
@@ -49,7 +49,7 @@ def write_conversations(folder: Path, name: str, count: int) -> Path:
 
 
 def teach(folder: Path, seed: int) -> Path:
-    """Run supervised fine-tuning as a user would; returns the folder of its checkpoints."""
+    """Run supervised fine-tuning and return the folder of its checkpoints."""
     checkpoints = folder / "sft"
     command = [
         sys.executable, "-m", "verl.trainer.sft", f"config={HERE / 'cold_start.yaml'}",
@@ -66,18 +66,17 @@ def teach(folder: Path, seed: int) -> Path:
 
 
 def reinforce(folder: Path, seed: int, output: str, *overrides: str) -> list[float]:
-    """Run reinforcement learning; returns the accuracies on held-out questions, before it and on the way."""
+    """Run reinforcement learning and return the accuracies on held-out questions, the first before it."""
     train(folder, NAME, seed, [f"trainer.save_checkpoint_path={folder / output}", *RL_OPTIONS, *overrides])
     return curve(read_log(folder / output), ACCURACY)[1]
 
 
 def main() -> None:
-    """Prepare, teach, reinforce; and look at what the untaught model does."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=None, help="where everything goes")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, questions and sampling")
+    parser.add_argument("--folder", type=Path, default=None, help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
     arguments, overrides = parser.parse_known_args()
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / "cold_start").resolve()
 

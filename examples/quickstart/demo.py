@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a tiny model of random weights to name colours, with the whole system and nothing else.
+"""Train a tiny model with random weights to name colors, with the complete training system.
 
-The colour is that of a shape in an image or in a sentence (`--text`), or that of the one of two squares in a
-video (`--video`) which moves.
+The questions ask for the color of a shape in an image or in a sentence (`--text`), or of the one of two
+squares that moves in a video (`--video`).
 
-Makes the model and the questions, trains with `verl.trainer.main`, draws the curves, exports the last
-checkpoint, and asks the exported model one question. The last line printed is JSON.
+Creates the model and the questions, trains with `verl.trainer.main`, plots the curves, exports the last
+checkpoint, and asks the exported model one question. The last line of the output is JSON.
 
     python3 examples/quickstart/demo.py [--text | --video] [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
@@ -45,12 +45,12 @@ ACCURACY = "val/accuracy_reward"
 
 
 def read_image(path: Path) -> dict[str, Any]:
-    """An image as a processor takes it."""
+    """Return an image as arguments of a processor."""
     return {"images": [Image.open(path)]}
 
 
 def read_frames(path: Path) -> dict[str, Any]:
-    """The frames of a video that the trainer takes, as a processor takes them."""
+    """Return the frames of a video that the trainer samples, as arguments of a processor."""
     frames, meta = read_video(
         str(path), VideoOptions(IMAGE_SIZE**2, IMAGE_SIZE**2, 28, num_frames=NUM_SAMPLED)
     )
@@ -60,32 +60,22 @@ def read_frames(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the demos.
+    """One of the demos."""
 
-    Attributes:
-        family: Of the tiny model.
-        model_class: That reads its export, in transformers.
-        write: Writes questions into a folder: their name, number and seed follow.
-        media: Column of the rows that names media, and the folder beside them where these are.
-        read: Reads a file of that folder for a processor.
-        guesses: The accuracy of answers that look at less than they should.
-        options: What differs from `demo.yaml`.
-    """
-
-    family: str
-    model_class: str
-    write: Callable[[Path, str, int, int], Path]
-    media: str
-    read: Callable[[Path], dict[str, Any]]
-    guesses: dict[str, float]
-    options: tuple[str, ...] = ()
+    family: str  # of the tiny model
+    model_class: str  # class of transformers that loads the exported model
+    write: Callable[[Path, str, int, int], Path]  # writes questions: folder, name, number, seed
+    media: str  # column with media files, and the name of their folder
+    read: Callable[[Path], dict[str, Any]]  # reads a media file for a processor
+    guesses: dict[str, float]  # accuracy of strategies that ignore part of the question
+    options: tuple[str, ...] = ()  # overrides of `demo.yaml`
 
 
 VL_CLASS = "AutoModelForImageTextToText"
-ONE_COLOUR = {"one colour for all": 0.25}
+ONE_COLOR = {"one color for all": 0.25}
 KINDS = {
     "image": Kind(
-        "qwen2_5_vl", VL_CLASS, partial(write_questions, with_images=True), "images", read_image, ONE_COLOUR
+        "qwen2_5_vl", VL_CLASS, partial(write_questions, with_images=True), "images", read_image, ONE_COLOR
     ),
     "text": Kind(
         "qwen2",
@@ -93,7 +83,7 @@ KINDS = {
         partial(write_questions, with_images=False),
         "images",
         read_image,
-        ONE_COLOUR,
+        ONE_COLOR,
     ),
     "video": Kind(
         "qwen2_5_vl",
@@ -101,15 +91,15 @@ KINDS = {
         write_video_questions,
         "videos",
         read_frames,
-        ONE_COLOUR | {"one of the two colours, whichever moves": 0.5},
+        ONE_COLOR | {"one of the two colors, whichever moves": 0.5},
         (
             f"worker.rollout.num_video_frames={NUM_SAMPLED}",
             "data.rollout_batch_size=32",
             "worker.actor.global_batch_size=32",
             "trainer.max_steps=200",
             "worker.actor.optim.lr=5e-4",
-            # A model that does not see motion yet lives on the form alone. If that pays little beside the
-            # entropy bonus, it answers with any word, and tries the right colour too rarely to learn it.
+            # Until the model sees motion, it earns the format reward only. If that is small compared with the
+            # entropy bonus, it answers with any word and samples the right color too rarely to learn it.
             "worker.reward.reward_function_kwargs={format_weight: 0.5}",
         ),
     ),
@@ -124,7 +114,7 @@ def prepare(folder: Path, kind: Kind, seed: int) -> None:
 
 
 def train(folder: Path, name: str, seed: int, overrides: list[str]) -> Path:
-    """Run the trainer as a user would; returns the folder of its checkpoints."""
+    """Run the trainer and return the folder of its checkpoints."""
     checkpoints = folder / "checkpoints"
     command = [
         sys.executable, "-m", "verl.trainer.main", f"config={HERE / 'demo.yaml'}",
@@ -146,13 +136,13 @@ def train(folder: Path, name: str, seed: int, overrides: list[str]) -> Path:
 
 
 def curve(log: list[dict], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric."""
+    """Return the steps and values of one metric."""
     points = [(entry["step"], entry[key]) for entry in log if key in entry]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def draw_curves(log: list[dict], guesses: dict[str, float], path: Path) -> None:
-    """Held-out accuracy, reward, entropy, and the distance of the engine from the trainer, as a PNG."""
+    """Plot accuracy, reward, entropy and the log-prob difference between engine and trainer as a PNG."""
     matplotlib.use("Agg")
     panels = {
         "Accuracy on held-out questions": (ACCURACY, (0, 1)),
@@ -171,8 +161,8 @@ def draw_curves(log: list[dict], guesses: dict[str, float], path: Path) -> None:
         if limits:
             axis.set_ylim(limits[0] - 0.03, limits[1] + 0.03)
     for guess, accuracy in guesses.items():
-        axes[0, 0].axhline(accuracy, color="grey", linestyle="--", linewidth=1)
-        axes[0, 0].annotate(guess, (0, accuracy + 0.01), color="grey", fontsize=9)
+        axes[0, 0].axhline(accuracy, color="gray", linestyle="--", linewidth=1)
+        axes[0, 0].annotate(guess, (0, accuracy + 0.01), color="gray", fontsize=9)
     axes[1, 1].set_yscale("log")
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -192,11 +182,11 @@ def export(checkpoint: Path) -> Path:
 
 @torch.no_grad()
 def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
-    """Ask the exported model the first held-out question: that, its response and the right answer."""
+    """Ask the exported model the first held-out question; returns question, response and right answer."""
     import transformers  # noqa: PLC0415 - after verl, which makes torchvision's CUDA build importable on CPU
 
     row = json.loads((folder / "val.jsonl").read_text().splitlines()[0])
-    reader = transformers.AutoProcessor.from_pretrained(model_path)  # the tokenizer, if it reads no media
+    reader = transformers.AutoProcessor.from_pretrained(model_path)  # a tokenizer, for a text model
     model = getattr(transformers, kind.model_class).from_pretrained(model_path, dtype=torch.float32)
     question = re.sub("<(image|video)>", "", row["problem"])
     content, media = [{"type": "text", "text": question}], {}
@@ -213,9 +203,9 @@ def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
 
 
 def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The positions that the model was trained with: after a video, transformers would give others.
+    """Return the position ids that the model was trained with; transformers' differ after a video.
 
-    See `verl/models/position_ids.py`; nothing for models whose positions are 0, 1, 2, ...
+    See `verl/models/position_ids.py`. Empty for models with positions 0, 1, 2, ...
     """
     function = position_ids_for(config.model_type)
     if function is None:
@@ -227,21 +217,20 @@ def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The demo's own arguments, and those for the trainer."""
+    """Return the arguments of the demo, and the remaining ones for the trainer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--text", dest="name", action="store_const", const="text", help="questions in words")
-    kinds.add_argument("--video", dest="name", action="store_const", const="video", help="... about videos")
+    kinds.add_argument("--text", dest="name", action="store_const", const="text", help="ask about sentences")
+    kinds.add_argument("--video", dest="name", action="store_const", const="video", help="ask about videos")
     parser.set_defaults(name="image")
-    parser.add_argument("--folder", type=Path, default=None, help="where everything goes")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, questions and sampling")
+    parser.add_argument("--folder", type=Path, default=None, help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
     return parser.parse_known_args()
 
 
 def main() -> None:
-    """Prepare, train, draw, export, ask."""
     arguments, overrides = parse_arguments()
     name, kind = arguments.name, KINDS[arguments.name]
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / name).resolve()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward of the quickstart: overall = (1 - w) accuracy + w format, where any colour word is well-formed.
+"""Reward of the quickstart: overall = (1 - w) accuracy + w format; any color word is well-formed.
 
-The weight w is 0.1, or what `worker.reward.reward_function_kwargs={format_weight: ...}` says.
+The weight w is 0.1; set another one with `worker.reward.reward_function_kwargs={format_weight: ...}`.
 """
 
 from typing import Any
@@ -9,16 +9,16 @@ from typing import Any
 REWARD_NAME = "colour"
 REWARD_TYPE = "batch"
 
-COLOURS = ("red", "green", "blue", "yellow")
+COLORS = ("red", "green", "blue", "yellow")
 
 
 def compute_score(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:
-    """Score each response: its first word against the row's answer."""
+    """Compare the first word of each response with the answer of the row."""
     scores = []
     for reward_input in reward_inputs:
         words = reward_input["response"].split()
         answer = words[0] if words else ""
-        accuracy, form = float(answer == reward_input["ground_truth"]), float(answer in COLOURS)
+        accuracy, form = float(answer == reward_input["ground_truth"]), float(answer in COLORS)
         overall = (1 - format_weight) * accuracy + format_weight * form
         scores.append({"overall": overall, "accuracy": accuracy, "format": form})
     return scores

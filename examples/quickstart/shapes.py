@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's questions: the colour of a shape, in an image or in words. The same every time."""
+"""Questions of the quickstart: the color of a shape in an image or in a sentence. Deterministic."""
 
 import json
 import random
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 210, 50)}
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 210, 50)}
 SHAPES = ("circle", "square", "triangle")
 IMAGE_SIZE = 56  # pixels; four visual tokens of the tiny model
 
 
-def draw(rng: random.Random, colour: str, shape: str) -> Image.Image:
-    """A shape of any size and place, its colour a little off, on a grey of any lightness."""
-    grey = rng.randint(0, 255)
-    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (grey, grey, grey))
-    fill = vary(rng, colour)
+def draw(rng: random.Random, color: str, shape: str) -> Image.Image:
+    """Draw a shape of random size and position on a random gray; its color varies a little."""
+    gray = rng.randint(0, 255)
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (gray, gray, gray))
+    fill = vary(rng, color)
     size = rng.randint(24, 44)
     left, top = rng.randint(0, IMAGE_SIZE - size), rng.randint(0, IMAGE_SIZE - size)
     box = (left, top, left + size, top + size)
@@ -30,36 +30,36 @@ def draw(rng: random.Random, colour: str, shape: str) -> Image.Image:
     return image
 
 
-def vary(rng: random.Random, colour: str) -> tuple[int, ...]:
-    """A colour of that name, a little off."""
-    return tuple(max(0, min(255, channel + rng.randint(-20, 20))) for channel in COLOURS[colour])
+def vary(rng: random.Random, color: str) -> tuple[int, ...]:
+    """Return a random variation of a color."""
+    return tuple(max(0, min(255, channel + rng.randint(-20, 20))) for channel in COLORS[color])
 
 
 def write_questions(folder: Path, name: str, count: int, seed: int, *, with_images: bool) -> Path:
-    """Write `count` questions as `<name>.jsonl`, with their images beside it; returns the file.
+    """Write `count` questions to `<name>.jsonl` and their images to `images/`; returns the file.
 
-    The colours are equally frequent, so that answering always the same is right once in four.
+    The colors are equally frequent: always giving the same answer is right 1 time in 4.
     """
     rng = random.Random(seed)
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
-        colour, shape = list(COLOURS)[number % len(COLOURS)], rng.choice(SHAPES)
+        color, shape = list(COLORS)[number % len(COLORS)], rng.choice(SHAPES)
         if with_images:
             path = images / f"{name}_{number:03d}.png"
-            draw(rng, colour, shape).save(path)
-            row = {"problem": f"<image>What colour is the {shape}?", "answer": colour, "images": [path.name]}
+            draw(rng, color, shape).save(path)
+            row = {"problem": f"<image>What colour is the {shape}?", "answer": color, "images": [path.name]}
         else:
-            words = [shape, colour, rng.choice(("big", "small", "old", "new"))]
+            words = [shape, color, rng.choice(("big", "small", "old", "new"))]
             rng.shuffle(words)
-            row = {"problem": f"Look: {' '.join(words)}. What colour?", "answer": colour}
+            row = {"problem": f"Look: {' '.join(words)}. What colour?", "answer": color}
         rows.append(row)
     rng.shuffle(rows)
     return save_rows(rows, folder / f"{name}.jsonl")
 
 
 def save_rows(rows: list[dict], path: Path) -> Path:
-    """Write one JSON object a line; returns the file."""
+    """Write one JSON object per line and return the file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, judged by tests in a sandbox: the last ```python block after `</think>`.
+"""Programs, tested in a sandbox: the last ```python block after `</think>`.
 
 overall = accuracy                  all tests passed, else 0; or passed ** power with `partial: true`
 
-passed                              share of the tests that passed
-wrong, crashed, timed_out, not_run  shares of the other tests; without a program all tests are `not_run`
+passed                              fraction of the tests that passed
+wrong, crashed, timed_out, not_run  fractions of the other tests; without a program all tests are `not_run`
 format                              1 if there is a ```python block, else 0
 
 The ground truth holds the tests, in the format of Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP: stdin and
 stdout, calls of a function, or assertions (`verl/rewards/sandbox/cases.py`). Skywork-OR1's graded reward is
 `partial: true, power: 4`. A test may take `cpu_s` seconds, all tests of a row `budget_s`; set
-`worker.reward.timeout_s` above that. If the machine cannot isolate programs, none runs and the call fails.
+`worker.reward.timeout_s` above that. On a machine that cannot isolate programs, none is run and the call
+fails.
 """
 
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DAPO: the answer in a last line `Answer: ...`, and a penalty for long responses.
+"""DAPO: the answer is the last line `Answer: ...`; long responses are penalized.
 
 Use it with `examples/format_prompt/dapo.jinja`.
 
@@ -8,7 +8,7 @@ Use it with `examples/format_prompt/dapo.jinja`.
     accuracy              1 if the last `Answer:` equals the ground truth mathematically, else -1
     overlong              for L = response_length, M = max_response_length, b = overlong_buffer_length:
                           0 for L <= M - b;   (M - b - L) / b for M - b < L <= M;   -1 for L > M
-    accuracy_normalized   (accuracy + 1) / 2, in [0, 1]: for `algorithm.filter_key`
+    accuracy_normalized   (accuracy + 1) / 2, in [0, 1]; use it as `algorithm.filter_key`
 
 Source: DAPO, section 3.4, equation 13 (https://arxiv.org/abs/2503.14476). Set `max_response_length` in
 `worker.reward.reward_function_kwargs` to `data.max_response_length`.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model judges how well free text agrees with the ground truth.
+"""A language model judges how well a free-text response agrees with the ground truth.
 
 overall = accuracy
 
 accuracy   the judge's score from 0 to 10, divided by 10; 0 without a verdict
-verdict    1 if the judge's answer holds a score, else 0; its mean should stay near 1
+verdict    1 if the judge's answer contains a score, else 0; its mean should stay near 1
 
-The judge sees the response without its thoughts. Any OpenAI-compatible endpoint works:
+The judge sees the response without its reasoning. Any OpenAI-compatible endpoint works:
 
     worker.reward.reward_function_kwargs='{base_url: http://localhost:8000/v1, model: Qwen/Qwen3-8B}'
 
-`api_key_env` names the environment variable that holds the endpoint's key; `cache_dir` keeps the judge's
-answers, so that a repeated or resumed run does not ask again.
+`api_key_env` names the environment variable with the endpoint's key; `cache_dir` stores the judge's answers,
+so that a repeated or resumed run does not ask again.
 """
 
 import re

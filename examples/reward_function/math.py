@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Mathematics: the answer in `\boxed{}` after a `<think>` block, for `examples/format_prompt/math.jinja`.
+r"""Mathematics: an answer in `\boxed{}` after a `<think>` block, for `examples/format_prompt/math.jinja`.
 
 overall = (1 - format_weight) * accuracy + format_weight * format        0.9 and 0.1 by default
 

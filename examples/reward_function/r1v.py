@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visual questions: the answer in `<answer>` after a `<think>` block, for `examples/format_prompt/r1v.jinja`.
+"""Visual questions: an answer in `<answer>` after a `<think>` block, for `examples/format_prompt/r1v.jinja`.
 
-overall = (1 - format_weight) * accuracy + format_weight * format        one half each by default
+overall = (1 - format_weight) * accuracy + format_weight * format        both weights 0.5 by default
 
 accuracy   1 if the content of the last `<answer>` equals the ground truth, as text or mathematically, else 0;
-           a ground truth may be inside `<answer>` too, as in R1-V and LongVideo-Reason
+           the ground truth may have `<answer>` tags, too, as in R1-V and LongVideo-Reason
 format     1 if the response is `<think>...</think><answer>...</answer>`, else 0
 """
 

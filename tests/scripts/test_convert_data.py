@@ -286,7 +286,7 @@ def test_an_unreachable_hub_is_an_error_that_names_the_input(tmp_path, monkeypat
 
     assert main(["gsm8k", "--input", "openai/gsm8k@train", "--output", "a.parquet"]) == 1
 
-    assert "`--input`: openai/gsm8k is no local file or directory" in capsys.readouterr().err
+    assert "`--input`: openai/gsm8k is not a local file or directory" in capsys.readouterr().err
 
 
 def test_the_list_names_every_data_set_its_columns_and_an_existing_example(capsys):
