@@ -80,6 +80,9 @@ class RewardPool:
 
     def wait_until_loaded(self) -> Ready:
         """Wait for the first process to import the user's file; raises the reason if it could not."""
+        error = self._ready.exception()
+        if error is not None:
+            raise error  # here, so that commands see that this package raised it, see `raised_by_us`
         return self._ready.result()
 
     def submit(self, calls: list[Call]) -> None:
