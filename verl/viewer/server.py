@@ -17,15 +17,14 @@ from typing import Any, BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
 from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE
@@ -47,41 +46,27 @@ HEADERS = {
 }
 
 
-class SafeHeaders:
-    """Adds `HEADERS` to every response, including errors."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await self.app(scope, receive, send_with_headers)
+async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Add `HEADERS` to a response, including errors."""
+    response = await call_next(request)
+    response.headers.update(HEADERS)
+    return response
 
 
 class TokenGate:
     """Requires the token: in the address on the first visit, in a cookie afterwards."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token, self.cookie = app, token, cookie_name(token)
+    def __init__(self, token: str) -> None:
+        self.token, self.cookie = token, cookie_name(token)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        request = Request(scope)
+    async def __call__(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         if self._is_token(request.cookies.get(self.cookie, "")):
-            return await self.app(scope, receive, send)
+            return await call_next(request)
         if not self._is_token(request.query_params.get(TOKEN, "")):
-            refusal = PlainTextResponse(
-                "open the full address printed by the viewer, including its token", 403
-            )
-            return await refusal(scope, receive, send)
+            return PlainTextResponse("open the full address printed by the viewer, including its token", 403)
         answer = RedirectResponse(request.url.path, 303)  # the token leaves the address bar
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
-        return await answer(scope, receive, send)
+        return answer
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self.token.encode())
@@ -114,21 +99,15 @@ def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False)
-    gate = Middleware(TokenGate, token=token)
-    return Starlette(routes=routes, middleware=[Middleware(SafeHeaders), hosts, gate])
+    headers, gate = (
+        Middleware(BaseHTTPMiddleware, dispatch=dispatch) for dispatch in (add_headers, TokenGate(token))
+    )
+    return Starlette(routes=routes, middleware=[headers, hosts, gate])
 
 
 def loopback_socket(port: int) -> socket.socket:
     """Open a listening socket on 127.0.0.1; port 0 picks a free one."""
-    listening = socket.socket()
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((LOOPBACK, port))
-        listening.listen()
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    return socket.create_server((LOOPBACK, port))
 
 
 def new_token() -> str:
