@@ -11,9 +11,9 @@ import hashlib
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
@@ -78,24 +78,14 @@ def cookie_name(token: str) -> str:
 
 
 def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
-    """Build the application.
-
-    - `/api/runs`: names, sizes, and a version that changes with the content
-    - `/api/runs/{run}/metrics`: logged metrics as columns
-    - `/api/runs/{run}/groups/{step}/{group}`: the full responses to a prompt
-    - `/api/rollouts?run=0&score_min=0.5...`: a page of the table, see `RolloutQuery`
-    - `/api/distributions?run=0...`: histograms of the same rows
-    - `/media/{run}/{file}`: an image, or a frame of a video
-    - `/`: the page
-    """
     views = _Views(runs)
     routes = [
-        Route("/api/runs", _as_json(views.runs)),
-        Route("/api/runs/{run:int}/metrics", _as_json(views.metrics)),
-        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", _as_json(views.group)),
-        Route("/api/rollouts", _as_json(views.rollouts)),
-        Route("/api/distributions", _as_json(views.distributions)),
-        Route("/media/{run:int}/{file}", views.media),
+        Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
+        Route("/api/runs/{run:int}/metrics", views.metrics),  # logged metrics as columns
+        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/rollouts", views.rollouts),  # a page of the table: `?run=0&score_min=0.5`
+        Route("/api/distributions", views.distributions),  # histograms of the same rows
+        Route("/media/{run:int}/{file}", views.media),  # an image, or a frame of a video
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False)
@@ -142,27 +132,27 @@ class _Views:
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._runs = runs
 
-    def runs(self, request: Request) -> Any:
-        return [run.state() for run in self._runs]
+    def runs(self, request: Request) -> Response:
+        return JSONResponse([run.state() for run in self._runs])
 
-    def metrics(self, request: Request) -> Any:
-        return self._run(request).metrics()
+    def metrics(self, request: Request) -> Response:
+        return JSONResponse(self._run(request).metrics())
 
-    def group(self, request: Request) -> Any:
+    def group(self, request: Request) -> Response:
         params = request.path_params
         try:
-            return self._run(request).rollouts.group(params["step"], params["group"])
+            return JSONResponse(self._run(request).rollouts.group(params["step"], params["group"]))
         except KeyError as error:
             raise HTTPException(404, str(error.args[0])) from error
 
-    def rollouts(self, request: Request) -> Any:
+    def rollouts(self, request: Request) -> Response:
         query = self._query(request)
         table = select(self._runs, query)
-        return page(table, query) | {"choices": choices(table)}
+        return JSONResponse(page(table, query) | {"choices": choices(table)})
 
-    def distributions(self, request: Request) -> Any:
+    def distributions(self, request: Request) -> Response:
         query = self._query(request)
-        return distributions(select(self._runs, query), query.runs)
+        return JSONResponse(distributions(select(self._runs, query), query.runs))
 
     def media(self, request: Request) -> Response:
         name = request.path_params["file"]
@@ -182,7 +172,3 @@ class _Views:
             return RolloutQuery.from_params(request.query_params.multi_items(), len(self._runs))
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-
-
-def _as_json(view: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    return lambda request: JSONResponse(view(request))

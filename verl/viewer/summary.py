@@ -6,6 +6,7 @@ Runs are shown side by side as far as the width allows. To show another metric, 
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ METRICS = (  # label, metrics of which the first logged one is shown, function o
 )
 STEP_SECONDS = "timing_s/step"
 PHASE = "timing_s/"
+TRAINED_STEP = re.compile(r'^\{"step": (\d+),.*"update_actor"', re.MULTILINE)  # in the log
 RECENT = 20  # steps to average times over
 LABEL, COLUMN, GAP = 15, 29, 3  # characters: first column, column of a run, gap
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -83,10 +85,8 @@ class RunNumbers:
     def read(cls, run: RunFolder) -> "RunNumbers":
         """Read the files of a run, which may be incomplete or missing."""
         columns = run.metrics()
-        metrics = {}
-        for name, values in columns["metrics"].items():
-            if known := [float(value) for value in values if _is_finite(value)]:
-                metrics[name] = known
+        finite = {name: [*filter(_is_finite, values)] for name, values in columns["metrics"].items()}
+        metrics = {name: values for name, values in finite.items() if values}
         return cls(run.name, columns["step"], metrics, _total_steps(run), _count_restarts(run))
 
     def recent(self, name: str) -> float | None:
@@ -231,18 +231,9 @@ def _total_steps(run: RunFolder) -> int | None:
 
 def _count_restarts(run: RunFolder) -> int:
     """Count how often the log goes back to a step that was already trained."""
-    count, before = 0, -1
     try:
-        lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        log = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return 0
-    for line in lines:
-        if '"update_actor"' not in line:
-            continue
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError):
-            continue  # a line that is being written
-        count += step <= before
-        before = step
-    return count
+    steps = [int(number) for number in TRAINED_STEP.findall(log)]
+    return sum(step <= before for before, step in pairwise(steps))
