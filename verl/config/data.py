@@ -71,10 +71,7 @@ class RowsConfig:
             low, high = self.min_pixels, self.max_pixels
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
         if not self.allow_media_urls and (self.media_url_hosts or self.media_url_dir):
-            yield (
-                f"`{path}.media_url_hosts` and `{path}.media_url_dir` have no effect without"
-                f" `{path}.allow_media_urls=true`"
-            )
+            yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"
         for host in self.media_url_hosts:
             if not HOST.fullmatch(host):
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"

@@ -121,10 +121,7 @@ class OptimConfig:
         for pattern, factor in self.lr_factors.items():
             yield from _factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
         if self.strategy == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            yield (
-                f"`{path}.strategy` (adamw_8bit) needs the package torchao, which is not installed:"
-                " pip install 'verl[torchao]'"
-            )
+            yield f"`{path}.strategy` (adamw_8bit) needs the package torchao: pip install 'verl[torchao]'"
 
 
 def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
@@ -134,10 +131,7 @@ def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
         yield f"{name} must be a regular expression: {error}"
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
     if not is_number or not 0.0 < factor < math.inf:
-        yield (
-            f"{name} must be a number above 0, got {factor!r}:"
-            " use `freeze_modules` of the model to freeze parameters"
-        )
+        yield f"{name} must be a number above 0, got {factor!r}: `freeze_modules` freezes parameters"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a logger. To add one, register a subclass of `Logger` under its name in `trainer.logger`.
-
-console.py    progress on a terminal, plain lines elsewhere
-file.py       files in the run's folder
-services.py   tensorboard, wandb, swanlab, mlflow
-tracker.py    all loggers of a run as one
-"""
+"""Interface of a logger. To add one, register a subclass of `Logger` under its name in `trainer.logger`."""
 
 import importlib
 from collections.abc import Mapping, Sequence
