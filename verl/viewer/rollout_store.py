@@ -89,11 +89,7 @@ class RolloutStore:
         self.folder = run_folder / FOLDER
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> bool:
-        """Write the rows of a step, replacing earlier ones; columns missing in a row are null.
-
-        Returns:
-            False if the disk is full; the step is then skipped with a warning.
-        """
+        """Write the rows of a step over earlier ones; missing columns are null. False if the disk is full."""
         unknown = sorted({name for row in rows for name in row} - set(SCHEMA.names))
         if unknown:
             raise ValueError(f"a rollout has no columns {unknown}; its columns are {SCHEMA.names}")
