@@ -68,7 +68,7 @@ class ResourcePool:
             remedy += " or `trainer.nnodes`, or join nodes with `ray start --address=<head node>:6379`"
         elif self.device == "cpu":
             remedy += ", or start Ray yourself with `ray start --head --num-cpus=N`"
-        raise ClusterError(f"{self._need()}, found {len(nodes)} nodes ({found}): {remedy}")
+        raise ClusterError(f"{self._need()} each, found {len(nodes)} nodes ({found}): {remedy}")
 
     def acquire(self) -> None:
         """Take the resources; wait at most `timeout_s` for others to free them."""
@@ -78,8 +78,8 @@ class ResourcePool:
             self.release()
             free = _amounts(ray.available_resources(), self.per_node())
             raise ClusterError(
-                f"{self._need()}; the cluster is large enough, but only {free} are free in all of it after"
-                f" {self.timeout_s:g} seconds: end other runs on it (see `ray status`)"
+                f"{self._need()} each; the cluster is large enough, but only {free} are free in all of it"
+                f" after {self.timeout_s:g} seconds: end other runs on it (see `ray status`)"
             )
 
     def release(self) -> None:
@@ -110,7 +110,7 @@ class ResourcePool:
         need = self.per_node()
         return (
             f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
-            f" {self.device} needs {self.nnodes} nodes with {_amounts(need, need)} each"
+            f" {self.device} needs {self.nnodes} nodes with {_amounts(need, need)}"
         )
 
 
