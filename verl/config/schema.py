@@ -21,7 +21,9 @@ from verl.config.parsing import convert, read_config_file, read_option, resolve_
 from verl.config.renamed_keys import RenamedKeys
 
 C = TypeVar("C")
-is_section = dataclasses.is_dataclass  # of a field's type; otherwise it is a single option
+is_section: Callable[[Any], bool] = (
+    dataclasses.is_dataclass
+)  # of a field's type; otherwise it is a single option
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
 MAX_KEY = 200  # characters of a key that may be a misspelled one
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
@@ -237,8 +239,8 @@ def _check_value(value: Any, entry: OptionEntry) -> None:
     if value is None:
         return
     items, verb = (value, "hold only") if isinstance(value, tuple | list) else ([value], "be one of")
-    for item in items if info.choices else ():
-        if item not in info.choices:
+    for item in items:
+        if info.choices and item not in info.choices:
             raise ValueError(f"must {verb} {list(info.choices)}, got {show(item)}")
     if info.unavailable and value != entry.default:
         default = show(entry.default)
