@@ -13,9 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.single_controller.ray import reachable
-from verl.single_controller.ray.cluster import connect
-from verl.single_controller.ray.reachable import why_unreachable
+from verl.single_controller.ray.cluster import connect, why_unreachable
 from verl.single_controller.ray.resource_pool import ClusterError
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -109,7 +107,7 @@ def test_an_unknown_machine_is_an_error():
 
 
 def test_another_program_on_the_port_is_an_error_after_the_time_limit(monkeypatch, listener):
-    monkeypatch.setattr(reachable, "ANSWER_S", 2.0)
+    monkeypatch.setattr("verl.single_controller.ray.cluster.ANSWER_S", 2.0)
     start = time.monotonic()
 
     assert "did not let this machine join within 2 s" in why_unreachable(listener)

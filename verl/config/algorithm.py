@@ -86,9 +86,7 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """Advantages, the KL term and the selection of rollouts."""
 
-    gamma: float = option(
-        1.0, "Discount factor per token in `gae` and `reinforce_plus_plus`.", minimum=0.0, maximum=1.0
-    )
+    gamma: float = option(1.0, "Token discount in `gae` and `reinforce_plus_plus`.", minimum=0.0, maximum=1.0)
     lam: float = option(1.0, "Lambda of `gae`: lower is less variance, more bias.", minimum=0.0, maximum=1.0)
     adv_estimator: str = option("grpo", "Advantage estimator.", choices=ADV_ESTIMATOR_NAMES)
     norm_adv_by_std: bool = option(
@@ -106,9 +104,7 @@ class AlgorithmConfig:
     kl_penalty: str = option("kl", "KL estimator.", choices=KL_NAMES, example="low_var_kl")
     kl_coef: float = option(1e-3, "Coefficient of the KL term; 0 only logs it.", minimum=0.0, example=1e-2)
     kl_type: str = option(
-        "fixed",
-        "Coefficient of the KL in the rewards: fixed, or adapted to reach `kl_target`.",
-        choices=("fixed", "adaptive"),
+        "fixed", "`kl_coef` in rewards: fixed, or adapted to `kl_target`.", choices=("fixed", "adaptive")
     )
     kl_horizon: float = option(1e4, "Time scale of the adaptive coefficient in sequences.", minimum=1.0)
     kl_target: float = option(0.1, "Target KL of the adaptive coefficient in nats.", minimum=1e-6)

@@ -52,10 +52,7 @@ def _filters(algorithm: AlgorithmConfig, reward: RewardConfig, trainer: TrainerC
     if trainer.rejection_sample_multiplier > 1 and not trainer.rejection_sample:
         yield "`trainer.rejection_sample_multiplier` above 1 needs `trainer.rejection_sample=true`"
     if (algorithm.online_filtering or trainer.rejection_sample) and reward.reward_function is None:
-        yield (
-            "`worker.reward.reward_function` must be set to filter prompts: only its scores are known during"
-            " sampling"
-        )
+        yield "`worker.reward.reward_function` must be set to filter prompts: sampling sees only its scores"
 
 
 def _critic(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerConfig) -> Iterator[str]:
@@ -108,16 +105,11 @@ def _rewards(algorithm: AlgorithmConfig, worker: WorkerConfig, data: DataConfig)
         )
     if estimator not in ("gdpo", "prime"):
         return
-    # These estimators read components of the reward, so whatever is added to the overall score would be lost.
+    # Whatever is added to the overall score would be lost.
+    why = f"with `algorithm.adv_estimator={estimator}`, which reads components of the reward function only"
     if reward.reward_function is None:
-        yield f"`worker.reward.reward_function` must be set with `algorithm.adv_estimator={estimator}`"
+        yield f"`worker.reward.reward_function` must be set {why}"
     if reward.overlong_buffer_length:
-        yield (
-            f"`worker.reward.overlong_buffer_length` must be 0 with `algorithm.adv_estimator={estimator}`,"
-            " which reads components of the reward and not its sum"
-        )
+        yield f"`worker.reward.overlong_buffer_length` must be 0 {why}"
     if worker.reward_model.is_used:
-        yield (
-            f"`worker.reward_model.model.model_path` must be null with `algorithm.adv_estimator={estimator}`,"
-            " which reads components of the reward function only"
-        )
+        yield f"`worker.reward_model.model.model_path` must be null {why}"

@@ -22,10 +22,7 @@ class RowsConfig:
         example="hiyouga/math12k@train",
     )
     val_files: str | list[str] = option(
-        "",
-        "Validation data, in the format of `train_files`.",
-        resolve=data_sources,
-        example="hiyouga/math12k@test",
+        "", "Validation data, like `train_files`.", resolve=data_sources, example="hiyouga/math12k@test"
     )
     prompt_key: str = option("prompt", "Column of the prompt: text or chat messages.", example="problem")
     image_key: str = option("images", "Column of the images.")
@@ -35,28 +32,20 @@ class RowsConfig:
         None, "Base folder of video paths; null is `image_dir`.", resolve=existing_folder
     )
     cache_dir: str | None = option(
-        None,
-        "Folder that caches decoded video frames between runs; null disables the cache.",
-        resolve=writable_folder,
+        None, "Folder that caches decoded video frames; null disables the cache.", resolve=writable_folder
     )
     video_fps: float = option(2.0, "Frames sampled per second of video.", minimum=0.01)
     row_timeout_s: float | None = option(
-        300.0,
-        "Time limit in seconds for reading the media of a row, after which the row is bad; null is no limit.",
-        minimum=1.0,
+        300.0, "Seconds to read a row's media, after which the row is bad; null is no limit.", minimum=1.0
     )
     allow_media_urls: bool = option(False, "Download media given by URL; otherwise they are an error.")
     media_url_hosts: tuple[str, ...] = option(
         (), "Allowed hosts of media downloads, including private ones; empty allows all public hosts."
     )
-    media_url_timeout_s: float = option(
-        60.0, "Seconds per download, with redirects and retries.", minimum=0.1
-    )
+    media_url_timeout_s: float = option(60.0, "Seconds per download with redirects and retries.", minimum=0.1)
     media_url_max_mb: int = option(1024, "Maximum size of a download in MiB.", minimum=1)
     media_url_dir: str | None = option(
-        None,
-        "Folder for downloaded files; null is a folder in the temporary directory of each node.",
-        resolve=writable_folder,
+        None, "Download folder; null is one in each node's temporary directory.", resolve=writable_folder
     )
     format_prompt: str | None = option(
         None,
@@ -74,9 +63,7 @@ class RowsConfig:
     filter_overlong_prompts_workers: int = option(16, "Processes that measure row lengths.", minimum=1)
     num_workers: int = option(8, "Data loading processes; 0 loads in the main process.", minimum=0)
     on_bad_row: str = option(
-        "error",
-        "Handling of rows that cannot be used: stop with an error, or skip and list them.",
-        choices=("error", "skip"),
+        "error", "On unusable rows: stop with an error, or skip and list them.", choices=("error", "skip")
     )
 
     def problems(self, path: str) -> Iterator[str]:
@@ -84,10 +71,7 @@ class RowsConfig:
             low, high = self.min_pixels, self.max_pixels
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
         if not self.allow_media_urls and (self.media_url_hosts or self.media_url_dir):
-            yield (
-                f"`{path}.media_url_hosts` and `{path}.media_url_dir` have no effect without"
-                f" `{path}.allow_media_urls=true`"
-            )
+            yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"
         for host in self.media_url_hosts:
             if not HOST.fullmatch(host):
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"

@@ -53,9 +53,7 @@ class LoraConfig:
     use_rslora: bool = option(False, "Divide alpha by the square root of the rank (rsLoRA).")
     use_dora: bool = option(False, "Learn magnitude and direction of weight rows separately (DoRA).")
     path: str | None = option(
-        None,
-        "Folder of a PEFT adapter to start from; its config replaces the options above.",
-        resolve=existing_folder,
+        None, "Initial PEFT adapter folder; its config overrides this section.", resolve=existing_folder
     )
 
     @property
@@ -67,9 +65,7 @@ class LoraConfig:
 class ModelConfig:
     """Model and trainable parameters."""
 
-    model_path: str | None = option(
-        None, "Model folder or hub name; required for the actor.", resolve=model_source
-    )
+    model_path: str | None = option(None, "Folder or hub name; required for the actor.", resolve=model_source)
     tokenizer_path: str | None = option(
         None, "Folder or hub name of the tokenizer and processor; null is `model_path`.", resolve=model_source
     )
@@ -108,21 +104,15 @@ class OptimConfig:
     )
     lr_warmup_ratio: float = option(0.0, "Warm-up as a fraction of training steps.", minimum=0.0, maximum=1.0)
     lr_warmup_steps: int | None = option(None, "Warm-up steps; overrides `lr_warmup_ratio`.", minimum=0)
-    min_lr_ratio: float | None = option(
-        None, "Final learning rate as a fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0
-    )
+    min_lr_ratio: float | None = option(None, "Final fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0)
     lr_scheduler_type: str = option(
         "constant",
         "Schedule after warm-up; `wsd` is constant, then decays in the last steps.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
-    lr_decay_ratio: float = option(
-        0.2, "Decay phase of `wsd` as a fraction of the training steps.", minimum=TINY, maximum=1.0
-    )
+    lr_decay_ratio: float = option(0.2, "Fraction of steps in the `wsd` decay.", minimum=TINY, maximum=1.0)
     lr_decay_shape: str = option(
-        "sqrt",
-        "Decay shape of `wsd`: linear, half a cosine, or 1 - sqrt(progress).",
-        choices=("linear", "cosine", "sqrt"),
+        "sqrt", "Decay of `wsd`; `sqrt` is 1 - sqrt(progress).", choices=("linear", "cosine", "sqrt")
     )
 
     def problems(self, path: str) -> Iterator[str]:
@@ -131,10 +121,7 @@ class OptimConfig:
         for pattern, factor in self.lr_factors.items():
             yield from _factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
         if self.strategy == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            yield (
-                f"`{path}.strategy` (adamw_8bit) needs the package torchao, which is not installed:"
-                " pip install 'verl[torchao]'"
-            )
+            yield f"`{path}.strategy` (adamw_8bit) needs the package torchao: pip install 'verl[torchao]'"
 
 
 def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
@@ -144,10 +131,7 @@ def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
         yield f"{name} must be a regular expression: {error}"
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
     if not is_number or not 0.0 < factor < math.inf:
-        yield (
-            f"{name} must be a number above 0, got {factor!r}:"
-            " use `freeze_modules` of the model to freeze parameters"
-        )
+        yield f"{name} must be a number above 0, got {factor!r}: `freeze_modules` freezes parameters"
 
 
 @dataclass(frozen=True)
@@ -162,10 +146,7 @@ class FSDPConfig:
         None, "Data type of the stored weights; null is fp32 for training and bf16 for the reference."
     )
     fsdp_size: int = option(
-        -1,
-        "Ranks that share one copy of the weights; -1 is all, fewer is hybrid sharding.",
-        minimum=1,
-        also=(-1,),
+        -1, "Ranks per copy of the weights; -1 is all, fewer is hybrid sharding.", minimum=1, also=(-1,)
     )
     mp_param_dtype: str = dtype_option("bf16", "Data type of weights and activations in computation.")
     mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
@@ -201,13 +182,9 @@ class TrainedModelConfig:
 class PolicyConfig(TrainedModelConfig):
     """A trained policy, with sequence parallelism and cached features of a frozen vision tower."""
 
-    ulysses_size: int = option(
-        1, "Ranks that share a sequence by attention heads, whose number it must divide.", minimum=1
-    )
+    ulysses_size: int = option(1, "Ranks that share a sequence by heads; must divide their count.", minimum=1)
     ring_size: int = option(1, "Groups of `ulysses_size` ranks that share a sequence in a ring.", minimum=1)
-    divide_short_sequences: bool = option(
-        False, "Divide all sequences over the ranks, even those estimated to be faster undivided."
-    )
+    divide_short_sequences: bool = option(False, "Divide sequences even if estimated to be faster undivided.")
     cached_embeds_dir: str | None = option(
         None,
         "Folder that caches features of a frozen vision tower between runs; null disables the cache.",

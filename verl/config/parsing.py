@@ -37,12 +37,8 @@ UNREADABLE = (
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the sections of a YAML file; references such as `${a.b}` stay unresolved.
-
-    Raises:
-        ValueError: The file is missing, too large, not valid YAML or not a mapping; the message names it.
-    """
-    if not os.path.isfile(path):
+    """Return the sections of a YAML file; references such as `${a.b}` stay unresolved."""
+    if not os.path.isfile(path):  # unlike `Path.is_file`, false for a name that is too long
         raise ValueError(f"no file {path}")
     size = path.stat().st_size
     if size > MAX_BYTES:
@@ -69,11 +65,7 @@ def read_option(text: str, hint: Any) -> Any:
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `${a.b}` and `${oc.env:NAME}` by the values they refer to.
-
-    Raises:
-        ValueError: A reference is dangling or circular; the message names its key.
-    """
+    """Replace `${a.b}` and `${oc.env:NAME}` by the values; a ValueError names a dangling or circular one."""
     try:
         _check_growth(values)
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
@@ -189,11 +181,8 @@ def _convert_one(value: Any, hint: Any) -> Any:
         return value == 1 or str(value).lower() == "true"
     if hint is str and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-    if (
-        hint is Any
-        or (origin is dict and isinstance(value, dict))
-        or (origin is Literal and value in get_args(hint))
-    ):
+    is_literal = origin is Literal and value in get_args(hint)
+    if hint is Any or is_literal or (origin is dict and isinstance(value, dict)):
         return value
     raise ValueError
 

@@ -22,9 +22,7 @@ class PPOConfig(RunTree):
 
     data: DataConfig = option(DataConfig, "Prompts and their batches.")
     worker: WorkerConfig = option(WorkerConfig, "Models, rollout engine and reward function.")
-    algorithm: AlgorithmConfig = option(
-        AlgorithmConfig, "Advantages, the KL term and the selection of rollouts."
-    )
+    algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages, KL term and selection of rollouts.")
     trainer: TrainerConfig = option(TrainerConfig, "Duration, devices, logging and checkpoints.")
 
     @property

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,16 +36,11 @@ class RenamedKey(NamedTuple):
 
 @dataclass(frozen=True)
 class RenamedKeys:
-    """The keys of one program.
-
-    Attributes:
-        page: Page of the docs that explains them, for errors.
-        file: YAML file of the keys. It is read at the first unknown key, because a run rarely needs it.
-    """
+    """The keys of one program."""
 
     program: str
-    page: str
-    file: Path
+    page: str  # of the docs, which explains them
+    file: Path  # YAML, read at the first unknown key, because a run rarely needs it
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -72,11 +68,7 @@ class RenamedKeys:
         return next((name for name in candidates if name in self.keys), None)
 
     def problems(self, found: Sequence[tuple[str, str]]) -> list[str]:
-        """Return a sentence for each of a few keys, or a table and a list for many.
-
-        Args:
-            found: Each key as the user wrote it, with its entry from `find`.
-        """
+        """Return sentences for a few keys, each with its entry from `find`, or a table and list for many."""
         if len(found) <= SINGLE:
             return [self._sentence(key[:MAX_SHOWN], *self.keys[entry]) for key, entry in found]
         renamed = {key: self.keys[entry] for key, entry in found if self.keys[entry].option}
@@ -128,9 +120,8 @@ def _lists(keys: Sequence[str]) -> list[str]:
     sections: dict[str, list[str]] = defaultdict(list)
     for section, name in map(_divided, keys):
         sections[section].append(name)
-    return [
-        line for section, names in sections.items() for line in _wrapped(f"{section}: {', '.join(names)}")
-    ]
+    lines = (_wrapped(f"{section}: {', '.join(names)}") for section, names in sections.items())
+    return list(chain.from_iterable(lines))
 
 
 def _divided(key: str) -> tuple[str, str]:

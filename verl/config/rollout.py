@@ -20,19 +20,10 @@ SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown na
 class RolloutConfig:
     """Rollout engine."""
 
-    name: str = option(
-        "vllm",
-        "Rollout engine: vLLM, or the generation of transformers as a reference.",
-        choices=("vllm", "hf"),
-    )
+    name: str = option("vllm", "Rollout engine: vLLM, or transformers for reference.", choices=("vllm", "hf"))
     n: int = option(1, "Responses per prompt, which form a group.", minimum=1, example=5)
     temperature: float = option(1.0, "Sampling temperature; also applied to log-probs.", minimum=0.01)
-    top_p: float = option(
-        1.0,
-        "Sample from the smallest set of tokens with this cumulative probability.",
-        minimum=TINY,
-        maximum=1.0,
-    )
+    top_p: float = option(1.0, "Probability mass of the tokens to sample from.", minimum=TINY, maximum=1.0)
     top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", minimum=1, also=(-1, 0))
     seed: int = option(1, "Random seed for sampling.", minimum=0)
     lora_sync: str = option(
@@ -43,21 +34,15 @@ class RolloutConfig:
     )
     limit_images: int = option(0, "Maximum images per prompt; 0 is the engine's own limit.", minimum=0)
     dtype: str = dtype_option("bf16", "Data type of the engine's weights and activations.")
-    gpu_memory_utilization: float = option(
-        0.6, "Fraction of GPU memory for the engine while it is awake.", minimum=0.01, maximum=1.0
-    )
+    gpu_memory_utilization: float = option(0.6, "GPU memory fraction while awake.", minimum=0.01, maximum=1.0)
     ignore_eos: bool = option(False, "Continue sampling after the EOS token; for benchmarks.")
     enforce_eager: bool = option(False, "Disable CUDA graphs: faster to start, slower to sample.")
     enable_chunked_prefill: bool = option(False, "Let the engine split the prefill of long prompts.")
     tensor_parallel_size: int = option(2, "Ranks per engine.", minimum=1)
     max_model_len: int | None = option(
-        None,
-        "Maximum tokens per sequence; null is the sum of maximum prompt and response length.",
-        minimum=1,
+        None, "Maximum tokens per sequence; null is the sum of maximum prompt and response length.", minimum=1
     )
-    max_num_batched_tokens: int = option(
-        8192, "Maximum tokens that the engine processes per step.", minimum=1
-    )
+    max_num_batched_tokens: int = option(8192, "Maximum tokens the engine processes per step.", minimum=1)
     disable_log_stats: bool = option(True, "Disable the engine's logging of statistics.")
     disable_tqdm: bool = option(False, "Disable the progress bar of the rollout.")
     val_override_config: dict[str, Any] = option(
@@ -74,10 +59,7 @@ class RolloutConfig:
     group_frames: int = option(64, "Frames encoded at once.")
     max_frames_vllm: int = option(-1, "Maximum number of frames for the engine; -1 is all.")
     num_chunk_seq: int = option(
-        -1,
-        "Chunks in which ranks that share a sequence gather its media features; -1 is one.",
-        minimum=1,
-        also=(-1,),
+        -1, "Chunks in which ranks of a sequence gather media features; -1 is one.", minimum=1, also=(-1,)
     )
     audio_max_length: int = option(10000, "Maximum number of audio samples.")
     open_ended_reward: bool = option(False, "Score responses with a language model.")

@@ -37,11 +37,7 @@ class Rejection(NamedTuple):
 
 
 def parse_bounds(text: str, option: str) -> Bounds:
-    """Parse the threshold of importance weights: `2.0` clips them at 2, `0.5_5.0` drops weights outside.
-
-    Raises:
-        ValueError: It is neither, or the bounds do not contain 1; the message names `option`.
-    """
+    """Parse the threshold of importance weights: `2.0` clips them at 2, `0.5_5.0` drops weights outside."""
     numbers = _numbers(text)
     if len(numbers) == 1 and numbers[0] >= 1:
         return Bounds(None, numbers[0])
@@ -56,11 +52,8 @@ def parse_bounds(text: str, option: str) -> Bounds:
 def parse_rejections(names: str | None, thresholds: str | None, path: str) -> tuple[Rejection, ...]:
     """Parse comma-separated criteria, `seq_mean_k1,seq_max_k3`, and their thresholds, `0.99_1.01,0.5`.
 
-    A threshold of k1 is `LOW_HIGH`, or one number u for `1/u_u`; k2 and k3 take one number.
-
-    Raises:
-        ValueError: A name or threshold is invalid, or their numbers differ; the message names the option
-            in the section `path`.
+    A threshold of k1 is `LOW_HIGH`, or one number u for `1/u_u`; k2 and k3 take one number. Errors name the
+    option in the section `path`.
     """
     option = f"{path}.rollout_rs"
     if names is None:

@@ -10,11 +10,10 @@ options without effect.
 
 import dataclasses
 import difflib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -22,6 +21,9 @@ from verl.config.parsing import convert, read_config_file, read_option, resolve_
 from verl.config.renamed_keys import RenamedKeys
 
 C = TypeVar("C")
+is_section: Callable[[Any], bool] = (
+    dataclasses.is_dataclass
+)  # of a field's type; otherwise it is a single option
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
 MAX_KEY = 200  # characters of a key that may be a misspelled one
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
@@ -88,8 +90,9 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
         ConfigError: Names every unknown key, wrong value and broken rule.
     """
     problems: list[str] = []
-    hints = {entry.key: entry.hint for entry in list_options(cls)}
-    layers: dict[str, Any] = default_values(cls)
+    options = list_options(cls)
+    hints = {entry.key: entry.hint for entry in options}
+    layers = reduce(_merged, (_nest(entry.key, entry.default) for entry in options), {})
     for argument in arguments:
         if argument.startswith("config="):
             layers = _merged(layers, _read_file(argument.removeprefix("config=")))
@@ -111,20 +114,8 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
 
 
 def check_config(config: Any) -> None:
-    """Check every option and rule of a config that was built in Python.
-
-    Raises:
-        ConfigError: Names every wrong value and broken rule.
-    """
+    """Raise a ConfigError with every wrong value and broken rule of a config that was built in Python."""
     _Builder(type(config)).build(dataclasses.asdict(config))
-
-
-def default_values(cls: type) -> dict[str, Any]:
-    """Return the defaults of a config class as nested mappings."""
-    fields = _fields(cls)
-    return {
-        field.name: default_values(hint) if is_section(hint) else _default(field) for field, hint in fields
-    }
 
 
 def walk_options(
@@ -158,16 +149,9 @@ def config_notes(config: Any) -> list[str]:
     ]
 
 
-def is_section(hint: Any) -> bool:
-    """Return whether a field's type is a section, not a single option."""
-    return dataclasses.is_dataclass(hint)
-
-
 def value_at(config: Any, key: str) -> Any:
     """Return the value under a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return reduce(getattr, key.split("."), config)
 
 
 def nearest_key(key: str, cls: type) -> str | None:
@@ -254,21 +238,16 @@ def _check_value(value: Any, entry: OptionEntry) -> None:
     info = entry.info
     if value is None:
         return
-    if isinstance(value, tuple | list) and info.choices:
-        unknown = [item for item in value if item not in info.choices]
-        if unknown:
-            raise ValueError(f"must hold only {list(info.choices)}, got {show(unknown[0])}")
-        return
-    if info.choices and value not in info.choices:
-        raise ValueError(f"must be one of {list(info.choices)}, got {show(value)}")
+    items, verb = (value, "hold only") if isinstance(value, tuple | list) else ([value], "be one of")
+    for item in items:
+        if info.choices and item not in info.choices:
+            raise ValueError(f"must {verb} {list(info.choices)}, got {show(item)}")
     if info.unavailable and value != entry.default:
-        raise ValueError(
-            f"must be {show(entry.default)}, got {show(value)}: this version has no {info.unavailable}"
-        )
+        default = show(entry.default)
+        raise ValueError(f"must be {default}, got {show(value)}: this version has no {info.unavailable}")
     if isinstance(value, int | float) and value not in info.also:
-        low = -math.inf if info.minimum is None else info.minimum
-        high = math.inf if info.maximum is None else info.maximum
-        if not low <= value <= high:
+        is_low = info.minimum is not None and value < info.minimum
+        if is_low or (info.maximum is not None and value > info.maximum):
             raise ValueError(f"must be {info.range_text()}, got {show(value)}")
 
 

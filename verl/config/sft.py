@@ -58,10 +58,8 @@ class SFTRunConfig(RunConfig):
     """The options of `RunConfig` with other defaults."""
 
     total_epochs: int = option(3, "Epochs over the training data.", minimum=1)
-    project_name: str = option("sft", "Project name in loggers and checkpoint path.")
-    experiment_name: str = option(
-        "demo", "Run name in loggers and checkpoint path.", example="qwen2_5_7b_sft"
-    )
+    project_name: str = option("sft", "Project name in loggers and paths.")
+    experiment_name: str = option("demo", "Run name in loggers and paths.", example="qwen2_5_7b_sft")
 
 
 @dataclass(frozen=True)

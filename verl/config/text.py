@@ -41,11 +41,7 @@ def config_yaml(config: Any, *, only_changed: bool = False) -> str:
 
 
 def help_text(cls: type, topic: str = "") -> str:
-    """Return the options of a section, or those with `topic` in the key; all of them without a topic.
-
-    Raises:
-        ConfigError: No key contains `topic`.
-    """
+    """Return the options of a section, or the ones with `topic` in the key; all without a topic."""
     entries = list(walk_options(cls))
     chosen = [entry for entry in entries if _is_inside(entry.key, topic)]
     chosen = chosen or [entry for entry in entries if topic in entry.key and not is_section(entry.hint)]

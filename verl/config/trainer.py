@@ -22,10 +22,8 @@ class RunConfig:
 
     total_epochs: int = option(15, "Epochs over the training data.", minimum=1)
     max_steps: int | None = option(None, "Training steps; overrides `total_epochs`.", minimum=1)
-    project_name: str = option("easy_r1", "Project name in loggers and checkpoint path.")
-    experiment_name: str = option(
-        "demo", "Run name in loggers and checkpoint path.", example="qwen2_5_7b_math_grpo"
-    )
+    project_name: str = option("easy_r1", "Project name in loggers and paths.")
+    experiment_name: str = option("demo", "Run name in loggers and paths.", example="qwen2_5_7b_math_grpo")
     logger: tuple[str, ...] = option(
         ("console", "wandb"),
         "Loggers for metrics.",
@@ -34,17 +32,11 @@ class RunConfig:
     )
     nnodes: int = option(1, "Number of nodes.", minimum=1)
     n_gpus_per_node: int = option(8, "GPUs per node; on CPU, worker processes per node.", minimum=1)
-    device: str = option(
-        "auto", "Device of the models; `auto` is cuda if available.", choices=("auto", "cuda", "cpu")
-    )
-    val_freq: int = option(
-        -1, "Steps between validations; -1 is the last step only.", minimum=1, also=NEVER, example=5
-    )
+    device: str = option("auto", "Device; `auto` is cuda if available.", choices=("auto", "cuda", "cpu"))
+    val_freq: int = option(-1, "Steps per validation; -1 is the last step.", minimum=1, also=NEVER, example=5)
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate once and do not train.")
-    save_freq: int = option(
-        -1, "Steps between checkpoints; -1 is the last step only.", minimum=1, also=NEVER, example=5
-    )
+    save_freq: int = option(-1, "Steps between saves; -1 is the last step.", minimum=1, also=NEVER, example=5)
     save_limit: int = option(
         -1, "Latest checkpoints to keep, plus the best one; -1 is all.", minimum=1, also=NEVER, example=3
     )
@@ -58,18 +50,12 @@ class RunConfig:
     )
     find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
     worker_timeout_s: float | None = option(
-        3600.0,
-        "Seconds without progress on any rank until workers count as hung; null is no limit.",
-        minimum=1.0,
+        3600.0, "Seconds without progress on any rank that count as a hang; null is no limit.", minimum=1.0
     )
-    max_restarts: int = option(
-        0, "Restarts from the last checkpoint after losing workers, nodes or controller.", minimum=0
-    )
+    max_restarts: int = option(0, "Restarts from the last checkpoint if processes are lost.", minimum=0)
     restart_wait_s: float = option(120.0, "Seconds that a restart waits for missing nodes.", minimum=0.0)
     elastic: bool = option(False, "Run on fewer devices if some are missing, as batch sizes allow.")
-    profile_steps: tuple[int, ...] = option(
-        (), "Steps to profile: traces of every rank and a report are written to `profile/`."
-    )
+    profile_steps: tuple[int, ...] = option((), "Steps to profile: traces and a report go into `profile/`.")
     ray_timeline: str | None = option(None, "Output file for the Ray timeline.", resolve=writable_file)
 
     def __post_init__(self) -> None:
@@ -105,18 +91,11 @@ class TrainerConfig(RunConfig):
     rejection_sample_multiplier: int = option(
         1, "Prompts sampled per prompt that a step still needs, with `rejection_sample`.", minimum=1
     )
-    critic_warmup: int = option(
-        0, "First step that updates the policy; earlier steps train only the critic.", minimum=0
-    )
+    critic_warmup: int = option(0, "First step to update the policy; before it, only the critic.", minimum=0)
     val_generations_to_log: int = option(0, "Number of validation responses to log.", minimum=0, example=3)
-    rollouts_to_keep: int = option(
-        8, "Prompts per step whose responses are saved with the run; 0 is none.", minimum=0
-    )
+    rollouts_to_keep: int = option(8, "Prompts per step whose responses are saved; 0 is none.", minimum=0)
     viewer_port: int | None = option(
-        None,
-        "Port on 127.0.0.1 of the rollout viewer; 0 picks a free port, null disables the viewer.",
-        minimum=0,
-        maximum=65535,
+        None, "Local port of the rollout viewer; 0 is any, null disables it.", minimum=0, maximum=65535
     )
     debug: bool = option(False, "Check every key of the batch after each stage.")
     diffusion: bool = option(False, "Train a model that generates images or videos.")

@@ -85,13 +85,10 @@ class ActorConfig(PolicyConfig):
     dro_beta: float | None = option(
         None, "Coefficient of the squared log-ratio in the `dro` loss, which requires it.", minimum=TINY
     )
-    sppo_eta: float = option(
-        1.0, "Scale of the advantage that the log-ratio is fitted to in the `sppo` loss.", minimum=TINY
-    )
+    sppo_eta: float = option(1.0, "Scale of the advantage that `sppo` fits the log-ratio to.", minimum=TINY)
     entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", minimum=0.0)
     adaptive_entropy: AdaptiveEntropyConfig = option(
-        AdaptiveEntropyConfig,
-        "Adaptive coefficient of the entropy bonus, which starts at `entropy_coef`.",
+        AdaptiveEntropyConfig, "Adaptive coefficient of the entropy bonus, which starts at `entropy_coef`."
     )
     ppo_epochs: int = option(1, "Epochs over a rollout batch.", minimum=1)
     padding_free: bool = option(True, "Remove padding before the model.")
@@ -141,11 +138,7 @@ class PrimeConfig(TrainedModelConfig):
     micro_batch_size_per_device_for_experience: MicroBatchSize = micro_batch_option(16, "process rewards")
     max_grad_norm: float = option(10.0, "Maximum gradient norm; gradients are clipped to it.", minimum=TINY)
     beta: float = option(0.05, "Scale of the log-ratio in the process reward.", minimum=TINY)
-    update: str = option(
-        "before",
-        "Update the model before or after it scores the responses of a step.",
-        choices=("before", "after"),
-    )
+    update: str = option("before", "Update the model before or after scoring.", choices=("before", "after"))
     model: ModelConfig = option(ModelConfig, "Model; if `model_path` is null, the actor's model.")
 
 
@@ -189,23 +182,16 @@ class RewardConfig:
     )
     reward_function_kwargs: dict[str, Any] = option(dict, "Keyword arguments of the function.")
     reward_type: str = option(
-        "batch",
-        "Calling convention if the file has no `REWARD_TYPE`.",
-        choices=("batch", "sequential", "dataproto"),
+        "batch", "Calling convention without `REWARD_TYPE`.", choices=("batch", "sequential", "dataproto")
     )
     skip_special_tokens: bool = option(True, "Remove special tokens from the response text.")
     num_cpus: int = option(1, "Number of scoring processes.", minimum=1)
     timeout_s: float = option(300.0, "Time limit of a call of the function in seconds.", minimum=TINY)
     batch_size: int = option(
-        -1,
-        "Responses per call of a `batch` function; -1 is whole groups as they finish.",
-        minimum=1,
-        also=(-1,),
+        -1, "Responses per `batch` call; -1 is whole groups as they finish.", minimum=1, also=(-1,)
     )
     max_concurrency: int = option(32, "Concurrent calls of an `async def` function per process.", minimum=1)
-    memory_limit_gb: float | None = option(
-        None, "Memory limit of each scoring process in GiB; null is unlimited.", minimum=0.1
-    )
+    memory_limit_gb: float | None = option(None, "GiB per scoring process; null is unlimited.", minimum=0.1)
     max_retries: int = option(1, "Retries of a failed call (error, timeout, crash, memory).", minimum=0)
     on_failure: str = option(
         "error",
@@ -215,15 +201,10 @@ class RewardConfig:
     )
     failure_score: float = option(0.0, "`overall` of failed responses with `on_failure=score`.")
     max_failure_ratio: float = option(
-        0.1,
-        "Maximum fraction of failed responses per call of the engine; the run ends above it.",
-        minimum=0.0,
-        maximum=1.0,
+        0.1, "Fraction of failures per engine call above which the run ends.", minimum=0.0, maximum=1.0
     )
     overlong_buffer_length: int = option(
-        0,
-        "Tokens before `data.max_response_length` over which the score falls (DAPO); 0 is no penalty.",
-        minimum=0,
+        0, "Tokens before `data.max_response_length` with a falling score (DAPO); 0 is none.", minimum=0
     )
     overlong_penalty_factor: float = option(1.0, "Overlong penalty at the maximum length.", minimum=0.0)
     diffusion: bool = option(False, "Score images or videos.")

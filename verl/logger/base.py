@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a logger. To add one, register a subclass of `Logger` under its name in `trainer.logger`.
-
-console.py    progress on a terminal, plain lines elsewhere
-file.py       files in the run's folder
-services.py   tensorboard, wandb, swanlab, mlflow
-tracker.py    all loggers of a run as one
-"""
+"""Interface of a logger. To add one, register a subclass of `Logger` under its name in `trainer.logger`."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -38,6 +32,9 @@ class Generation(NamedTuple):
     ground_truth: str
     score: float
 
+    def as_text(self) -> str:
+        return "\n".join(f"[{name}] {value}" for name, value in self._asdict().items())
+
 
 class Logger:
     """Destination of a run's metrics; the methods here do nothing."""
@@ -53,14 +50,11 @@ class Logger:
 
     def begin_step(self, step: int) -> None: ...
 
-    def stage(self, name: str) -> None:
-        """Announce what the step does from now on."""
+    def stage(self, name: str) -> None: ...  # what the step does from now on
 
-    def progress(self, done: int, total: int, unit: str) -> None:
-        """Report that the stage has completed `done` of its units, such as responses or micro batches."""
+    def progress(self, done: int, total: int, unit: str) -> None: ...  # of the stage, such as responses
 
-    def close(self, failed: bool = False) -> None:
-        """End the run; `failed` if an exception ended it."""
+    def close(self, failed: bool = False) -> None: ...  # failed: by an exception
 
 
 LOGGERS: Registry[type[Logger]] = Registry("trainer.logger")

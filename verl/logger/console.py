@@ -114,9 +114,8 @@ class ConsoleLogger(Logger):
     def log(self, metrics: Metrics, step: int) -> None:
         """Print one line per area; the metrics of the running step end it."""
         self._metrics |= metrics
-        ends_step = step == self._clock.step and step > self._finished_step
         heading = f"step {step}"
-        if ends_step:
+        if step == self._clock.step and step > self._finished_step:
             seconds = self._clock.end_step()
             self._finished_step = step
             heading = f"{self._step_text()}: {seconds:.1f} s, {self._times()}"
@@ -148,13 +147,12 @@ class ConsoleLogger(Logger):
         return elapsed if eta is None else f"{elapsed}, eta {_hours(eta)}"
 
     def _status(self) -> str:
-        shown = [f"{self._clock.stage_name} {self._clock.units}".strip()]
+        stage = f"{self._clock.stage_name} {self._clock.units}".strip()
         if self._clock.stage_name:
-            shown[0] += f" {self._clock.stage_s():.0f} s"
-        values = [
-            f"{short} {self._metrics[key]:.4g}" for key, short in KEY_METRICS.items() if key in self._metrics
-        ]
-        return " · ".join(part for part in [*shown, self._times(), *values] if part)
+            stage += f" {self._clock.stage_s():.0f} s"
+        known = [key for key in KEY_METRICS if key in self._metrics]
+        values = [f"{KEY_METRICS[key]} {self._metrics[key]:.4g}" for key in known]
+        return " · ".join(part for part in [stage, self._times(), *values] if part)
 
     def _refresh(self) -> None:
         if self._bar is not None:

@@ -32,9 +32,8 @@ class FileLogger(Logger):
             _write_config(run.directory, run.config)
             _end_last_line(run.directory / METRICS_FILE)
         except OSError as error:
-            raise type(error)(
-                f"`trainer.save_checkpoint_path`: cannot write to {run.directory}: {error}"
-            ) from error
+            problem = f"`trainer.save_checkpoint_path`: cannot write to {run.directory}: {error}"
+            raise type(error)(problem) from error
 
     def log(self, metrics: Metrics, step: int) -> None:
         # JSON has no NaN.
@@ -43,9 +42,8 @@ class FileLogger(Logger):
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         for generation in generations:
-            fields = {"step": step, **generation._asdict()}
-            text = "\n".join(f"[{name}] {value}" for name, value in fields.items())
-            _append(self.run.directory / GENERATIONS_FILE, f"{text}\n\n")
+            text = f"[step] {step}\n{generation.as_text()}\n\n"
+            _append(self.run.directory / GENERATIONS_FILE, text)
 
 
 def read_log(directory: Path) -> list[dict[str, Any]]:

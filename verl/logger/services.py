@@ -9,10 +9,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, import_optional
 
 GENERATIONS_KEY = "val/generations"
+VERBATIM = "    "  # Markdown shows indented text as it is
 MLFLOW_PARAMS_PER_CALL = 100  # limit of MLflow
 MLFLOW_MAX_PARAM_LENGTH = 500  # characters, the lowest limit of all versions and stores
 
@@ -29,7 +31,7 @@ class TensorBoardLogger(Logger):
         if "TENSORBOARD_DIR" in os.environ:
             directory = Path(os.environ["TENSORBOARD_DIR"]) / run.project_name / run.experiment_name
         self._writer = import_optional(self.module, "tensorboard").SummaryWriter(str(directory))
-        self._writer.add_text("config", _as_code(json.dumps(run.config, indent=2, default=str)))
+        self._writer.add_text("config", indent(json.dumps(run.config, indent=2, default=str), VERBATIM))
 
     def log(self, metrics: Metrics, step: int) -> None:
         for key, value in metrics.items():
@@ -37,8 +39,8 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        text = "\n\n".join(_as_text(one) for one in generations)
-        self._writer.add_text(GENERATIONS_KEY, _as_code(text), step)
+        text = "\n\n".join(one.as_text() for one in generations)
+        self._writer.add_text(GENERATIONS_KEY, indent(text, VERBATIM), step)
 
     def close(self, failed: bool = False) -> None:
         self._writer.close()
@@ -92,7 +94,7 @@ class SwanlabLogger(Logger):
         self._swanlab.log(dict(metrics), step=step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        texts = [self._swanlab.Text(_as_text(one), caption=f"score {one.score:g}") for one in generations]
+        texts = [self._swanlab.Text(one.as_text(), caption=f"score {one.score:g}") for one in generations]
         if texts:
             self._swanlab.log({GENERATIONS_KEY: texts}, step=step)
 
@@ -124,11 +126,3 @@ class MlflowLogger(Logger):
 
     def close(self, failed: bool = False) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
-
-
-def _as_text(generation: Generation) -> str:
-    return "\n".join(f"[{name}] {value}" for name, value in generation._asdict().items())
-
-
-def _as_code(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())  # Markdown shows indented text verbatim

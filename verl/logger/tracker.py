@@ -21,8 +21,6 @@ class Tracker:
 
         with Tracker(["console", "file"], Run("project", "experiment", Path("checkpoints/demo"))) as tracker:
             tracker.begin_step(1)
-            tracker.stage("gen")
-            tracker.progress(96, 256, "responses")
             tracker.log({"reward/overall": 0.5}, step=1)
     """
 

@@ -65,12 +65,8 @@ def register(
 
 def remote_methods(worker_class: type) -> dict[str, RemoteMethod]:
     """Return the registered methods of a worker class, by name."""
-    found = {}
-    for name in dir(worker_class):
-        method = getattr(getattr(worker_class, name), ATTRIBUTE, None)
-        if isinstance(method, RemoteMethod):
-            found[name] = method
-    return found
+    known = {name: getattr(getattr(worker_class, name), ATTRIBUTE, None) for name in dir(worker_class)}
+    return {name: method for name, method in known.items() if isinstance(method, RemoteMethod)}
 
 
 def check_axis(axis: str, axis_ranks: Sequence[AxisRank | None]) -> list[AxisRank]:

@@ -108,11 +108,7 @@ def _print_summary(runs: Sequence[RunFolder], *, is_watched: bool) -> None:
         show(runs, Console(highlight=False), REFRESH_S if is_watched else None)
 
 
-def _serve_for_parent(handle: str, folder: str) -> None:
-    run = RunFolder(Path(folder), Path(folder).name)
+if __name__ == "__main__":  # in the process that `viewer_process` started
+    handle, folder = int(sys.argv[1]), Path(sys.argv[2])
     token = sys.stdin.buffer.readline().decode().strip()
-    serve([run], socket.socket(fileno=int(handle)), token, until=sys.stdin.buffer)
-
-
-if __name__ == "__main__":
-    _serve_for_parent(*sys.argv[1:])
+    serve([RunFolder(folder, folder.name)], socket.socket(fileno=handle), token, until=sys.stdin.buffer)

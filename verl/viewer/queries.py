@@ -80,10 +80,9 @@ def select(runs: Sequence[RunFolder], query: RolloutQuery) -> pa.Table:
 
 def page(table: pa.Table, query: RolloutQuery) -> dict[str, Any]:
     """Return one page of the sorted rows, and the total number of rows."""
-    keys = list(dict.fromkeys((query.sort, "run", "step", "group", "sample")))
-    indices = table.select(keys).append_column("index", pa.array(np.arange(table.num_rows)))
-    down = {query.sort} if query.is_descending else set()
-    order = indices.sort_by([(key, "descending" if key in down else "ascending") for key in keys])["index"]
+    keys = dict.fromkeys((query.sort, "run", "step", "group", "sample"), "ascending")
+    keys[query.sort] = "descending" if query.is_descending else "ascending"
+    order = pc.sort_indices(table, sort_keys=[*keys.items()])  # pyright: ignore[reportAttributeAccessIssue]
     rows = table.take(order[query.offset : query.offset + query.limit])
     return {"total": table.num_rows, "rows": plain(rows.to_pylist())}
 

@@ -77,25 +77,16 @@ class RolloutIndex:
             for name in ("prompt", "response", "ground_truth")
         )
         paths = [path for path in step_files(self.run_folder).values() if path.name not in self.problems]
-        data = self._dataset(paths)
-        return data.to_table(columns=TABLE_COLUMNS, filter=in_prompt | in_response | in_truth)
+        return _columns_of(paths, in_prompt | in_response | in_truth)
 
     def _read(self, paths: list[Path]) -> pa.Table:
         try:
-            return self._dataset(paths).to_table(columns=TABLE_COLUMNS)
-        except (pa.ArrowInvalid, OSError):  # one of them is damaged: find it
-            tables = [self._read_alone(path) for path in paths]
-            return pa.concat_tables([TABLE_SCHEMA.empty_table(), *tables])
-
-    def _read_alone(self, path: Path) -> pa.Table:
-        try:
-            return self._dataset([path]).to_table(columns=TABLE_COLUMNS)
+            return _columns_of(paths)
         except (pa.ArrowInvalid, OSError) as error:
-            self.problems[path.name] = str(error)
+            if len(paths) > 1:  # one of them is damaged: find it
+                return pa.concat_tables([self._read([path]) for path in paths])
+            self.problems[paths[0].name] = str(error)
             return TABLE_SCHEMA.empty_table()
-
-    def _dataset(self, paths: list[Path]) -> ds.Dataset:
-        return ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
 
 
 def plain(value: Any) -> Any:
@@ -107,6 +98,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
     return value
+
+
+def _columns_of(paths: list[Path], rows: ds.Expression | None = None) -> pa.Table:
+    data = ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
+    return data.to_table(columns=TABLE_COLUMNS, filter=rows)
 
 
 def _signature(path: Path) -> Signature:

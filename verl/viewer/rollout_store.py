@@ -89,11 +89,7 @@ class RolloutStore:
         self.folder = run_folder / FOLDER
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> bool:
-        """Write the rows of a step, replacing earlier ones; columns missing in a row are null.
-
-        Returns:
-            False if the disk is full; the step is then skipped with a warning.
-        """
+        """Write the rows of a step over earlier ones; missing columns are null. False if the disk is full."""
         unknown = sorted({name for row in rows for name in row} - set(SCHEMA.names))
         if unknown:
             raise ValueError(f"a rollout has no columns {unknown}; its columns are {SCHEMA.names}")
@@ -121,19 +117,14 @@ class RolloutStore:
 
 def step_files(run_folder: Path) -> dict[int, Path]:
     """Return the existing step files, by step."""
-    found = {}
-    for path in (run_folder / FOLDER).glob("step_*.parquet"):
-        if match := STEP_FILE.fullmatch(path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    found = [(STEP_FILE.fullmatch(path.name), path) for path in (run_folder / FOLDER).glob("step_*.parquet")]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def _storable(row: dict[str, Any]) -> dict[str, Any]:
     # Replaces what UTF-8 cannot encode and adds the starts of long texts.
-    texts = {name: _clean(value) for name, value in row.items() if isinstance(value, str)}
+    texts = {
+        name: value.encode(errors="replace").decode() for name, value in row.items() if isinstance(value, str)
+    }
     starts = {f"{name}_start": texts[name][:START_LENGTH] for name in ("prompt", "response") if name in texts}
     return row | texts | starts
-
-
-def _clean(text: str) -> str:
-    return text.encode(errors="replace").decode()

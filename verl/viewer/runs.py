@@ -24,18 +24,13 @@ class RunFolder:
         """Return what the page polls; `version` changes with any displayed content."""
         rollouts = self.rollouts.refresh()
         log = self.folder / METRICS_FILE
-        status = log.stat() if log.exists() else None
-        folder = self.folder / FOLDER
-        version = [
-            status and (status.st_size, status.st_mtime_ns),
-            folder.stat().st_mtime_ns if folder.exists() else None,
-        ]
+        files = [path.stat() for path in (log, self.folder / FOLDER) if path.exists()]
         return {
             "name": self.name,
             "folder": str(self.folder),
             "num_rollouts": rollouts.num_rows,
             "problems": dict(self.rollouts.problems),
-            "version": str(version),
+            "version": str([(file.st_size, file.st_mtime_ns) for file in files]),
         }
 
     def metrics(self) -> dict[str, Any]:
@@ -58,15 +53,10 @@ def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
         if not runs:
             raise ValueError(f"no run in {folder}: a run has `{METRICS_FILE}` or `{FOLDER}/`")
         found += [run for run in runs if run not in found]
-    return name_runs(found)
-
-
-def name_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """Name runs by the shortest distinct ends of their paths."""
-    length = 1
-    while len({folder.parts[-length:] for folder in folders}) < len(folders):
+    length = 1  # of the shortest ends of the paths that are distinct: the names of the runs
+    while len({run.parts[-length:] for run in found}) < len(found):
         length += 1
-    return [RunFolder(folder, "/".join(folder.parts[-length:])) for folder in folders]
+    return [RunFolder(run, "/".join(run.parts[-length:])) for run in found]
 
 
 def _runs_in(folder: Path, depth: int) -> list[Path]:

@@ -11,21 +11,20 @@ import hashlib
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
 from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE
@@ -47,41 +46,27 @@ HEADERS = {
 }
 
 
-class SafeHeaders:
-    """Adds `HEADERS` to every response, including errors."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await self.app(scope, receive, send_with_headers)
+async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Add `HEADERS` to a response, including errors."""
+    response = await call_next(request)
+    response.headers.update(HEADERS)
+    return response
 
 
 class TokenGate:
     """Requires the token: in the address on the first visit, in a cookie afterwards."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token, self.cookie = app, token, cookie_name(token)
+    def __init__(self, token: str) -> None:
+        self.token, self.cookie = token, cookie_name(token)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        request = Request(scope)
+    async def __call__(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         if self._is_token(request.cookies.get(self.cookie, "")):
-            return await self.app(scope, receive, send)
+            return await call_next(request)
         if not self._is_token(request.query_params.get(TOKEN, "")):
-            refusal = PlainTextResponse(
-                "open the full address printed by the viewer, including its token", 403
-            )
-            return await refusal(scope, receive, send)
+            return PlainTextResponse("open the full address printed by the viewer, including its token", 403)
         answer = RedirectResponse(request.url.path, 303)  # the token leaves the address bar
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
-        return await answer(scope, receive, send)
+        return answer
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self.token.encode())
@@ -93,42 +78,26 @@ def cookie_name(token: str) -> str:
 
 
 def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
-    """Build the application.
-
-    - `/api/runs`: names, sizes, and a version that changes with the content
-    - `/api/runs/{run}/metrics`: logged metrics as columns
-    - `/api/runs/{run}/groups/{step}/{group}`: the full responses to a prompt
-    - `/api/rollouts?run=0&score_min=0.5...`: a page of the table, see `RolloutQuery`
-    - `/api/distributions?run=0...`: histograms of the same rows
-    - `/media/{run}/{file}`: an image, or a frame of a video
-    - `/`: the page
-    """
     views = _Views(runs)
     routes = [
-        Route("/api/runs", _as_json(views.runs)),
-        Route("/api/runs/{run:int}/metrics", _as_json(views.metrics)),
-        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", _as_json(views.group)),
-        Route("/api/rollouts", _as_json(views.rollouts)),
-        Route("/api/distributions", _as_json(views.distributions)),
-        Route("/media/{run:int}/{file}", views.media),
+        Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
+        Route("/api/runs/{run:int}/metrics", views.metrics),  # logged metrics as columns
+        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/rollouts", views.rollouts),  # a page of the table: `?run=0&score_min=0.5`
+        Route("/api/distributions", views.distributions),  # histograms of the same rows
+        Route("/media/{run:int}/{file}", views.media),  # an image, or a frame of a video
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False)
-    gate = Middleware(TokenGate, token=token)
-    return Starlette(routes=routes, middleware=[Middleware(SafeHeaders), hosts, gate])
+    headers, gate = (
+        Middleware(BaseHTTPMiddleware, dispatch=dispatch) for dispatch in (add_headers, TokenGate(token))
+    )
+    return Starlette(routes=routes, middleware=[headers, hosts, gate])
 
 
 def loopback_socket(port: int) -> socket.socket:
     """Open a listening socket on 127.0.0.1; port 0 picks a free one."""
-    listening = socket.socket()
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((LOOPBACK, port))
-        listening.listen()
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    return socket.create_server((LOOPBACK, port))
 
 
 def new_token() -> str:
@@ -163,27 +132,27 @@ class _Views:
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._runs = runs
 
-    def runs(self, request: Request) -> Any:
-        return [run.state() for run in self._runs]
+    def runs(self, request: Request) -> Response:
+        return JSONResponse([run.state() for run in self._runs])
 
-    def metrics(self, request: Request) -> Any:
-        return self._run(request).metrics()
+    def metrics(self, request: Request) -> Response:
+        return JSONResponse(self._run(request).metrics())
 
-    def group(self, request: Request) -> Any:
+    def group(self, request: Request) -> Response:
         params = request.path_params
         try:
-            return self._run(request).rollouts.group(params["step"], params["group"])
+            return JSONResponse(self._run(request).rollouts.group(params["step"], params["group"]))
         except KeyError as error:
             raise HTTPException(404, str(error.args[0])) from error
 
-    def rollouts(self, request: Request) -> Any:
+    def rollouts(self, request: Request) -> Response:
         query = self._query(request)
         table = select(self._runs, query)
-        return page(table, query) | {"choices": choices(table)}
+        return JSONResponse(page(table, query) | {"choices": choices(table)})
 
-    def distributions(self, request: Request) -> Any:
+    def distributions(self, request: Request) -> Response:
         query = self._query(request)
-        return distributions(select(self._runs, query), query.runs)
+        return JSONResponse(distributions(select(self._runs, query), query.runs))
 
     def media(self, request: Request) -> Response:
         name = request.path_params["file"]
@@ -203,7 +172,3 @@ class _Views:
             return RolloutQuery.from_params(request.query_params.multi_items(), len(self._runs))
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-
-
-def _as_json(view: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    return lambda request: JSONResponse(view(request))

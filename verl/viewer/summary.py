@@ -6,17 +6,19 @@ Runs are shown side by side as far as the width allows. To show another metric, 
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from verl.logger.file import CONFIG_FILE, METRICS_FILE
@@ -37,6 +39,7 @@ METRICS = (  # label, metrics of which the first logged one is shown, function o
 )
 STEP_SECONDS = "timing_s/step"
 PHASE = "timing_s/"
+TRAINED_STEP = re.compile(r'^\{"step": (\d+),.*"update_actor"', re.MULTILINE)  # in the log
 RECENT = 20  # steps to average times over
 LABEL, COLUMN, GAP = 15, 29, 3  # characters: first column, column of a run, gap
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -49,9 +52,8 @@ BLANK = Text("")
 def printable(text: str, limit: int) -> str:
     """Return a text as one line of at most `limit` visible characters.
 
-    Others, which could control a terminal or reverse its text, become `.`; a longer text ends in `…`.
+    Others, by which untrusted text could control a terminal, become `.`; a longer text ends in `…`.
     """
-    # Names and responses are untrusted text.
     words = " ".join(text[: 8 * limit].split())
     shown = "".join(letter if letter.isprintable() else "." for letter in words)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
@@ -83,10 +85,8 @@ class RunNumbers:
     def read(cls, run: RunFolder) -> "RunNumbers":
         """Read the files of a run, which may be incomplete or missing."""
         columns = run.metrics()
-        metrics = {}
-        for name, values in columns["metrics"].items():
-            if known := [float(value) for value in values if _is_finite(value)]:
-                metrics[name] = known
+        finite = {name: [*filter(_is_finite, values)] for name, values in columns["metrics"].items()}
+        metrics = {name: values for name, values in finite.items() if values}
         return cls(run.name, columns["step"], metrics, _total_steps(run), _count_restarts(run))
 
     def recent(self, name: str) -> float | None:
@@ -180,11 +180,9 @@ def _phases_table(run: RunNumbers) -> RenderableType:
     if not phases:
         return Text(f"{printable(run.name, COLUMN)}: no times logged")
     total = max(run.recent(STEP_SECONDS) or 0.0, *phases.values()) or 1.0
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column(Text(printable(run.name, COLUMN)))
-    for heading in ("s/step", "share"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    right = partial(Column, justify="right")
+    columns = (Column(Text(printable(run.name, COLUMN))), right("s/step"), right("share"), "")
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name, seconds in phases.items():
         bar = "#" * round(BAR_WIDTH * seconds / total)
         cells = (f"{seconds:.2f}", f"{seconds / total:.0%}", Text(bar, style="green"))
@@ -207,11 +205,11 @@ def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
     table.add_column("score", justify="right", width=7)
     table.add_column("tokens", justify="right", width=6)
     table.add_column("response", width=room, no_wrap=True)
-    worst = scored[SHOWN_ROLLOUTS:][-SHOWN_ROLLOUTS:]
-    for label, chosen in (("best", scored[:SHOWN_ROLLOUTS]), ("worst", worst)):
-        for row in chosen:
-            response = Text(printable(row["response_start"] or "", room))
-            table.add_row(label, short(row["score"]), str(row["response_length"]), response)
+    best, worst = scored[:SHOWN_ROLLOUTS], scored[SHOWN_ROLLOUTS:][-SHOWN_ROLLOUTS:]
+    for number, row in enumerate([*best, *worst]):
+        response = Text(printable(row["response_start"] or "", room))
+        label = "best" if number < len(best) else "worst"
+        table.add_row(label, short(row["score"]), str(row["response_length"]), response)
     heading = f"{printable(run.name, COLUMN)}: {len(scored)} scored rollouts of step {last}"
     return Group(Text(heading, style="bold"), table)
 
@@ -231,18 +229,9 @@ def _total_steps(run: RunFolder) -> int | None:
 
 def _count_restarts(run: RunFolder) -> int:
     """Count how often the log goes back to a step that was already trained."""
-    count, before = 0, -1
     try:
-        lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        log = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return 0
-    for line in lines:
-        if '"update_actor"' not in line:
-            continue
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError):
-            continue  # a line that is being written
-        count += step <= before
-        before = step
-    return count
+    steps = [int(number) for number in TRAINED_STEP.findall(log)]
+    return sum(step <= before for before, step in pairwise(steps))

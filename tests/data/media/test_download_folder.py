@@ -239,8 +239,8 @@ def test_a_url_without_the_option_is_a_bad_row_that_names_it(media_model, tmp_pa
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (dict(media_url_hosts=("a.org",)), "have no effect without `data.allow_media_urls=true`"),
-        (dict(media_url_dir="/x"), "have no effect without `data.allow_media_urls=true`"),
+        (dict(media_url_hosts=("a.org",)), "need `data.allow_media_urls=true`"),
+        (dict(media_url_dir="/x"), "need `data.allow_media_urls=true`"),
         (dict(allow_media_urls=True, media_url_hosts=("http://a.org",)), "got 'http://a.org'"),
         (dict(allow_media_urls=True, media_url_hosts=("a.org:80",)), "names such as .*, got 'a.org:80'"),
     ],

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 from collections import Counter
+from contextlib import suppress
 
 import ray
 from ray.util import get_node_ip_address
@@ -26,11 +27,8 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
     port = _port_on(slots[0])
     processes = Counter(slot.node_ip for slot in slots)
     threads = {ip: max(1, cores_on(ip) // count) for ip, count in processes.items()}
-    common = {
-        "WORLD_SIZE": str(pool.world_size),
-        "MASTER_ADDR": "127.0.0.1" if on_one_machine else slots[0].node_ip,
-        "MASTER_PORT": str(port),
-    }
+    address = "127.0.0.1" if on_one_machine else slots[0].node_ip
+    common = {"WORLD_SIZE": str(pool.world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if on_one_machine:
         common["GLOO_SOCKET_IFNAME"] = "lo"
     if pool.device == "cpu":
@@ -60,14 +58,8 @@ def cores_on(node_ip: str) -> int:
 
 def find_free_port() -> int:
     for port in random.SystemRandom().sample(PORTS, 200):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
-            if attempt.connect_ex(("127.0.0.1", port)) == 0:
-                continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
-            try:
-                attempt.bind(("", port))
-            except OSError:
-                continue
+        with suppress(OSError), socket.socket() as attempt:
+            attempt.bind(("", port))
             return port
     raise RuntimeError(
         f"no free TCP port found from {PORTS.start} to {PORTS.stop - 1}: end other runs on this machine"

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resources of a Ray cluster that a run holds: the same number of processes on each of its nodes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
-from ray.util import get_node_ip_address
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util import get_node_ip_address, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 RESOURCE_OF_DEVICE = {"cuda": "GPU", "cpu": "CPU"}
@@ -64,21 +59,16 @@ class ResourcePool:
         """Raise a ClusterError with found, needed and remedy unless the cluster is large enough."""
         if sum(capacity >= self.processes_per_node for capacity in self.capacities()) >= self.nnodes:
             return
-        nodes, need = alive_nodes(), self.per_node()
-        amounts = [_amounts({name: node["Resources"].get(name, 0) for name in need}) for node in nodes]
+        nodes = alive_nodes()
         found = "; ".join(
-            f"{node['NodeManagerAddress']}: {text}" for node, text in zip(nodes, amounts, strict=True)
+            f"{node['NodeManagerAddress']}: {_amounts(node['Resources'], self.per_node())}" for node in nodes
         )
         remedy = "lower `trainer.n_gpus_per_node`"
         if self.nnodes > 1:
             remedy += " or `trainer.nnodes`, or join nodes with `ray start --address=<head node>:6379`"
         elif self.device == "cpu":
             remedy += ", or start Ray yourself with `ray start --head --num-cpus=N`"
-        raise ClusterError(
-            f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
-            f" {self.device} needs {self.nnodes} nodes with {_amounts(need)} each,"
-            f" found {len(nodes)} nodes ({found}): {remedy}"
-        )
+        raise ClusterError(f"{self._need()} each, found {len(nodes)} nodes ({found}): {remedy}")
 
     def acquire(self) -> None:
         """Take the resources; wait at most `timeout_s` for others to free them."""
@@ -86,12 +76,10 @@ class ResourcePool:
         self.group = placement_group([self.per_node()] * self.nnodes, strategy="STRICT_SPREAD")
         if not self.group.wait(self.timeout_s):
             self.release()
-            free = {name: ray.available_resources().get(name, 0.0) for name in self.per_node()}
+            free = _amounts(ray.available_resources(), self.per_node())
             raise ClusterError(
-                f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
-                f" {self.device} needs {self.nnodes} nodes with {_amounts(self.per_node())} each; the cluster"
-                f" is large enough, but only {_amounts(free)} are free in all of it after"
-                f" {self.timeout_s:g} seconds: end other runs on it (see `ray status`)"
+                f"{self._need()} each; the cluster is large enough, but only {free} are free in all of it"
+                f" after {self.timeout_s:g} seconds: end other runs on it (see `ray status`)"
             )
 
     def release(self) -> None:
@@ -111,14 +99,19 @@ class ResourcePool:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
         here = get_node_ip_address()
-        order = sorted(
-            nodes, key=lambda bundle: (addresses[nodes[bundle]] != here, addresses[nodes[bundle]], bundle)
-        )
+        order = sorted((addresses[node] != here, addresses[node], bundle) for bundle, node in nodes.items())
         return [
-            Slot(bundle, nodes[bundle], addresses[nodes[bundle]], index)
-            for bundle in order
+            Slot(bundle, nodes[bundle], address, index)
+            for _, address, bundle in order
             for index in range(self.processes_per_node)
         ]
+
+    def _need(self) -> str:
+        need = self.per_node()
+        return (
+            f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
+            f" {self.device} needs {self.nnodes} nodes with {_amounts(need, need)}"
+        )
 
 
 def alive_nodes() -> list[dict[str, Any]]:
@@ -131,5 +124,5 @@ def run_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     return ray.remote(num_cpus=0)(function).options(scheduling_strategy=there).remote(*args)
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
-    return " and ".join(f"{resources[name]:g} {name}s" for name in sorted(resources, reverse=True))
+def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    return " and ".join(f"{resources.get(name, 0):g} {name}s" for name in sorted(names, reverse=True))

@@ -18,15 +18,8 @@ from ray import ObjectRefGenerator  # pyright: ignore[reportAttributeAccessIssue
 from ray.exceptions import RayError
 
 from verl.protocol import DataProto
-from verl.single_controller.dispatch import (
-    AxisRank,
-    Dispatch,
-    RemoteMethod,
-    check_axis,
-    join,
-    remote_methods,
-    shard,
-)
+from verl.single_controller import dispatch
+from verl.single_controller.dispatch import AxisRank, Dispatch, RemoteMethod
 from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.failure import Failure, WorkerError, is_death, worker_error
 from verl.single_controller.ray.resource_pool import ResourcePool, run_on_node
@@ -63,7 +56,9 @@ class Pending:
         """Wait for all ranks and return their joined results; a WorkerError means that the group is gone."""
         while self.unfinished:
             self.group.advance()
-        return join(self.method, [self.results[rank] for rank in sorted(self.results)], self.axis_ranks)
+        return dispatch.join(
+            self.method, [self.results[rank] for rank in sorted(self.results)], self.axis_ranks
+        )
 
     def stream(self) -> Iterator[Any]:
         """Yield the items of all ranks as they arrive; reading to the end waits for all ranks."""
@@ -106,7 +101,7 @@ class RayWorkerGroup:
         of any rank for `timeout_s` seconds fails with the stack of each rank; None waits forever.
         """
         self.pool = pool
-        self.methods = remote_methods(worker_class)
+        self.methods = dispatch.remote_methods(worker_class)
         self.timeout_s = timeout_s
         self.workers: list[Any] = []  # Ray's actor handles
         self.infos: list[WorkerInfo] = []
@@ -155,13 +150,10 @@ class RayWorkerGroup:
         for rank, worker in enumerate(self._alive_workers()):
             index = axis_ranks[rank].index if axis_ranks else 0
             remote = _remote_form(worker, method, is_first=axis_ranks is None or axis_ranks[rank].is_first)
-            references[rank] = remote(
-                method.name,
-                method.phase,
-                *(parts[index] for parts in arguments),
-                **{key: parts[index] for key, parts in keywords.items()},
-            )
-        return self._pending(method, axis_ranks, references)
+            its_args = [parts[index] for parts in arguments]
+            its_kwargs = {key: parts[index] for key, parts in keywords.items()}
+            references[rank] = remote(method.name, method.phase, *its_args, **its_kwargs)
+        return self._track(Pending(self, method, axis_ranks, references))
 
     def shutdown(self, grace_s: float = 5.0) -> None:
         """Let the workers exit, kill the remaining ones after `grace_s` seconds, and release the pool."""
@@ -183,8 +175,7 @@ class RayWorkerGroup:
         """Wait until any rank returns something and store it for its call; raise a WorkerError on failure."""
         self._alive_workers()
         try:
-            failure = self._take(self._wait(self._waiting()))
-            if failure is not None:
+            if failure := self._take(self._wait(self._waiting())):
                 raise self._failed(failure)
         except (KeyboardInterrupt, SystemExit):
             self.kill()
@@ -221,16 +212,14 @@ class RayWorkerGroup:
 
     def _internal(self, name: str, phase: str) -> list[Any]:
         """Call a method of `Worker` itself on all ranks and wait for it."""
-        references = {
-            rank: getattr(worker, name).remote() for rank, worker in enumerate(self._alive_workers())
-        }
+        references = {rank: getattr(one, name).remote() for rank, one in enumerate(self._alive_workers())}
         method = RemoteMethod(name, Dispatch.ALL, phase, streaming=False, axis="")
-        return self._pending(method, None, references).result()
+        return self._track(Pending(self, method, None, references)).result()
 
     def _ranks_on(self, axis: str) -> list[AxisRank]:
         if axis not in self._axes:
             known = self._internal("axes", phase="axes")
-            self._axes[axis] = check_axis(axis, [axes.get(axis) for axes in known])
+            self._axes[axis] = dispatch.check_axis(axis, [axes.get(axis) for axes in known])
         return self._axes[axis]
 
     def _alive_workers(self) -> list[Any]:
@@ -238,21 +227,13 @@ class RayWorkerGroup:
             raise RuntimeError("the worker group is shut down")
         return self.workers
 
-    def _pending(
-        self, method: RemoteMethod, axis_ranks: list[AxisRank] | None, references: dict[int, Any]
-    ) -> Pending:
-        pending = Pending(self, method, axis_ranks, references)
-        self._calls = [call for call in self._calls if call.unfinished]
-        self._calls.append(pending)
-        return pending
+    def _track(self, call: Pending) -> Pending:
+        self._calls = [*(older for older in self._calls if older.unfinished), call]
+        return call
 
     def _waiting(self) -> list[Waiting]:
         # Of all calls: a failure in an older call also ends a newer one.
-        return [
-            Waiting(call, rank, reference)
-            for call in self._calls
-            for rank, reference in call.unfinished.items()
-        ]
+        return [Waiting(call, *entry) for call in self._calls for entry in call.unfinished.items()]
 
     def _take(self, entry: Waiting) -> Failure | None:
         """Store an available result in its call; return the failure if it is one."""
@@ -281,8 +262,7 @@ class RayWorkerGroup:
             ready = _first_ready(waiting, deadline - time.monotonic())
             if ready is None:
                 break
-            failure = self._take(ready)
-            if failure is not None:
+            if failure := self._take(ready):
                 failures.append(failure)
         self.kill()
         failures.sort(key=lambda failure: not is_death(failure))  # stable: deaths first
@@ -309,14 +289,10 @@ class RayWorkerGroup:
     ) -> dict[int, Any]:
         """Call a function on each worker's machine; return results, or error texts, by rank."""
         chosen = [info for info in self.infos if ranks is None or info.rank in ranks]
-        here = socket.gethostname()
+        here, slots = socket.gethostname(), self.pool.slots()
         found = {info.rank: _called(function, info) for info in chosen if info.host == here}
-        slots = self.pool.slots()
-        references = {
-            run_on_node(slots[info.rank].node_id, function, info): info.rank
-            for info in chosen
-            if info.rank not in found
-        }
+        others = [info for info in chosen if info.rank not in found]
+        references = {run_on_node(slots[info.rank].node_id, function, info): info.rank for info in others}
         if references:
             ready, _ = ray.wait(list(references), num_returns=len(references), timeout=NODE_TIMEOUT_S)
             found |= {references[reference]: _called(ray.get, reference) for reference in ready}
@@ -346,5 +322,5 @@ def _remote_form(worker: Any, method: RemoteMethod, is_first: bool) -> Any:
 
 def _parts(value: Any, size: int, even: bool) -> list[Any]:
     if isinstance(value, DataProto):  # each part is stored once, however many ranks read it
-        return [ray.put(part) for part in shard(value, size, even)]
+        return [ray.put(part) for part in dispatch.shard(value, size, even)]
     return [value if isinstance(value, SMALL) else ray.put(value)] * size
