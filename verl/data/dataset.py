@@ -3,13 +3,16 @@
 
 `RowDataset` leaves out (or refuses) rows that cannot be used. It keeps no pixels: a separate process
 (`MediaReader`) decodes media once, to check and measure them, and the media cache keeps the result for the
-workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or into a conversation to train on
-(`sft_dataset.py`).
+workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or a conversation (`sft_dataset.py`).
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -24,7 +27,7 @@ from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message, RowMedia, check_counts, references
 from verl.data.prompt_template import PromptFormat
-from verl.data.row_scan import scan_rows
+from verl.utils.child_process import IsolatedCalls
 from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
@@ -33,6 +36,7 @@ MAX_LISTED = 10
 # Below this number of rows, starting processes takes longer than checking (0.2 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
+PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
 logger = get_logger(__name__)
 
@@ -132,7 +136,6 @@ class RowDataset(Dataset, ABC):
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens of an item."""
         return getattr(self.config, self.limit_option)
 
     def inspect(self, index: int) -> RowCheck:
@@ -141,30 +144,24 @@ class RowDataset(Dataset, ABC):
             rendered = self.render(self.rows[index])
             if not any(rendered.media) or not self.config.filter_overlong_prompts:
                 return RowCheck(None, len(rendered.raw_ids), sum(rendered.is_trained))
-            shape = self._media_reader.measure(media_data(rendered.media))
+            shape = self._media_reader.read(media_data(rendered.media), decode=False)
             length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
             return RowCheck(None, length, sum(rendered.is_trained))
         except ValueError as error:
             return RowCheck(str(error))
 
     def media_of(self, row: Row, messages: list[Message]) -> RowMedia:
-        """Return the references to a row's media; their number must match the markers in the messages."""
         config = self.config
         read = partial(references, allow_urls=config.allow_media_urls)
         media = RowMedia(
-            read(row.get(config.image_key), "image", config.image_dir),
-            read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
+            images=read(row.get(config.image_key), "image", config.image_dir),
+            videos=read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
         )
         if self.processor is not None:
             check_counts(messages, media, config.image_key, config.video_key)
-        elif media.images or media.videos:
+        elif any(media):
             raise BadRowError("the row has images or videos, which the model cannot read")
         return media
-
-    @property
-    def chat_template(self) -> str | None:
-        """The processor's template, which may differ from the tokenizer's; None uses the tokenizer's."""
-        return None if self.processor is None else self.processor.chat_template
 
     @property
     def _media_reader(self) -> MediaReader:
@@ -174,19 +171,13 @@ class RowDataset(Dataset, ABC):
     def _item(self, row: Row) -> Item:
         rendered = self.render(row)
         media = media_data(rendered.media)
-        return self._make_item(row, rendered, self._media_reader.decode(media) if media else None)
+        return self._make_item(row, rendered, self._media_reader.read(media, decode=True) if media else None)
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
         if self.position_ids is None:
             return torch.arange(len(ids))  # (L,)
-        grids = {}
-        if shape is not None:
-            grids = {
-                "image_grid_thw": shape.image_grid_thw,
-                "video_grid_thw": shape.video_grid_thw,
-                "second_per_grid_ts": shape.second_per_grid_ts,
-            }
-        return self.position_ids(ids, **grids)  # (L,) or (4, L)
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if shape is not None else ()
+        return self.position_ids(ids, **{name: getattr(shape, name) for name in names})  # (L,) or (4, L)
 
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
@@ -244,6 +235,64 @@ def joined_columns(items: Sequence[Item]) -> dict[str, np.ndarray]:
 def media_data(media: RowMedia) -> MediaData:
     """Return a row's media in the form that batches use; None without media."""
     return {"images": media.images, "videos": media.videos} if any(media) else None
+
+
+def scan_rows(
+    inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
+) -> list[Any]:
+    """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
+
+    Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
+
+    Raises:
+        RuntimeError: A process was killed or crashed.
+        Exception: Whatever `inspect` raises.
+    """
+    workers = min(workers, os.cpu_count() or 1)
+    if workers < 2 or num_rows < rows_for_one:
+        return inspect(range(num_rows))
+    size = -(-num_rows // (workers * PARTS_PER_PROCESS))
+    parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
+
+    def inspect_elsewhere(part: range) -> list[Any]:
+        process = idle.get()
+        try:
+            results, error = process(part)
+        finally:
+            idle.put(process)
+        if error is not None:
+            raise error
+        return results
+
+    results: list[Any] = []
+    with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
+        for _ in range(workers):
+            # Forked, they share the opened files and the tokenizer. They start here, before any thread does.
+            process = processes.enter_context(closing(IsolatedCalls(partial(_catch, inspect), None, _enter)))
+            process.start()
+            idle.put(process)
+        try:
+            for part in threads.map(inspect_elsewhere, parts):
+                results += part
+        except ChildProcessError as error:
+            raise RuntimeError(
+                f"a process that checks the rows died, as one does when memory runs out; the first row that"
+                f" was not checked is {len(results)} of all files: fewer"
+                " `data.filter_overlong_prompts_workers` need less memory"
+            ) from error
+    return results
+
+
+def _enter() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:
+    try:
+        return function(part), None
+    except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)
+        return [], error
 
 
 def _inspect_part(dataset: RowDataset, part: range) -> list[RowCheck]:

@@ -58,7 +58,7 @@ class Rows:
         return dict(source.rows[offset])
 
     def where(self, index: int) -> str:
-        """Return `file, row number`; rows are counted from 0 within their file."""
+        """Return `FILE, row NUMBER`, counted from 0 within the file."""
         source, offset = self._locate(index)
         return f"{source.name}, row {offset}"
 
@@ -71,17 +71,15 @@ class Rows:
 
 def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
     """Open one or several sources; tables stay on disk, memory-mapped. Errors name the `option`."""
-    names = [files] if isinstance(files, str) else list(files)
-    names = [name.strip() for name in names if name.strip()]
+    names = [name.strip() for name in ([files] if isinstance(files, str) else files) if name.strip()]
     if not names:
         raise ValueError(f"`{option}` names no file: give one path, or a list of paths")
     try:
         rows = Rows([source for name in names for source in _open(name)])
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"`{option}`: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"`{option}`: {error}") from error
-    if len(rows) == 0:
+    except (FileNotFoundError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"`{option}`: {error}") from error
+    if not len(rows):
         raise ValueError(f"`{option}` ({', '.join(names)}) has no rows")
     return rows
 
@@ -194,16 +192,15 @@ def _sliced(source: Source, split: str | None) -> Source:
     name = _split_name(split)
     (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(source.rows)})
     start, stop = part.from_ or 0, len(source.rows) if part.to is None else part.to
-    if isinstance(source.rows, datasets.Dataset):
-        return Source(f"{source.name}@{split}", source.rows.select(range(start, stop)), source.columns)
-    return Source(f"{source.name}@{split}", source.rows[start:stop], source.columns)
+    is_table = isinstance(source.rows, datasets.Dataset)
+    rows = source.rows.select(range(start, stop)) if is_table else source.rows[start:stop]
+    return Source(f"{source.name}@{split}", rows, source.columns)
 
 
 def _table(name: str, table: datasets.Dataset) -> Source:
     # Media columns return bytes or paths instead of decoded pixels.
     for column, feature in table.features.items():
-        undecoded = _undecoded(feature)
-        if undecoded is not feature:
+        if (undecoded := _undecoded(feature)) is not feature:
             table = table.cast_column(column, undecoded)
     return Source(name, table, table.column_names)
 
@@ -217,12 +214,9 @@ def _undecoded(feature: Any) -> Any:
     return feature
 
 
-def _read_parquet(path: Path) -> Source:
-    return _table(str(path), datasets.Dataset.from_parquet(str(path)))
-
-
-def _read_arrow(path: Path) -> Source:
-    return _table(str(path), datasets.load_dataset("arrow", data_files=str(path), split=DEFAULT_SPLIT))
+def _read_table(path: Path) -> Source:
+    builder = path.suffix.removeprefix(".")
+    return _table(str(path), datasets.load_dataset(builder, data_files=str(path), split=DEFAULT_SPLIT))
 
 
 def _read_jsonl(path: Path) -> Source:
@@ -230,10 +224,9 @@ def _read_jsonl(path: Path) -> Source:
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
-            if not line.strip():
-                continue
             try:
-                rows.append(json.loads(line))
+                if line.strip():
+                    rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number + 1} is not JSON: {error}") from error
     return _listed(path, rows)
@@ -256,9 +249,9 @@ def _read_csv(path: Path) -> Source:
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         rows = list(reader)
-    if any(None in row for row in rows):
-        number = next(number for number, row in enumerate(rows) if None in row)
-        raise ValueError(f"row {number} has more fields than the header")
+    for number, row in enumerate(rows):
+        if None in row:
+            raise ValueError(f"row {number} has more fields than the header")
     return Source(str(path), rows, list(reader.fieldnames or []))
 
 
@@ -291,8 +284,8 @@ def _listed(path: Path, rows: Any) -> Source:
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -62,11 +62,7 @@ class PromptFormat:
                 f"the template `data.format_prompt` ({self.path}) {error} for a prompt of {len(content)}"
                 " characters: does it loop forever?"
             ) from error
-        except (
-            ValueError,
-            RuntimeError,
-            ChildProcessError,
-        ) as error:  # also values nested too deeply to be sent
+        except (ValueError, RuntimeError, ChildProcessError) as error:  # also values too deep to be sent
             raise BadRowError(f"the template `data.format_prompt` ({self.path}) failed: {error}") from error
         if len(text) > MAX_RENDERED:
             raise BadRowError(
@@ -85,14 +81,10 @@ class PromptFormat:
 
     def _rendered(self, values: dict[str, Any]) -> str:
         if self._render is None:
-            renderer = _Renderer(self._source)
-            self._render = (
-                renderer if self._is_plain else IsolatedCalls(renderer, self.timeout_s, enter=_limit_memory)
-            )
-        try:
-            return self._render(values)
-        except ChildProcessError:  # perhaps memory used by others; a guilty row fails again
-            return self._render(values)
+            self._render = _Renderer(self._source)
+            if not self._is_plain:
+                self._render = IsolatedCalls(self._render, self.timeout_s, _limit_memory, retry=True)
+        return self._render(values)
 
 
 class _Renderer:

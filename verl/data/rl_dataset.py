@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
+from verl.data.chat_tokens import render_chat
 from verl.data.dataset import Item, Rendered, RowDataset, joined_columns, media_data
 from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
@@ -49,21 +50,13 @@ class RLHFDataset(RowDataset):
     def render(self, row: Row) -> Rendered:
         config = self.config
         for key in ("prompt_key", "answer_key"):
-            if getattr(config, key) not in row:
-                raise BadRowError(
-                    f"column `{getattr(config, key)}` (`data.{key}`) is missing; the row has {sorted(row)}"
-                )
+            if (name := getattr(config, key)) not in row:
+                raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
         messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
         media = self.media_of(row, messages)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
-            )
-            text.encode()  # the tokenizer's own error for a lone surrogate is misleading
-            raw_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # a template can raise anything
-            raise BadRowError(f"the chat template cannot render the prompt: {error}") from error
-        return Rendered(text, raw_ids, media, messages)
+        template = None if self.processor is None else self.processor.chat_template
+        text = render_chat(self.tokenizer, template, messages, True, "the prompt")
+        return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
         return collate_fn(items)
@@ -109,15 +102,13 @@ class RLHFDataset(RowDataset):
                 continue
             names[column] = column
             if column in WRITTEN or column in reserved:
-                names[column] = f"{column}_column"
-                logger.warning(
-                    "a column has the name of a batch key and is renamed: %s -> %s", column, names[column]
-                )
+                names[column] = name = f"{column}_column"
+                logger.warning("a column has the name of a batch key and is renamed: %s -> %s", column, name)
         return names
 
 
 def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-    """Join prompts into a batch: tensors (B, ...), other values as object arrays; missing values are None."""
+    """Join prompts into a batch: tensors (B, ...), other columns as object arrays."""
     stacked = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
     return {**joined_columns(items), **stacked}
 

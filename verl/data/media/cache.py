@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -94,7 +94,7 @@ class MediaFolder:
         entry = self.get(key)
         if entry is None:
             entry = make()
-            self._write(key, entry)
+            self._write(key, encode_entry(entry))
         return entry
 
     def get(self, key: str) -> Entry | None:
@@ -112,10 +112,9 @@ class MediaFolder:
     def _path(self, key: str) -> Path:
         return self.directory / key[:2] / f"{key[2:]}.safetensors"
 
-    def _write(self, key: str, entry: Entry) -> None:
+    def _write(self, key: str, content: bytes) -> None:
         if self.is_temporary and not self.directory.is_dir():
             return
-        content = encode_entry(entry)
         if not write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
             logger.warning("no room to cache media: path=%s bytes=%d", self.directory, len(content))
 
@@ -185,8 +184,7 @@ class MediaCache:
     def get(self, key: str) -> Entry | None:
         if key in self._local or self._folder is None:
             return self._local.get(key)
-        entry = self._folder.get(key)
-        if entry is not None:
+        if (entry := self._folder.get(key)) is not None:
             self._keep(key, entry)
         return entry
 
@@ -203,8 +201,7 @@ class MediaCache:
         os.close(self._alive)
 
     def _make_once(self, folder: MediaFolder, key: str, make: Callable[[], Entry]) -> Entry:
-        entry = folder.get(key)
-        if entry is not None:
+        if (entry := folder.get(key)) is not None:
             return entry
         try:
             with _locked(folder.directory / f"{key}.lock"):
@@ -226,12 +223,10 @@ def remove_stale_directories(root: Path) -> None:
     for directory in root.glob(f"{PREFIX}-{os.getuid()}-*"):
         try:
             alive = os.open(directory / "alive", os.O_RDWR)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             with suppress(FileNotFoundError):
                 if time.time() - directory.stat().st_mtime > YOUNG_S:
-                    shutil.rmtree(directory, ignore_errors=True)
-            continue
-        except NotADirectoryError:
+                    shutil.rmtree(directory, ignore_errors=True)  # leaves a file alone
             continue
         try:
             if _try_lock(alive):

@@ -55,7 +55,11 @@ class MediaOptions:
 
     def check_budget(self, video_processor: Any) -> None:
         """Raise a ValueError if the processor itself would enlarge frames beyond `tokens_per_frame`."""
-        smallest = smallest_budget(video_processor)
+        # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
+        # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has
+        # less than 2 limit + 2 merged patches, as both sides are rounded up.
+        factor = video_processor.patch_size * video_processor.merge_size
+        smallest = -(-4 * video_processor.size["shortest_edge"] // factor**2)
         if self.tokens_per_frame is not None and self.tokens_per_frame < smallest:
             raise ValueError(
                 f"`tokens_per_frame` must be at least {smallest} for this model, got {self.tokens_per_frame}:"
@@ -65,14 +69,11 @@ class MediaOptions:
 
 def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Scale width and height to between `min_pixels` and `max_pixels`, keeping the aspect ratio."""
-    for pixels, is_outside in (
-        (max_pixels, width * height > max_pixels),
-        (min_pixels, width * height < min_pixels),
-    ):
-        if is_outside:
-            factor = math.sqrt(pixels / (width * height))
-            width, height = max(1, int(width * factor)), max(1, int(height * factor))
-    return width, height
+    pixels = min(max(width * height, min_pixels), max_pixels)
+    if pixels == width * height:
+        return width, height
+    factor = math.sqrt(pixels / (width * height))
+    return max(1, int(width * factor)), max(1, int(height * factor))
 
 
 def process_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
@@ -113,12 +114,3 @@ def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -
         height=height, width=width, factor=factor, min_pixels=smallest, max_pixels=largest, **frames
     )
     return [-(-num_frames // temporal), height // patch, width // patch]
-
-
-def smallest_budget(video_processor: Any) -> int:
-    """Return the smallest limit of tokens per frame that the processor's own resizing respects."""
-    # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
-    # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has less
-    # than 2 limit + 2 merged patches, as both sides are rounded up.
-    factor = video_processor.patch_size * video_processor.merge_size
-    return -(-4 * video_processor.size["shortest_edge"] // factor**2)
