@@ -14,6 +14,7 @@ from typing import Any
 from verl.data.bad_rows import BadRowError
 from verl.data.messages import Message
 
+OTHER_TEMPLATE = "set another template with `data.override_chat_template`"
 Render = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt
 
 
@@ -75,32 +76,27 @@ def learned_spans(
 ) -> list[range]:
     """Find the characters of the assistant turns to train on in the rendered conversation.
 
-    Raises:
-        BadRowError: The rendered text does not show what a model would sample for a turn.
+    The text must show what a model would sample for a turn, else a BadRowError is raised.
     """
     text = render(messages, False)
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     spans = []
     for number in numbers if turns == "all" else numbers[-1:]:
         asked, answered = render(messages[:number], True), render(messages[: number + 1], False).rstrip()
+        message = f"message {number}, of the assistant,"
         if not text.startswith(answered):
             raise BadRowError(
-                f"the chat template renders message {number}, of the assistant, differently when other"
-                " messages follow, so a longer conversation does not show what was sampled: put each turn"
-                " into its own row and set `data.train_turns=last`, or set another template with"
-                " `data.override_chat_template`"
+                f"the chat template renders {message} differently when other messages follow, so a longer"
+                " conversation does not show what was sampled: put each turn into its own row and set"
+                f" `data.train_turns=last`, or {OTHER_TEMPLATE}"
             )
         if not answered.startswith(asked):
-            raise BadRowError(
-                f"the chat template does not start message {number}, of the assistant, with its generation"
-                f" prompt (which ends in {asked[-40:]!r}): set another template with"
-                " `data.override_chat_template`"
-            )
+            prompt = f"its generation prompt (which ends in {asked[-40:]!r})"
+            raise BadRowError(f"the chat template does not start {message} with {prompt}: {OTHER_TEMPLATE}")
         if not answered.endswith(special_tokens):
             raise BadRowError(
-                f"the chat template ends message {number}, of the assistant, with {answered[-20:]!r} and not"
-                " with a special token, so a model would not learn where to stop: set another template with"
-                " `data.override_chat_template`"
+                f"the chat template ends {message} with {answered[-20:]!r} and not with a special token, so a"
+                f" model would not learn where to stop: {OTHER_TEMPLATE}"
             )
         spans.append(range(len(asked), len(answered)))
     return spans

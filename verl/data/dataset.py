@@ -25,10 +25,9 @@ from verl.data.files import Row, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.tokens import MediaShape, expand_prompt
-from verl.data.messages import Message, RowMedia, check_counts, references
+from verl.data.messages import Message, check_counts, references
 from verl.data.prompt_template import PromptFormat
 from verl.utils.child_process import IsolatedCalls
-from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
@@ -46,7 +45,7 @@ class Rendered(NamedTuple):
 
     text: str
     raw_ids: list[int]  # one token for each image and video, as the engine expects
-    media: RowMedia
+    media: MediaData  # None without images and videos
     messages: list[Message]
     is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
 
@@ -71,9 +70,6 @@ class RowDataset(Dataset, ABC):
         option: The option that named the files, for errors.
         row_timeout_s: Seconds for reading the media of a row; None is unlimited.
         report: Lists the rows that cannot be used.
-
-    Raises:
-        ValueError: A column is missing, a row cannot be used (`data.on_bad_row=error`), or no row is left.
     """
 
     tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
@@ -95,8 +91,8 @@ class RowDataset(Dataset, ABC):
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
-        columns = {"images": config.image_key, "videos": config.video_key}
-        self._reader = None if media is None else MediaReader(media, row_timeout_s, columns)
+        self._columns = {"images": config.image_key, "videos": config.video_key}
+        self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
         self.prompt_format = PromptFormat(config.format_prompt)
         self.rows = load_rows(files, option)
         self._check_columns(option)
@@ -112,7 +108,6 @@ class RowDataset(Dataset, ABC):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Item | BadRow:
-        """Return an item, or a `BadRow` if it cannot be used."""
         # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
@@ -122,7 +117,7 @@ class RowDataset(Dataset, ABC):
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:
-        """Render the text of a row and tokenize it, with one token for each image and video."""
+        """Render and tokenize the text of a row, with one token for each image and video."""
 
     @abstractmethod
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
@@ -142,26 +137,26 @@ class RowDataset(Dataset, ABC):
         """Check a row and count its tokens, without decoding its media."""
         try:
             rendered = self.render(self.rows[index])
-            if not any(rendered.media) or not self.config.filter_overlong_prompts:
+            if rendered.media is None or not self.config.filter_overlong_prompts:
                 return RowCheck(None, len(rendered.raw_ids), sum(rendered.is_trained))
-            shape = self._media_reader.read(media_data(rendered.media), decode=False)
+            shape = self._media_reader.read(rendered.media, decode=False)
             length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
             return RowCheck(None, length, sum(rendered.is_trained))
         except ValueError as error:
             return RowCheck(str(error))
 
-    def media_of(self, row: Row, messages: list[Message]) -> RowMedia:
+    def media_of(self, row: Row, messages: list[Message]) -> MediaData:
         config = self.config
         read = partial(references, allow_urls=config.allow_media_urls)
-        media = RowMedia(
-            images=read(row.get(config.image_key), "image", config.image_dir),
-            videos=read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
-        )
+        media = {
+            "images": read(row.get(config.image_key), "image", config.image_dir),
+            "videos": read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
+        }
         if self.processor is not None:
-            check_counts(messages, media, config.image_key, config.video_key)
-        elif any(media):
+            check_counts(messages, media, self._columns)
+        elif any(media.values()):
             raise BadRowError("the row has images or videos, which the model cannot read")
-        return media
+        return media if any(media.values()) else None
 
     @property
     def _media_reader(self) -> MediaReader:
@@ -170,8 +165,8 @@ class RowDataset(Dataset, ABC):
 
     def _item(self, row: Row) -> Item:
         rendered = self.render(row)
-        media = media_data(rendered.media)
-        return self._make_item(row, rendered, self._media_reader.read(media, decode=True) if media else None)
+        shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
+        return self._make_item(row, rendered, shape)
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
         if self.position_ids is None:
@@ -226,27 +221,12 @@ class RowDataset(Dataset, ABC):
         logger.warning(text)
 
 
-def joined_columns(items: Sequence[Item]) -> dict[str, np.ndarray]:
-    """Join all columns of items as object arrays; missing values are None."""
-    names = dict.fromkeys(name for item in items for name in item)
-    return {name: objects(item.get(name) for item in items) for name in names}
-
-
-def media_data(media: RowMedia) -> MediaData:
-    """Return a row's media in the form that batches use; None without media."""
-    return {"images": media.images, "videos": media.videos} if any(media) else None
-
-
 def scan_rows(
     inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
 ) -> list[Any]:
     """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
 
     Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
-
-    Raises:
-        RuntimeError: A process was killed or crashed.
-        Exception: Whatever `inspect` raises.
     """
     workers = min(workers, os.cpu_count() or 1)
     if workers < 2 or num_rows < rows_for_one:

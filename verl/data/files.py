@@ -14,6 +14,8 @@ import pickle
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,8 @@ from datasets.exceptions import DatasetsError
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"
 SPLIT_NAMES = {
-    "train": r"train(ing)?",
-    "validation": r"valid(ation)?|val|dev",
-    "test": r"test(ing)?|eval(uation)?",
-}
+    "train": r"train(ing)?", "validation": r"valid(ation)?|val|dev", "test": r"test(ing)?|eval(uation)?",
+}  # fmt: skip
 SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
 
 
@@ -46,9 +46,7 @@ class Rows:
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
-        self.starts = [0]
-        for source in sources:
-            self.starts.append(self.starts[-1] + len(source.rows))
+        self.starts = list(accumulate((len(source.rows) for source in sources), initial=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -149,22 +147,17 @@ def _files_of_split(path: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _named_split(words: list[str]) -> str | None:
-    for name, pattern in SPLIT_NAMES.items():
-        if any(re.fullmatch(pattern, word) for word in words):
-            return name
-    return None
+    found = (name for name, form in SPLIT_NAMES.items() if any(re.fullmatch(form, word) for word in words))
+    return next(found, None)
 
 
 def _open_hub(name: str, split: str) -> Source:
     use_modelscope_hub_if_asked()
     try:
-        table = datasets.load_dataset(name, split=split)
+        return _table(f"{name}@{split}", datasets.load_dataset(name, split=split))
     except (OSError, ValueError, DatasetsError) as error:
-        raise FileNotFoundError(
-            f"{name} is no local file or directory, and the hub has no such data set or cannot be"
-            f" reached: {error}"
-        ) from error
-    return _table(f"{name}@{split}", table)
+        text = f"{name} is no local file or directory, and the hub has no such data set or cannot be reached"
+        raise FileNotFoundError(f"{text}: {error}") from error
 
 
 def use_modelscope_hub_if_asked() -> None:
@@ -172,12 +165,10 @@ def use_modelscope_hub_if_asked() -> None:
     if os.environ.get("USE_MODELSCOPE_HUB", "0").lower() not in ("1", "true", "y", "yes"):
         return
     try:
-        from modelscope.utils.hf_util import (  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - optional
-            patch_hub,
-        )
+        hub = import_module("modelscope.utils.hf_util")
     except ImportError as error:
         raise RuntimeError("`USE_MODELSCOPE_HUB=1` needs modelscope: pip install modelscope") from error
-    patch_hub()
+    hub.patch_hub()
 
 
 def _split_name(split: str) -> str:
@@ -284,10 +275,6 @@ def _listed(path: Path, rows: Any) -> Source:
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
-    ".parquet": _read_table,
-    ".arrow": _read_table,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".pkl": _read_pickle,
-}
+    ".parquet": _read_table, ".arrow": _read_table, ".jsonl": _read_jsonl, ".json": _read_json,
+    ".csv": _read_csv, ".pkl": _read_pickle,
+}  # fmt: skip

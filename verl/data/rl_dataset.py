@@ -13,10 +13,11 @@ from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import render_chat
-from verl.data.dataset import Item, Rendered, RowDataset, joined_columns, media_data
+from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import build_messages
+from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
 TENSORS = ("prompts", "prompt_mask", "prompt_position_ids")
@@ -79,7 +80,7 @@ class RLHFDataset(RowDataset):
             "prompt_text": rendered.text,
             "prompt_messages": rendered.messages,
             "ground_truth": row[self.config.answer_key],
-            "multi_modal_data": media_data(rendered.media),
+            "multi_modal_data": rendered.media,
         }
         return item | {name: row.get(column) for column, name in self._names.items()}
 
@@ -108,9 +109,10 @@ class RLHFDataset(RowDataset):
 
 
 def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-    """Join prompts into a batch: tensors (B, ...), other columns as object arrays."""
-    stacked = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
-    return {**joined_columns(items), **stacked}
+    """Join prompts into a batch: tensors (B, ...), other columns as object arrays, None where missing."""
+    names = dict.fromkeys(name for item in items for name in item)
+    joined = {name: objects(item.get(name) for item in items) for name in names}
+    return joined | {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
 
 
 def _left_pad(values: Tensor, length: int, padding: int) -> Tensor:

@@ -201,6 +201,9 @@ class IsolatedCalls(Generic[A, R]):
             raise kind(text)
         return result
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IsolatedCalls, (self.function, self.timeout_s, self.enter, self._start_child, self.retry)
+
     def start(self) -> None:
         """Start the process now instead of at the first call."""
         self._living_child()

@@ -76,8 +76,7 @@ class MediaFolder:
     """A bounded folder of entries, shared by processes without locks; entries unread for longest go first.
 
     Args:
-        max_bytes: Bound of the folder; each process may exceed it by 1/16 before it notices. None is half of
-            the disk space available to it.
+        max_bytes: Bound of the folder (see `Room`).
         is_temporary: The directory belongs to one run: files need not survive a system crash, and nothing is
             written once the directory is removed.
     """
@@ -131,8 +130,8 @@ class MediaCache:
         cache.close()
 
     Args:
-        run_id: Equal in all processes of a run. None keeps entries in this process only.
-        owner: Whether closing removes the directory at once; otherwise the last user does.
+        run_id: Equal in all processes of a run; None keeps entries in this process only.
+        owner: Closing removes the directory at once; otherwise the last user does.
         max_bytes: Bound of the directory; None is a quarter of the free space, at most 32 GiB.
         local_bytes: Bound of the entries that this process keeps open.
         root: Parent of the directory; None is shared memory, or the temporary folder if that is too small.
@@ -169,7 +168,7 @@ class MediaCache:
 
     @property
     def directory(self) -> Path | None:
-        """The directory on this node; None without a run, and after `close`."""
+        """The directory on this node; None without a run and after `close`."""
         return None if self._folder is None else self._folder.directory
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:

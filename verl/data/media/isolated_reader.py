@@ -33,8 +33,7 @@ class MediaReader:
     def read(self, media: MediaData, *, decode: bool) -> MediaShape:
         """Return the shapes of a row's media, decoded into the loader's cache or only measured.
 
-        Raises:
-            ValueError: A file cannot be fetched or read, or ends or holds up the process.
+        A file that cannot be fetched or read, or that ends or holds up the process, is a ValueError.
         """
         for kind, refs in (media or {}).items():
             try:
@@ -48,7 +47,6 @@ class MediaReader:
             raise ValueError(f"the process that read {_names(media)} {error}") from error
 
     def close(self) -> None:
-        """End the process; the next row starts another."""
         self._calls.close()
 
 

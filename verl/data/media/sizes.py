@@ -31,20 +31,11 @@ class MediaOptions:
     urls: DownloadOptions | None = None  # None refuses URLs
 
     @classmethod
-    def from_data(
-        cls,
-        data: Any,
-        run_id: str | None = None,
-        *,
-        num_video_frames: int | None = None,
-        tokens_per_frame: int | None = None,
-    ) -> "MediaOptions":
-        """Take them from the `data` section of a config, and from options elsewhere."""
+    def from_data(cls, data: Any, **others: Any) -> "MediaOptions":
+        """Take them from the `data` section of a config, except for `others`."""
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
-        return cls(
-            data.min_pixels, data.max_pixels, data.video_fps, run_id, num_video_frames, tokens_per_frame,
-            data.cache_dir, urls,
-        )  # fmt: skip
+        sizes = data.min_pixels, data.max_pixels, data.video_fps
+        return cls(*sizes, cache_dir=data.cache_dir, urls=urls, **others)
 
     def of_videos(self, factor: int) -> VideoOptions:
         """Video options for a model whose merged patches are `factor` pixels wide."""

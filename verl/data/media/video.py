@@ -2,11 +2,8 @@
 """Read videos with PyAV: container metadata without decoding, and the frames that a model sees.
 
 Frame selection and size follow qwen-vl-utils: `fps` frames per second, an even number between 4 and 768, or a
-given number of frames; spread evenly from the first frame to the last; each frame between `min_pixels` and
-`max_pixels`, and within a budget of tokens if there is one.
-
-As in the models' processors, times are computed from frame numbers and the average rate, even if the rate of
-the video varies.
+given number of frames; spread evenly from the first frame to the last. As in the models' processors, times
+are computed from frame numbers and the average rate, even if the rate of the video varies.
 """
 
 from collections.abc import Iterable, Iterator
@@ -85,7 +82,7 @@ def choose_frames(info: VideoInfo, options: VideoOptions) -> list[int]:
 
 
 def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
-    """Return the height and width of frames after resizing; many frames share a budget of pixels."""
+    """Return height and width of frames after resizing; many frames share a budget of pixels."""
     from qwen_vl_utils import vision_process as qwen  # noqa: PLC0415 - imports torchvision: seconds
 
     factor, smallest, tokens = options.factor, options.min_pixels, options.tokens_per_frame
