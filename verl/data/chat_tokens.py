@@ -21,13 +21,7 @@ Render = Callable[[Sequence[Message], bool], str]  # messages, add_generation_pr
 class ConversationTokenizer:
     """Renders conversations with a chat template and marks the tokens to train on.
 
-    Example::
-
-        tokenize = ConversationTokenizer(tokenizer, template=None, turns="all")
-        text, ids, is_trained = tokenize([{"role": "user", ...}, {"role": "assistant", ...}])
-
     Args:
-        tokenizer: A fast tokenizer with a chat template.
         template: None uses the tokenizer's.
         turns: Assistant turns to train on, "all" or "last".
     """

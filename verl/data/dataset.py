@@ -74,7 +74,7 @@ class RowDataset(Dataset, ABC):
 
     tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
     limit_option: ClassVar[str]  # name of the option for the maximum number of tokens
-    too_long: ClassVar[str]  # error text after the number of overlong rows
+    noun: ClassVar[str]  # name of an item in errors
 
     def __init__(
         self,
@@ -111,7 +111,10 @@ class RowDataset(Dataset, ABC):
         # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
-            return self._item(self.rows[row_index])
+            row = self.rows[row_index]
+            rendered = self.render(row)
+            shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
+            return self._make_item(row, rendered, shape)
         except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
 
@@ -137,11 +140,11 @@ class RowDataset(Dataset, ABC):
         """Check a row and count its tokens, without decoding its media."""
         try:
             rendered = self.render(self.rows[index])
-            if rendered.media is None or not self.config.filter_overlong_prompts:
-                return RowCheck(None, len(rendered.raw_ids), sum(rendered.is_trained))
-            shape = self._media_reader.read(rendered.media, decode=False)
-            length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
-            return RowCheck(None, length, sum(rendered.is_trained))
+            ids = rendered.raw_ids
+            if rendered.media and self.config.filter_overlong_prompts:
+                shape = self._media_reader.read(rendered.media, decode=False)
+                ids = expand_prompt(ids, self.processor, shape)
+            return RowCheck(None, len(ids), sum(rendered.is_trained))
         except ValueError as error:
             return RowCheck(str(error))
 
@@ -163,10 +166,12 @@ class RowDataset(Dataset, ABC):
         assert self._reader is not None, "a dataset with a processor has a media loader"
         return self._reader
 
-    def _item(self, row: Row) -> Item:
-        rendered = self.render(row)
-        shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
-        return self._make_item(row, rendered, shape)
+    def _check_length(self, ids: Sequence[int]) -> None:
+        if len(ids) > self.limit:
+            raise BadRowError(
+                f"the {self.noun} has {len(ids)} tokens, `data.{self.limit_option}` is {self.limit}:"
+                " raise it, or set `data.filter_overlong_prompts=true`"
+            )
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
         if self.position_ids is None:
@@ -177,7 +182,7 @@ class RowDataset(Dataset, ABC):
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
-        checks = scan_rows(partial(_inspect_part, self), len(self.rows), workers, rows_for_one)
+        checks = scan_rows(self._inspect_part, len(self.rows), workers, rows_for_one)
         # Forked loader processes start their own template and media processes.
         self.prompt_format.close()
         if self._reader is not None:
@@ -200,9 +205,13 @@ class RowDataset(Dataset, ABC):
         if not usable:
             raise ValueError(
                 f"`{option}` has {len(self.rows)} rows and none can be used: {self.num_overlong}"
-                f" {self.too_long} ({self.limit}), {len(self.bad_rows)} rows are bad"
+                f" {self.noun}s are longer than `data.{self.limit_option}` ({self.limit}),"
+                f" {len(self.bad_rows)} rows are bad"
             )
         return usable
+
+    def _inspect_part(self, part: range) -> list[RowCheck]:
+        return [self.inspect(index) for index in part]
 
     def _report_bad_rows(self, option: str) -> None:
         if not self.bad_rows:
@@ -273,7 +282,3 @@ def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[An
         return function(part), None
     except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)
         return [], error
-
-
-def _inspect_part(dataset: RowDataset, part: range) -> list[RowCheck]:
-    return [dataset.inspect(index) for index in part]

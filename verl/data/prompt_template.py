@@ -56,20 +56,16 @@ class PromptFormat:
         if self.path is None:
             return content
         values = {name: value for name, value in row.items() if name in self._names} | {"content": content}
+        template = f"the template `data.format_prompt` ({self.path})"
         try:
             text = self._render(values)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"the template `data.format_prompt` ({self.path}) {error} for a prompt of {len(content)}"
-                " characters: does it loop forever?"
-            ) from error
+            cause = f"{error} for a prompt of {len(content)} characters: does it loop forever?"
+            raise TimeoutError(f"{template} {cause}") from error
         except (ValueError, RuntimeError, ChildProcessError) as error:  # also values too deep to be sent
-            raise BadRowError(f"the template `data.format_prompt` ({self.path}) failed: {error}") from error
-        if len(text) > MAX_RENDERED:
-            raise BadRowError(
-                f"the template `data.format_prompt` ({self.path}) makes a prompt of {len(text)} characters,"
-                f" the limit is {MAX_RENDERED}"
-            )
+            raise BadRowError(f"{template} failed: {error}") from error
+        if (size := len(text)) > MAX_RENDERED:
+            raise BadRowError(f"{template} makes a prompt of {size} characters, the limit is {MAX_RENDERED}")
         return text
 
     def close(self) -> None:
@@ -124,7 +120,5 @@ def _limit_memory() -> None:
     with open("/proc/self/statm") as file:
         data = int(file.read().split()[5]) * resource.getpagesize()  # as `RLIMIT_DATA` counts it
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data + RENDER_MEMORY
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
+    limit = data + RENDER_MEMORY if hard == resource.RLIM_INFINITY else min(data + RENDER_MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

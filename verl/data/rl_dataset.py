@@ -41,7 +41,7 @@ class RLHFDataset(RowDataset):
 
     tensors = TENSORS
     limit_option = "max_prompt_length"
-    too_long = "prompts are longer than `data.max_prompt_length`"
+    noun = "prompt"
 
     def __init__(self, *arguments: Any, reserved: Container[str] = (), **options: Any) -> None:
         # `reserved` are names that columns must not use in a batch.
@@ -66,11 +66,7 @@ class RLHFDataset(RowDataset):
         prompt_ids = rendered.raw_ids
         if shape is not None:
             prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
-        if len(prompt_ids) > self.limit:
-            raise BadRowError(
-                f"the prompt has {len(prompt_ids)} tokens, `data.max_prompt_length` is {self.limit}:"
-                " raise it, or set `data.filter_overlong_prompts=true`"
-            )
+        self._check_length(prompt_ids)
         ids = torch.tensor(prompt_ids, dtype=torch.int64)  # (L,)
         item = {
             "prompts": _left_pad(ids, self.limit, self.tokenizer.pad_token_id),

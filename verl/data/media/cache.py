@@ -59,17 +59,14 @@ def encode_entry(entry: Entry) -> bytes:
 def read_entry(path: Path) -> Entry | None:
     """Map the entry of a file into memory; None if there is no file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        opened = path.open("rb")
     except FileNotFoundError:
         return None
-    try:
-        # `safe_open` opens the path twice, and another process may remove it in between: an open descriptor
-        # stays valid for both.
-        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            return Entry(tensors, json.loads(file.metadata()["meta"]))
-    finally:
-        os.close(descriptor)
+    # `safe_open` opens the path twice, and another process may remove it in between: an open descriptor stays
+    # valid for both.
+    with opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        return Entry(tensors, json.loads(file.metadata()["meta"]))
 
 
 class MediaFolder:
@@ -103,9 +100,8 @@ class MediaFolder:
         except SafetensorError:  # after a system crash
             logger.warning("a damaged file of the media cache is replaced: path=%s", path)
             return None
-        if entry is not None:
-            with suppress(FileNotFoundError, PermissionError):  # removed since, or another user's
-                os.utime(path)
+        with suppress(FileNotFoundError, PermissionError):  # removed since, or another user's
+            os.utime(path)
         return entry
 
     def _path(self, key: str) -> Path:
@@ -122,12 +118,6 @@ class MediaCache:
     """A bounded cache for the processes of a run on one node, and a small one inside each process.
 
     An unpickled copy opens the directory of the same run on its own node.
-
-    Example::
-
-        cache = MediaCache("run-7", owner=True)
-        entry = cache.get_or_make(key, lambda: Entry({"pixels": decode(path)}, {}))
-        cache.close()
 
     Args:
         run_id: Equal in all processes of a run; None keeps entries in this process only.

@@ -60,11 +60,6 @@ class DownloadOptions:
 class DownloadFolder:
     """The files that URLs name, kept from run to run in a `shared_folder` under a digest of their URL.
 
-    Example::
-
-        folder = DownloadFolder(DownloadOptions(directory="/scratch/media"), run_id="run-7")
-        path = folder.path("https://example.org/cat.png")
-
     Args:
         run_id: A failed URL is not requested again by the same run; None is this object and its copies.
         max_bytes: Bound of the folder; None is half of the disk space available to it.
@@ -87,10 +82,9 @@ class DownloadFolder:
             except ValueError as error:
                 raise ValueError(f"{url} was not fetched: {error}") from error
             except OSError as error:
-                raise RuntimeError(
-                    f"`data.media_url_dir` ({self.directory}) cannot be written: {error}; free some space, or"
-                    " set another folder"
-                ) from error
+                option = f"`data.media_url_dir` ({self.directory})"
+                text = f"{option} cannot be written: {error}; free some space, or set another folder"
+                raise RuntimeError(text) from error
         return str(path)
 
     def _fetch_once(self, url: str, path: Path) -> None:
@@ -303,12 +297,9 @@ def _private_folder() -> Path:
 
 def _mark_as_read(path: Path) -> bool:
     """Renew the access time, but not the modification time, which identifies content; False if missing."""
-    try:
-        with suppress(PermissionError):  # files of other users can be read, not renewed
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-    except FileNotFoundError:
-        return False
-    return True
+    with suppress(PermissionError, FileNotFoundError):  # files of other users can be read, not renewed
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    return path.exists()
 
 
 @contextmanager

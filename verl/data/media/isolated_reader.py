@@ -21,7 +21,6 @@ class MediaReader:
     more. Media named by URL are fetched in this process before, within limits of their own.
 
     Args:
-        loader: Reads the media.
         timeout_s: Limit for a row in seconds, not counting downloads; None is no limit.
         columns: Column names of `images` and `videos`, for errors.
     """
@@ -35,7 +34,9 @@ class MediaReader:
 
         A file that cannot be fetched or read, or that ends or holds up the process, is a ValueError.
         """
+        names: list[str] = []
         for kind, refs in (media or {}).items():
+            names += [f"the {kind.removesuffix('s')} {shown_name(ref)}" for ref in refs]
             try:
                 for ref in refs:
                     self._loader.on_disk(ref)
@@ -44,7 +45,7 @@ class MediaReader:
         try:
             return self._calls((media, decode))
         except (ChildProcessError, TimeoutError) as error:
-            raise ValueError(f"the process that read {_names(media)} {error}") from error
+            raise ValueError(f"the process that read {', '.join(names)} {error}") from error
 
     def close(self) -> None:
         self._calls.close()
@@ -60,11 +61,3 @@ def _enter(loader: MediaLoader) -> None:
     torch.set_num_threads(1)  # a forked process has lost the threads of its parent
     if loader.cache.directory is not None:
         loader.cache.local_bytes = 0  # nothing is asked for twice, and others find it in the directory
-
-
-def _names(media: MediaData) -> str:
-    return ", ".join(
-        f"the {kind.removesuffix('s')} {shown_name(ref)}"
-        for kind, refs in (media or {}).items()
-        for ref in refs
-    )

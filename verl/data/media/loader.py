@@ -47,8 +47,6 @@ class MediaLoader:
         images = loader.decode({"images": ["cat.png"]}).images
 
     Args:
-        processor: Image processor, video processor and media tokens of the model.
-        options: Sizes, sampling, URLs.
         cache: None opens the one of `options.run_id`.
     """
 
@@ -94,13 +92,11 @@ class MediaLoader:
     def measure(self, media: MediaData) -> MediaShape:
         """Read the shapes of a row's media from file headers, without decoding."""
         images = [self._header_size(ref) for ref in self._local(media, "images")]
-        videos = [self._header_video(ref) for ref in self._local(media, "videos")]
-        return self._shape(images, videos)
+        return self._shape(images, [self._header_video(ref) for ref in self._local(media, "videos")])
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         images = [(image.height, image.width) for image in decoded.images]
-        videos = [(*frames.shape[:3], meta) for frames, meta in decoded.videos]
-        return self._shape(images, videos)
+        return self._shape(images, [(*frames.shape[:3], meta) for frames, meta in decoded.videos])
 
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         with reading("image", ref), Image.open(openable(ref)) as image:

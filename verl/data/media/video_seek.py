@@ -8,6 +8,7 @@ Times are in ticks of the stream's time base, relative to the first frame.
 """
 
 from bisect import bisect_right
+from contextlib import suppress
 from typing import NamedTuple
 
 import av
@@ -161,14 +162,11 @@ class SeekingReader:
         assert self._stream.time_base is not None, "frames have times"
         back, second = 0, max(1, round(1 / self._stream.time_base))
         while True:
-            try:
+            with suppress(av.error.FFmpegError):  # cannot start here; counting will show if it is damaged
                 self._container.seek(self._start + max(0, time - back), stream=self._stream)
-                frame = self._keyframe_before(time)
-            except av.error.FFmpegError:  # cannot start here; counting will show whether the video is damaged
-                frame = None
-            if frame is not None:
-                self._frame = frame
-                return
+                if (frame := self._keyframe_before(time)) is not None:
+                    self._frame = frame
+                    return
             if back >= time:
                 raise UnknownTimesError
             back = max(second, 2 * back)
