@@ -255,10 +255,12 @@ def scan_rows(
         return results
 
     results: list[Any] = []
+    enter = partial(os.environ.update, TOKENIZERS_PARALLELISM="false")
     with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
         for _ in range(workers):
             # Forked, they share the opened files and the tokenizer. They start here, before any thread does.
-            process = processes.enter_context(closing(IsolatedCalls(partial(_catch, inspect), None, _enter)))
+            calls = IsolatedCalls(partial(_catch, inspect), None, enter)
+            process = processes.enter_context(closing(calls))
             process.start()
             idle.put(process)
         try:
@@ -271,10 +273,6 @@ def scan_rows(
                 " `data.filter_overlong_prompts_workers` need less memory"
             ) from error
     return results
-
-
-def _enter() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:

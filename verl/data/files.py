@@ -227,12 +227,11 @@ def _read_json(path: Path) -> Source:
     """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
     text = path.read_text(encoding="utf-8")
     try:
-        content = json.loads(text)
+        return _from_object(path, json.loads(text))
     except json.JSONDecodeError:
         if text.lstrip()[:1] == "{":
             return _read_jsonl(path)
         raise
-    return _from_object(path, content)
 
 
 def _read_csv(path: Path) -> Source:

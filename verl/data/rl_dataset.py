@@ -22,7 +22,6 @@ from verl.utils.rank_logger import get_logger
 
 TENSORS = ("prompts", "prompt_mask", "prompt_position_ids")
 COLUMNS = ("raw_prompt_ids", "prompt_text", "prompt_messages", "ground_truth", "multi_modal_data")
-WRITTEN = (*TENSORS, *COLUMNS)
 
 logger = get_logger(__name__)
 
@@ -98,7 +97,7 @@ class RLHFDataset(RowDataset):
             if column in used:
                 continue
             names[column] = column
-            if column in WRITTEN or column in reserved:
+            if column in TENSORS + COLUMNS or column in reserved:
                 names[column] = name = f"{column}_column"
                 logger.warning("a column has the name of a batch key and is renamed: %s -> %s", column, name)
         return names

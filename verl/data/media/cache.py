@@ -90,7 +90,8 @@ class MediaFolder:
         entry = self.get(key)
         if entry is None:
             entry = make()
-            self._write(key, encode_entry(entry))
+            if not self.is_temporary or self.directory.is_dir():
+                self._write(key, encode_entry(entry))
         return entry
 
     def get(self, key: str) -> Entry | None:
@@ -108,8 +109,6 @@ class MediaFolder:
         return self.directory / key[:2] / f"{key[2:]}.safetensors"
 
     def _write(self, key: str, content: bytes) -> None:
-        if self.is_temporary and not self.directory.is_dir():
-            return
         if not write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
             logger.warning("no room to cache media: path=%s bytes=%d", self.directory, len(content))
 

@@ -87,7 +87,7 @@ def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
 
 
 def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
-    """Return patches in time, height and width after the processor's own resizing."""
+    """Like `image_grid`, for a video."""
     resize = vars(sys.modules[type(video_processor).__module__])["smart_resize"]
     patch, temporal = video_processor.patch_size, video_processor.temporal_patch_size
     factor = patch * video_processor.merge_size
