@@ -74,7 +74,7 @@ class RowDataset(Dataset, ABC):
 
     tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
     limit_option: ClassVar[str]  # name of the option for the maximum number of tokens
-    noun: ClassVar[str]  # name of an item in errors
+    too_long: ClassVar[str]  # error text after the number of overlong rows
 
     def __init__(
         self,
@@ -166,12 +166,9 @@ class RowDataset(Dataset, ABC):
         assert self._reader is not None, "a dataset with a processor has a media loader"
         return self._reader
 
-    def _check_length(self, ids: Sequence[int]) -> None:
-        if len(ids) > self.limit:
-            raise BadRowError(
-                f"the {self.noun} has {len(ids)} tokens, `data.{self.limit_option}` is {self.limit}:"
-                " raise it, or set `data.filter_overlong_prompts=true`"
-            )
+    def _check_length(self, length: int, text: str) -> None:
+        if length > self.limit:
+            raise BadRowError(f"{text} {self.limit}: raise it, or set `data.filter_overlong_prompts=true`")
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
         if self.position_ids is None:
@@ -205,8 +202,7 @@ class RowDataset(Dataset, ABC):
         if not usable:
             raise ValueError(
                 f"`{option}` has {len(self.rows)} rows and none can be used: {self.num_overlong}"
-                f" {self.noun}s are longer than `data.{self.limit_option}` ({self.limit}),"
-                f" {len(self.bad_rows)} rows are bad"
+                f" {self.too_long} ({self.limit}), {len(self.bad_rows)} rows are bad"
             )
         return usable
 

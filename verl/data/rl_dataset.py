@@ -40,7 +40,7 @@ class RLHFDataset(RowDataset):
 
     tensors = TENSORS
     limit_option = "max_prompt_length"
-    noun = "prompt"
+    too_long = "prompts are longer than `data.max_prompt_length`"
 
     def __init__(self, *arguments: Any, reserved: Container[str] = (), **options: Any) -> None:
         # `reserved` are names that columns must not use in a batch.
@@ -65,7 +65,8 @@ class RLHFDataset(RowDataset):
         prompt_ids = rendered.raw_ids
         if shape is not None:
             prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
-        self._check_length(prompt_ids)
+        length = len(prompt_ids)
+        self._check_length(length, f"the prompt has {length} tokens, `data.max_prompt_length` is")
         ids = torch.tensor(prompt_ids, dtype=torch.int64)  # (L,)
         item = {
             "prompts": _left_pad(ids, self.limit, self.tokenizer.pad_token_id),

@@ -39,7 +39,7 @@ class SFTDataset(RowDataset):
 
     tensors = ("input_ids", "is_trained", "position_ids")
     limit_option = "max_length"
-    noun = "conversation"
+    too_long = "conversations are longer than `data.max_length`"
 
     def __init__(self, files: Any, tokenizer: Any, processor: Any, config: Any, **options: Any) -> None:
         template = None if processor is None else processor.chat_template
@@ -94,7 +94,7 @@ class SFTDataset(RowDataset):
         ids, is_trained = rendered.raw_ids, rendered.is_trained
         if shape is not None:
             ids, is_trained = self._expanded(ids, is_trained, shape)
-        self._check_length(ids)
+        self._check_length(len(ids), f"the conversation has {len(ids)} tokens, `data.max_length` is")
         input_ids = torch.tensor(ids, dtype=torch.int64)  # (L,)
         return {
             "input_ids": input_ids,
