@@ -4,7 +4,7 @@
 import pytest
 
 from verl.data.bad_rows import BadRowError
-from verl.data.chat_tokens import ConversationTokenizer, Span, learned_spans, tokens_inside
+from verl.data.chat_tokens import ConversationTokenizer, learned_spans, tokens_inside
 from verl.models.tiny import train_tokenizer
 
 TWO_TURNS = [
@@ -91,13 +91,13 @@ def test_spans_are_counted_in_characters_of_the_text():
     spans = learned_spans([*messages, *messages], as_role, ("!;",), "all")
 
     assert as_role([*messages, *messages], False) == "u:Q;a:A1!;u:Q;a:A1!;"
-    assert spans == [Span(6, 10), Span(16, 20)]
+    assert spans == [range(6, 10), range(16, 20)]
 
 
 def test_a_token_that_overlaps_the_edge_of_a_span_is_outside():
     offsets = [(0, 2), (2, 4), (3, 6), (4, 4), (4, 6), (6, 8), (8, 10), (9, 11), (12, 13)]
 
-    inside = tokens_inside(offsets, [Span(4, 8), Span(8, 10), Span(12, 13)])
+    inside = tokens_inside(offsets, [range(4, 8), range(8, 10), range(12, 13)])
 
     assert inside == [False, False, False, False, True, True, True, False, True]
 

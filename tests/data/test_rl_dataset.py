@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow
+from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset, collate_fn
-from verl.data.row_scan import scan_rows
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model

@@ -45,8 +45,7 @@ class BadRowReport:
         """Append the rows that are not listed yet. An error only logs a warning."""
         lines = []
         try:
-            if self._listed is None:
-                self._listed = self._read()
+            self._listed = self._read() if self._listed is None else self._listed
             for row in rows:
                 file, _, number = row.where.rpartition(", row ")
                 if (file, int(number)) not in self._listed:
@@ -64,9 +63,7 @@ class BadRowReport:
 
     def _read(self) -> set[tuple[str, int]]:
         """Read the rows of earlier runs; an incomplete last line of a killed run is removed."""
-        if not self.path.exists():
-            return set()
-        text = self.path.read_text()
+        text = self.path.read_text() if self.path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             self.path.write_text(whole)

@@ -9,40 +9,20 @@ ends with the special token that closes it. Text after that token is not trained
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.data.bad_rows import BadRowError
 from verl.data.messages import Message
 
+OTHER_TEMPLATE = "set another template with `data.override_chat_template`"
 Render = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt
-
-
-class Span(NamedTuple):
-    """Characters `start` to `stop` of a text."""
-
-    start: int
-    stop: int
-
-
-class TokenizedConversation(NamedTuple):
-    """Text and tokens of a conversation."""
-
-    text: str
-    ids: list[int]  # one token for each image and video
-    is_trained: list[bool]  # (L,)
 
 
 class ConversationTokenizer:
     """Renders conversations with a chat template and marks the tokens to train on.
 
-    Example::
-
-        tokenize = ConversationTokenizer(tokenizer, template=None, turns="all")
-        text, ids, is_trained = tokenize([{"role": "user", ...}, {"role": "assistant", ...}])
-
     Args:
-        tokenizer: A fast tokenizer with a chat template.
-        template: Replaces the tokenizer's own template; None does not.
+        template: None uses the tokenizer's.
         turns: Assistant turns to train on, "all" or "last".
     """
 
@@ -56,67 +36,67 @@ class ConversationTokenizer:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(special | set(tokenizer.all_special_tokens))
 
-    def __call__(self, messages: Sequence[Message]) -> TokenizedConversation:
-        """Render and tokenize messages; at least one must be the assistant's."""
+    def __call__(self, messages: Sequence[Message]) -> tuple[str, list[int], list[bool]]:
+        """Return text, tokens (one for each image and video), and for each token whether to train on it."""
         text = self._render(messages, False)
         spans = learned_spans(messages, self._render, self._special, self.turns)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        is_trained = tokens_inside(encoded["offset_mapping"], spans)
-        return TokenizedConversation(text, encoded["input_ids"], is_trained)
+        return text, encoded["input_ids"], tokens_inside(encoded["offset_mapping"], spans)
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-            text.encode()  # the tokenizer's own error for a lone surrogate is misleading
-        except Exception as error:  # a template can raise anything
-            raise BadRowError(
-                f"the chat template cannot render {len(messages)} messages of the conversation: {error}"
-            ) from error
-        return text
+        name = f"{len(messages)} messages of the conversation"
+        return render_chat(self.tokenizer, self.template, messages, add_generation_prompt, name)
+
+
+def render_chat(
+    tokenizer: Any, template: str | None, messages: Sequence[Message], add_generation_prompt: bool, name: str
+) -> str:
+    """Render messages; the BadRowError of a failure calls them `name`."""
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+        text.encode()  # the tokenizer's own error for a lone surrogate is misleading
+    except Exception as error:  # a template can raise anything
+        raise BadRowError(f"the chat template cannot render {name}: {error}") from error
+    return text
 
 
 def learned_spans(
     messages: Sequence[Message], render: Render, special_tokens: tuple[str, ...], turns: str
-) -> list[Span]:
-    """Find the assistant turns to train on in the rendered conversation.
+) -> list[range]:
+    """Find the characters of the assistant turns to train on in the rendered conversation.
 
-    Raises:
-        BadRowError: The rendered text does not show what a model would sample for a turn.
+    The text must show what a model would sample for a turn, else a BadRowError is raised.
     """
     text = render(messages, False)
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     spans = []
     for number in numbers if turns == "all" else numbers[-1:]:
         asked, answered = render(messages[:number], True), render(messages[: number + 1], False).rstrip()
+        message = f"message {number}, of the assistant,"
         if not text.startswith(answered):
             raise BadRowError(
-                f"the chat template renders message {number}, of the assistant, differently when other"
-                " messages follow, so a longer conversation does not show what was sampled: put each turn"
-                " into its own row and set `data.train_turns=last`, or set another template with"
-                " `data.override_chat_template`"
+                f"the chat template renders {message} differently when other messages follow, so a longer"
+                " conversation does not show what was sampled: put each turn into its own row and set"
+                f" `data.train_turns=last`, or {OTHER_TEMPLATE}"
             )
         if not answered.startswith(asked):
-            raise BadRowError(
-                f"the chat template does not start message {number}, of the assistant, with its generation"
-                f" prompt (which ends in {asked[-40:]!r}): set another template with"
-                " `data.override_chat_template`"
-            )
+            prompt = f"its generation prompt (which ends in {asked[-40:]!r})"
+            raise BadRowError(f"the chat template does not start {message} with {prompt}: {OTHER_TEMPLATE}")
         if not answered.endswith(special_tokens):
             raise BadRowError(
-                f"the chat template ends message {number}, of the assistant, with {answered[-20:]!r} and not"
-                " with a special token, so a model would not learn where to stop: set another template with"
-                " `data.override_chat_template`"
+                f"the chat template ends {message} with {answered[-20:]!r} and not with a special token, so a"
+                f" model would not learn where to stop: {OTHER_TEMPLATE}"
             )
-        spans.append(Span(len(asked), len(answered)))
+        spans.append(range(len(asked), len(answered)))
     return spans
 
 
-def tokens_inside(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool]:
+def tokens_inside(offsets: Sequence[tuple[int, int]], spans: Sequence[range]) -> list[bool]:
     """Return for each token whether it lies within a span; empty tokens never do. Both are in order."""
     inside = []
     remaining = iter(spans)

@@ -3,13 +3,16 @@
 
 `RowDataset` leaves out (or refuses) rows that cannot be used. It keeps no pixels: a separate process
 (`MediaReader`) decodes media once, to check and measure them, and the media cache keeps the result for the
-workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or into a conversation to train on
-(`sft_dataset.py`).
+workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or a conversation (`sft_dataset.py`).
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,10 +25,9 @@ from verl.data.files import Row, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.tokens import MediaShape, expand_prompt
-from verl.data.messages import Message, RowMedia, check_counts, references
+from verl.data.messages import Message, check_counts, references
 from verl.data.prompt_template import PromptFormat
-from verl.data.row_scan import scan_rows
-from verl.utils.plain_data import objects
+from verl.utils.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
@@ -33,6 +35,7 @@ MAX_LISTED = 10
 # Below this number of rows, starting processes takes longer than checking (0.2 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
+PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
 logger = get_logger(__name__)
 
@@ -42,7 +45,7 @@ class Rendered(NamedTuple):
 
     text: str
     raw_ids: list[int]  # one token for each image and video, as the engine expects
-    media: RowMedia
+    media: MediaData  # None without images and videos
     messages: list[Message]
     is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
 
@@ -67,9 +70,6 @@ class RowDataset(Dataset, ABC):
         option: The option that named the files, for errors.
         row_timeout_s: Seconds for reading the media of a row; None is unlimited.
         report: Lists the rows that cannot be used.
-
-    Raises:
-        ValueError: A column is missing, a row cannot be used (`data.on_bad_row=error`), or no row is left.
     """
 
     tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
@@ -91,8 +91,8 @@ class RowDataset(Dataset, ABC):
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
-        columns = {"images": config.image_key, "videos": config.video_key}
-        self._reader = None if media is None else MediaReader(media, row_timeout_s, columns)
+        self._columns = {"images": config.image_key, "videos": config.video_key}
+        self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
         self.prompt_format = PromptFormat(config.format_prompt)
         self.rows = load_rows(files, option)
         self._check_columns(option)
@@ -108,17 +108,19 @@ class RowDataset(Dataset, ABC):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Item | BadRow:
-        """Return an item, or a `BadRow` if it cannot be used."""
         # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
-            return self._item(self.rows[row_index])
+            row = self.rows[row_index]
+            rendered = self.render(row)
+            shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
+            return self._make_item(row, rendered, shape)
         except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:
-        """Render the text of a row and tokenize it, with one token for each image and video."""
+        """Render and tokenize the text of a row, with one token for each image and video."""
 
     @abstractmethod
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
@@ -132,66 +134,52 @@ class RowDataset(Dataset, ABC):
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens of an item."""
         return getattr(self.config, self.limit_option)
 
     def inspect(self, index: int) -> RowCheck:
         """Check a row and count its tokens, without decoding its media."""
         try:
             rendered = self.render(self.rows[index])
-            if not any(rendered.media) or not self.config.filter_overlong_prompts:
-                return RowCheck(None, len(rendered.raw_ids), sum(rendered.is_trained))
-            shape = self._media_reader.measure(media_data(rendered.media))
-            length = len(expand_prompt(rendered.raw_ids, self.processor, shape))
-            return RowCheck(None, length, sum(rendered.is_trained))
+            ids = rendered.raw_ids
+            if rendered.media and self.config.filter_overlong_prompts:
+                shape = self._media_reader.read(rendered.media, decode=False)
+                ids = expand_prompt(ids, self.processor, shape)
+            return RowCheck(None, len(ids), sum(rendered.is_trained))
         except ValueError as error:
             return RowCheck(str(error))
 
-    def media_of(self, row: Row, messages: list[Message]) -> RowMedia:
-        """Return the references to a row's media; their number must match the markers in the messages."""
+    def media_of(self, row: Row, messages: list[Message]) -> MediaData:
         config = self.config
         read = partial(references, allow_urls=config.allow_media_urls)
-        media = RowMedia(
-            read(row.get(config.image_key), "image", config.image_dir),
-            read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
-        )
+        media = {
+            "images": read(row.get(config.image_key), "image", config.image_dir),
+            "videos": read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
+        }
         if self.processor is not None:
-            check_counts(messages, media, config.image_key, config.video_key)
-        elif media.images or media.videos:
+            check_counts(messages, media, self._columns)
+        elif any(media.values()):
             raise BadRowError("the row has images or videos, which the model cannot read")
-        return media
-
-    @property
-    def chat_template(self) -> str | None:
-        """The processor's template, which may differ from the tokenizer's; None uses the tokenizer's."""
-        return None if self.processor is None else self.processor.chat_template
+        return media if any(media.values()) else None
 
     @property
     def _media_reader(self) -> MediaReader:
         assert self._reader is not None, "a dataset with a processor has a media loader"
         return self._reader
 
-    def _item(self, row: Row) -> Item:
-        rendered = self.render(row)
-        media = media_data(rendered.media)
-        return self._make_item(row, rendered, self._media_reader.decode(media) if media else None)
+    def _check_length(self, length: int, text: str) -> None:
+        if length > self.limit:
+            raise BadRowError(f"{text} {self.limit}: raise it, or set `data.filter_overlong_prompts=true`")
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
         if self.position_ids is None:
             return torch.arange(len(ids))  # (L,)
-        grids = {}
-        if shape is not None:
-            grids = {
-                "image_grid_thw": shape.image_grid_thw,
-                "video_grid_thw": shape.video_grid_thw,
-                "second_per_grid_ts": shape.second_per_grid_ts,
-            }
-        return self.position_ids(ids, **grids)  # (L,) or (4, L)
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if shape is not None else ()
+        return self.position_ids(ids, **{name: getattr(shape, name) for name in names})  # (L,) or (4, L)
 
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
-        checks = scan_rows(partial(_inspect_part, self), len(self.rows), workers, rows_for_one)
+        checks = scan_rows(self._inspect_part, len(self.rows), workers, rows_for_one)
         # Forked loader processes start their own template and media processes.
         self.prompt_format.close()
         if self._reader is not None:
@@ -218,6 +206,9 @@ class RowDataset(Dataset, ABC):
             )
         return usable
 
+    def _inspect_part(self, part: range) -> list[RowCheck]:
+        return [self.inspect(index) for index in part]
+
     def _report_bad_rows(self, option: str) -> None:
         if not self.bad_rows:
             return
@@ -235,16 +226,53 @@ class RowDataset(Dataset, ABC):
         logger.warning(text)
 
 
-def joined_columns(items: Sequence[Item]) -> dict[str, np.ndarray]:
-    """Join all columns of items as object arrays; missing values are None."""
-    names = dict.fromkeys(name for item in items for name in item)
-    return {name: objects(item.get(name) for item in items) for name in names}
+def scan_rows(
+    inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
+) -> list[Any]:
+    """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
+
+    Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
+    """
+    workers = min(workers, os.cpu_count() or 1)
+    if workers < 2 or num_rows < rows_for_one:
+        return inspect(range(num_rows))
+    size = -(-num_rows // (workers * PARTS_PER_PROCESS))
+    parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
+
+    def inspect_elsewhere(part: range) -> list[Any]:
+        process = idle.get()
+        try:
+            results, error = process(part)
+        finally:
+            idle.put(process)
+        if error is not None:
+            raise error
+        return results
+
+    results: list[Any] = []
+    enter = partial(os.environ.update, TOKENIZERS_PARALLELISM="false")
+    with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
+        for _ in range(workers):
+            # Forked, they share the opened files and the tokenizer. They start here, before any thread does.
+            calls = IsolatedCalls(partial(_catch, inspect), None, enter)
+            process = processes.enter_context(closing(calls))
+            process.start()
+            idle.put(process)
+        try:
+            for part in threads.map(inspect_elsewhere, parts):
+                results += part
+        except ChildProcessError as error:
+            raise RuntimeError(
+                f"a process that checks the rows died, as one does when memory runs out; the first row that"
+                f" was not checked is {len(results)} of all files: fewer"
+                " `data.filter_overlong_prompts_workers` need less memory"
+            ) from error
+    return results
 
 
-def media_data(media: RowMedia) -> MediaData:
-    """Return a row's media in the form that batches use; None without media."""
-    return {"images": media.images, "videos": media.videos} if any(media) else None
-
-
-def _inspect_part(dataset: RowDataset, part: range) -> list[RowCheck]:
-    return [dataset.inspect(index) for index in part]
+def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:
+    try:
+        return function(part), None
+    except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)
+        return [], error

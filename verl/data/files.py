@@ -14,6 +14,8 @@ import pickle
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,8 @@ from datasets.exceptions import DatasetsError
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"
 SPLIT_NAMES = {
-    "train": r"train(ing)?",
-    "validation": r"valid(ation)?|val|dev",
-    "test": r"test(ing)?|eval(uation)?",
-}
+    "train": r"train(ing)?", "validation": r"valid(ation)?|val|dev", "test": r"test(ing)?|eval(uation)?",
+}  # fmt: skip
 SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
 
 
@@ -46,9 +46,7 @@ class Rows:
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
-        self.starts = [0]
-        for source in sources:
-            self.starts.append(self.starts[-1] + len(source.rows))
+        self.starts = list(accumulate((len(source.rows) for source in sources), initial=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -58,7 +56,7 @@ class Rows:
         return dict(source.rows[offset])
 
     def where(self, index: int) -> str:
-        """Return `file, row number`; rows are counted from 0 within their file."""
+        """Return `FILE, row NUMBER`, counted from 0 within the file."""
         source, offset = self._locate(index)
         return f"{source.name}, row {offset}"
 
@@ -71,17 +69,15 @@ class Rows:
 
 def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
     """Open one or several sources; tables stay on disk, memory-mapped. Errors name the `option`."""
-    names = [files] if isinstance(files, str) else list(files)
-    names = [name.strip() for name in names if name.strip()]
+    names = [name.strip() for name in ([files] if isinstance(files, str) else files) if name.strip()]
     if not names:
         raise ValueError(f"`{option}` names no file: give one path, or a list of paths")
     try:
         rows = Rows([source for name in names for source in _open(name)])
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"`{option}`: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"`{option}`: {error}") from error
-    if len(rows) == 0:
+    except (FileNotFoundError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"`{option}`: {error}") from error
+    if not len(rows):
         raise ValueError(f"`{option}` ({', '.join(names)}) has no rows")
     return rows
 
@@ -151,22 +147,17 @@ def _files_of_split(path: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _named_split(words: list[str]) -> str | None:
-    for name, pattern in SPLIT_NAMES.items():
-        if any(re.fullmatch(pattern, word) for word in words):
-            return name
-    return None
+    found = (name for name, form in SPLIT_NAMES.items() if any(re.fullmatch(form, word) for word in words))
+    return next(found, None)
 
 
 def _open_hub(name: str, split: str) -> Source:
     use_modelscope_hub_if_asked()
     try:
-        table = datasets.load_dataset(name, split=split)
+        return _table(f"{name}@{split}", datasets.load_dataset(name, split=split))
     except (OSError, ValueError, DatasetsError) as error:
-        raise FileNotFoundError(
-            f"{name} is no local file or directory, and the hub has no such data set or cannot be"
-            f" reached: {error}"
-        ) from error
-    return _table(f"{name}@{split}", table)
+        text = f"{name} is no local file or directory, and the hub has no such data set or cannot be reached"
+        raise FileNotFoundError(f"{text}: {error}") from error
 
 
 def use_modelscope_hub_if_asked() -> None:
@@ -174,12 +165,10 @@ def use_modelscope_hub_if_asked() -> None:
     if os.environ.get("USE_MODELSCOPE_HUB", "0").lower() not in ("1", "true", "y", "yes"):
         return
     try:
-        from modelscope.utils.hf_util import (  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - optional
-            patch_hub,
-        )
+        hub = import_module("modelscope.utils.hf_util")
     except ImportError as error:
         raise RuntimeError("`USE_MODELSCOPE_HUB=1` needs modelscope: pip install modelscope") from error
-    patch_hub()
+    hub.patch_hub()
 
 
 def _split_name(split: str) -> str:
@@ -194,16 +183,15 @@ def _sliced(source: Source, split: str | None) -> Source:
     name = _split_name(split)
     (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(source.rows)})
     start, stop = part.from_ or 0, len(source.rows) if part.to is None else part.to
-    if isinstance(source.rows, datasets.Dataset):
-        return Source(f"{source.name}@{split}", source.rows.select(range(start, stop)), source.columns)
-    return Source(f"{source.name}@{split}", source.rows[start:stop], source.columns)
+    is_table = isinstance(source.rows, datasets.Dataset)
+    rows = source.rows.select(range(start, stop)) if is_table else source.rows[start:stop]
+    return Source(f"{source.name}@{split}", rows, source.columns)
 
 
 def _table(name: str, table: datasets.Dataset) -> Source:
     # Media columns return bytes or paths instead of decoded pixels.
     for column, feature in table.features.items():
-        undecoded = _undecoded(feature)
-        if undecoded is not feature:
+        if (undecoded := _undecoded(feature)) is not feature:
             table = table.cast_column(column, undecoded)
     return Source(name, table, table.column_names)
 
@@ -217,12 +205,9 @@ def _undecoded(feature: Any) -> Any:
     return feature
 
 
-def _read_parquet(path: Path) -> Source:
-    return _table(str(path), datasets.Dataset.from_parquet(str(path)))
-
-
-def _read_arrow(path: Path) -> Source:
-    return _table(str(path), datasets.load_dataset("arrow", data_files=str(path), split=DEFAULT_SPLIT))
+def _read_table(path: Path) -> Source:
+    builder = path.suffix.removeprefix(".")
+    return _table(str(path), datasets.load_dataset(builder, data_files=str(path), split=DEFAULT_SPLIT))
 
 
 def _read_jsonl(path: Path) -> Source:
@@ -230,10 +215,9 @@ def _read_jsonl(path: Path) -> Source:
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
-            if not line.strip():
-                continue
             try:
-                rows.append(json.loads(line))
+                if line.strip():
+                    rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number + 1} is not JSON: {error}") from error
     return _listed(path, rows)
@@ -243,12 +227,11 @@ def _read_json(path: Path) -> Source:
     """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
     text = path.read_text(encoding="utf-8")
     try:
-        content = json.loads(text)
+        return _from_object(path, json.loads(text))
     except json.JSONDecodeError:
         if text.lstrip()[:1] == "{":
             return _read_jsonl(path)
         raise
-    return _from_object(path, content)
 
 
 def _read_csv(path: Path) -> Source:
@@ -256,9 +239,9 @@ def _read_csv(path: Path) -> Source:
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         rows = list(reader)
-    if any(None in row for row in rows):
-        number = next(number for number, row in enumerate(rows) if None in row)
-        raise ValueError(f"row {number} has more fields than the header")
+    for number, row in enumerate(rows):
+        if None in row:
+            raise ValueError(f"row {number} has more fields than the header")
     return Source(str(path), rows, list(reader.fieldnames or []))
 
 
@@ -291,10 +274,6 @@ def _listed(path: Path, rows: Any) -> Source:
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".pkl": _read_pickle,
-}
+    ".parquet": _read_table, ".arrow": _read_table, ".jsonl": _read_jsonl, ".json": _read_json,
+    ".csv": _read_csv, ".pkl": _read_pickle,
+}  # fmt: skip

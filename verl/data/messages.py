@@ -8,9 +8,9 @@ row's images and videos, in order. A template (`PromptFormat`) may rewrite the t
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -20,16 +20,10 @@ from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video"}
+MARKER = re.compile(f"({'|'.join(MARKERS)})")
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-
-
-class RowMedia(NamedTuple):
-    """References to a row's media: paths, URLs, or the bytes of a file."""
-
-    images: list[str | bytes]
-    videos: list[str | bytes]
 
 
 def build_messages(
@@ -44,12 +38,9 @@ def build_messages(
     messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if messages[-1]["role"] == "assistant":
         raise BadRowError("the last message is the assistant's: a prompt must end before the response")
-    last_user = max(
-        (number for number, message in enumerate(messages) if message["role"] == "user"), default=-1
-    )
-    if last_user >= 0 and isinstance(messages[last_user]["content"], str):
-        text = prompt_format(messages[last_user]["content"], row)
-        messages[last_user] = messages[last_user] | {"content": text}
+    last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    if last_user is not None and isinstance(last_user["content"], str):
+        last_user["content"] = prompt_format(last_user["content"], row)
     elif prompt_format.path is not None:
         raise BadRowError("`data.format_prompt` needs a user message whose content is a string")
     return [message | {"content": _parts(message["content"], has_media)} for message in messages]
@@ -94,9 +85,8 @@ def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, st
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         kind = str(part.get("type")) if isinstance(part, dict) else ""
         if kind == "text" and isinstance(part.get("text"), str):
-            parts += (
-                _split_at_markers(part["text"]) if has_media else [{"type": "text", "text": part["text"]}]
-            )
+            pieces = filter(None, MARKER.split(part["text"])) if has_media else [part["text"]]
+            parts += [{"type": MARKERS[p]} if p in MARKERS else {"type": "text", "text": p} for p in pieces]
         elif kind in MARKERS.values() and not any(part.get(key) for key in (kind, "url", "path")):
             parts.append({"type": kind})
         else:
@@ -109,25 +99,19 @@ def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, st
     return parts
 
 
-def _split_at_markers(text: str) -> list[dict[str, str]]:
-    pieces = re.split("(" + "|".join(MARKERS) + ")", text)
-    return [{"type": MARKERS[p]} if p in MARKERS else {"type": "text", "text": p} for p in pieces if p]
-
-
-def check_counts(messages: list[Message], media: RowMedia, image_key: str, video_key: str) -> None:
-    """Raise a BadRowError unless the numbers of markers and media are equal."""
-    kinds = [
-        p["type"] for message in messages if isinstance(message["content"], list) for p in message["content"]
-    ]
-    for kind, marker, refs, option, key in (
-        ("image", "<image>", media.images, "data.image_key", image_key),
-        ("video", "<video>", media.videos, "data.video_key", video_key),
-    ):
-        if kinds.count(kind) != len(refs):
+def check_counts(
+    messages: list[Message], media: Mapping[str, Sequence[Any]], columns: Mapping[str, str]
+) -> None:
+    """Raise a BadRowError unless the numbers of markers and media (`images`, `videos`) are equal."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    kinds = [part["type"] for content in contents for part in content]
+    for marker, kind in MARKERS.items():
+        found, given = kinds.count(kind), len(media[f"{kind}s"])
+        if found != given:
             raise BadRowError(
-                f"the prompt has {kinds.count(kind)} {marker} but the row has {len(refs)} {kind}s"
-                f" in column `{key}` (`{option}`): write {marker} where each belongs, in the rows or with a"
-                " template (`data.format_prompt`)"
+                f"the prompt has {found} {marker} but the row has {given} {kind}s in column"
+                f" `{columns[f'{kind}s']}` (`data.{kind}_key`): write {marker} where each belongs, in the"
+                " rows or with a template (`data.format_prompt`)"
             )
 
 

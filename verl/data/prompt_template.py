@@ -3,6 +3,8 @@
 
 import os
 import resource
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +40,13 @@ class PromptFormat:
 
     def __init__(self, path: str | None, timeout_s: float = RENDER_TIMEOUT_S) -> None:
         self.path, self.timeout_s = path, timeout_s
-        self._source = ""
-        self._names: set[str] = set()  # names that the template reads
-        self._is_plain = True
-        self._render: _Renderer | IsolatedCalls[dict[str, Any], str] | None = None
-        if path is not None:
-            self._source, tree = _read_template(path)
-            self._names = {node.name for node in tree.find_all(nodes.Name)}
-            self._is_plain = all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node)))
+        if path is None:
+            return
+        source, tree = _read_template(path)
+        self._names = {node.name for node in tree.find_all(nodes.Name)}  # that the template reads
+        self._render: Callable[[dict[str, Any]], str] = partial(_render, source)
+        if not all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node))):
+            self._render = IsolatedCalls(self._render, timeout_s, _limit_memory, retry=True)
 
     def __call__(self, content: str, row: dict[str, Any]) -> str:
         """Render the template; the prompt hides a column named `content`.
@@ -55,62 +56,36 @@ class PromptFormat:
         if self.path is None:
             return content
         values = {name: value for name, value in row.items() if name in self._names} | {"content": content}
+        template = f"the template `data.format_prompt` ({self.path})"
         try:
-            text = self._rendered(values)
+            text = self._render(values)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"the template `data.format_prompt` ({self.path}) {error} for a prompt of {len(content)}"
-                " characters: does it loop forever?"
-            ) from error
-        except (
-            ValueError,
-            RuntimeError,
-            ChildProcessError,
-        ) as error:  # also values nested too deeply to be sent
-            raise BadRowError(f"the template `data.format_prompt` ({self.path}) failed: {error}") from error
-        if len(text) > MAX_RENDERED:
-            raise BadRowError(
-                f"the template `data.format_prompt` ({self.path}) makes a prompt of {len(text)} characters,"
-                f" the limit is {MAX_RENDERED}"
-            )
+            cause = f"{error} for a prompt of {len(content)} characters: does it loop forever?"
+            raise TimeoutError(f"{template} {cause}") from error
+        except (ValueError, RuntimeError, ChildProcessError) as error:  # also values too deep to be sent
+            raise BadRowError(f"{template} failed: {error}") from error
+        if (size := len(text)) > MAX_RENDERED:
+            raise BadRowError(f"{template} makes a prompt of {size} characters, the limit is {MAX_RENDERED}")
         return text
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_render": None}  # neither compiled templates nor processes can be pickled
 
     def close(self) -> None:
         """End the separate process, if any; the next row starts another."""
-        if isinstance(self._render, IsolatedCalls):
+        if self.path is not None and isinstance(self._render, IsolatedCalls):
             self._render.close()
 
-    def _rendered(self, values: dict[str, Any]) -> str:
-        if self._render is None:
-            renderer = _Renderer(self._source)
-            self._render = (
-                renderer if self._is_plain else IsolatedCalls(renderer, self.timeout_s, enter=_limit_memory)
-            )
-        try:
-            return self._render(values)
-        except ChildProcessError:  # perhaps memory used by others; a guilty row fails again
-            return self._render(values)
+
+def _render(source: str, values: dict[str, Any]) -> str:
+    try:
+        return _compiled(source).render(values)
+    except jinja2.TemplateError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # columns are objects, and templates call their methods
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-class _Renderer:
-    """Compiles a template on the first call; every failure is a ValueError."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._template: jinja2.Template | None = None
-
-    def __call__(self, values: dict[str, Any]) -> str:
-        try:
-            if self._template is None:
-                self._template = _environment().from_string(self._source)
-            return self._template.render(values)
-        except jinja2.TemplateError as error:
-            raise ValueError(str(error)) from error
-        except Exception as error:  # columns are objects, and templates call their methods
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+@cache
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)  # computes constants, so only where the template is rendered
 
 
 def _read_template(path: str) -> tuple[str, nodes.Template]:
@@ -145,7 +120,5 @@ def _limit_memory() -> None:
     with open("/proc/self/statm") as file:
         data = int(file.read().split()[5]) * resource.getpagesize()  # as `RLIMIT_DATA` counts it
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data + RENDER_MEMORY
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
+    limit = data + RENDER_MEMORY if hard == resource.RLIM_INFINITY else min(data + RENDER_MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
-from verl.data.dataset import Item, Rendered, RowDataset, joined_columns, media_data
+from verl.data.chat_tokens import render_chat
+from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import build_messages
+from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
 TENSORS = ("prompts", "prompt_mask", "prompt_position_ids")
 COLUMNS = ("raw_prompt_ids", "prompt_text", "prompt_messages", "ground_truth", "multi_modal_data")
-WRITTEN = (*TENSORS, *COLUMNS)
 
 logger = get_logger(__name__)
 
@@ -49,21 +50,13 @@ class RLHFDataset(RowDataset):
     def render(self, row: Row) -> Rendered:
         config = self.config
         for key in ("prompt_key", "answer_key"):
-            if getattr(config, key) not in row:
-                raise BadRowError(
-                    f"column `{getattr(config, key)}` (`data.{key}`) is missing; the row has {sorted(row)}"
-                )
+            if (name := getattr(config, key)) not in row:
+                raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
         messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
         media = self.media_of(row, messages)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
-            )
-            text.encode()  # the tokenizer's own error for a lone surrogate is misleading
-            raw_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # a template can raise anything
-            raise BadRowError(f"the chat template cannot render the prompt: {error}") from error
-        return Rendered(text, raw_ids, media, messages)
+        template = None if self.processor is None else self.processor.chat_template
+        text = render_chat(self.tokenizer, template, messages, True, "the prompt")
+        return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
         return collate_fn(items)
@@ -72,11 +65,8 @@ class RLHFDataset(RowDataset):
         prompt_ids = rendered.raw_ids
         if shape is not None:
             prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
-        if len(prompt_ids) > self.limit:
-            raise BadRowError(
-                f"the prompt has {len(prompt_ids)} tokens, `data.max_prompt_length` is {self.limit}:"
-                " raise it, or set `data.filter_overlong_prompts=true`"
-            )
+        length = len(prompt_ids)
+        self._check_length(length, f"the prompt has {length} tokens, `data.max_prompt_length` is")
         ids = torch.tensor(prompt_ids, dtype=torch.int64)  # (L,)
         item = {
             "prompts": _left_pad(ids, self.limit, self.tokenizer.pad_token_id),
@@ -86,7 +76,7 @@ class RLHFDataset(RowDataset):
             "prompt_text": rendered.text,
             "prompt_messages": rendered.messages,
             "ground_truth": row[self.config.answer_key],
-            "multi_modal_data": media_data(rendered.media),
+            "multi_modal_data": rendered.media,
         }
         return item | {name: row.get(column) for column, name in self._names.items()}
 
@@ -108,18 +98,17 @@ class RLHFDataset(RowDataset):
             if column in used:
                 continue
             names[column] = column
-            if column in WRITTEN or column in reserved:
-                names[column] = f"{column}_column"
-                logger.warning(
-                    "a column has the name of a batch key and is renamed: %s -> %s", column, names[column]
-                )
+            if column in TENSORS + COLUMNS or column in reserved:
+                names[column] = name = f"{column}_column"
+                logger.warning("a column has the name of a batch key and is renamed: %s -> %s", column, name)
         return names
 
 
 def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
-    """Join prompts into a batch: tensors (B, ...), other values as object arrays; missing values are None."""
-    stacked = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
-    return {**joined_columns(items), **stacked}
+    """Join prompts into a batch: tensors (B, ...), other columns as object arrays, None where missing."""
+    names = dict.fromkeys(name for item in items for name in item)
+    joined = {name: objects(item.get(name) for item in items) for name in names}
+    return joined | {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
 
 
 def _left_pad(values: Tensor, length: int, padding: int) -> Tensor:

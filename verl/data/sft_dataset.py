@@ -6,6 +6,7 @@ A batch has the keys that the policy update reads: `responses` are all tokens af
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import ConversationTokenizer
-from verl.data.dataset import Item, Rendered, RowDataset, media_data
+from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message, build_conversation, build_messages
@@ -40,9 +41,7 @@ class SFTDataset(RowDataset):
     limit_option = "max_length"
     too_long = "conversations are longer than `data.max_length`"
 
-    def __init__(
-        self, files: str | Sequence[str], tokenizer: Any, processor: Any | None, config: Any, **options: Any
-    ) -> None:
+    def __init__(self, files: Any, tokenizer: Any, processor: Any, config: Any, **options: Any) -> None:
         template = None if processor is None else processor.chat_template
         self._tokenize = ConversationTokenizer(tokenizer, template, config.train_turns)
         super().__init__(files, tokenizer, processor, config, **options)
@@ -52,7 +51,7 @@ class SFTDataset(RowDataset):
         media = self.media_of(row, messages)
         text, ids, is_trained = self._tokenize(messages)
         if self.processor is not None:
-            learned = {token for token, trained in zip(ids, is_trained, strict=True) if trained}
+            learned = set(compress(ids, is_trained))
             if learned & {self.processor.image_token_id, self.processor.video_token_id}:
                 raise BadRowError(
                     "an assistant turn contains an image or a video, which cannot be trained on"
@@ -95,26 +94,21 @@ class SFTDataset(RowDataset):
         ids, is_trained = rendered.raw_ids, rendered.is_trained
         if shape is not None:
             ids, is_trained = self._expanded(ids, is_trained, shape)
-        if len(ids) > self.limit:
-            raise BadRowError(
-                f"the conversation has {len(ids)} tokens, `data.max_length` is {self.limit}: raise it, or set"
-                " `data.filter_overlong_prompts=true`"
-            )
+        self._check_length(len(ids), f"the conversation has {len(ids)} tokens, `data.max_length` is")
         input_ids = torch.tensor(ids, dtype=torch.int64)  # (L,)
         return {
             "input_ids": input_ids,
             "is_trained": torch.tensor(is_trained, dtype=torch.int64),
             "position_ids": self._positions(input_ids, shape),
-            "multi_modal_data": media_data(rendered.media),
+            "multi_modal_data": rendered.media,
         }
 
     def _expanded(
         self, ids: list[int], is_trained: Sequence[bool], shape: MediaShape
     ) -> tuple[list[int], list[bool]]:
         """Expand media tokens outside of the trained tokens, which only move."""
-        pairs = list(zip(ids, is_trained, strict=True))
-        learned = iter([token for token, trained in pairs if trained])
-        hidden = [HIDDEN if trained else token for token, trained in pairs]
+        learned = compress(ids, is_trained)
+        hidden = [HIDDEN if trained else token for token, trained in zip(ids, is_trained, strict=True)]
         expanded = expand_prompt(hidden, self.processor, shape)
         moved = [token == HIDDEN for token in expanded]
         return [next(learned) if token == HIDDEN else token for token in expanded], moved
@@ -129,9 +123,8 @@ class SFTDataset(RowDataset):
                     f" `{config.prompt_key}` and `{config.response_key}`: it has {source.columns}; set"
                     " `data.messages_key`, or `data.prompt_key` and `data.response_key`, to some of them"
                 )
-        if config.format_prompt and all(
-            config.messages_key in source.columns for source in self.rows.sources
-        ):
+        has_messages = [config.messages_key in source.columns for source in self.rows.sources]
+        if config.format_prompt and all(has_messages):
             raise ValueError(
                 f"`data.format_prompt` ({config.format_prompt}) has no effect on `{option}`, whose rows are"
                 " conversations: leave it out, or give rows of prompt and response"

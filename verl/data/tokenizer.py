@@ -47,7 +47,7 @@ def load_processor(
     try:
         processor = AutoProcessor.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        if _has_processor_files(model_path):
+        if any(Path(model_path).glob("*processor_config.json")):
             raise ValueError(f"the processor of {model_path} does not load: {error}") from error
         return None
     if not hasattr(processor, "image_processor"):  # AutoProcessor returns the tokenizer of a text model
@@ -59,11 +59,6 @@ def load_processor(
     return processor
 
 
-def _has_processor_files(model_path: str | Path) -> bool:
-    folder = Path(model_path)
-    return folder.is_dir() and any(folder.glob("*processor_config.json"))
-
-
 def _read_chat_template(path: str) -> str:
     try:
         template = Path(path).expanduser().read_text(encoding="utf-8")
@@ -72,6 +67,6 @@ def _read_chat_template(path: str) -> str:
     try:
         ImmutableSandboxedEnvironment().parse(template)
     except TemplateSyntaxError as error:
-        text = f"`data.override_chat_template` ({path}), line {error.lineno}: {error.message}"
-        raise ValueError(text) from error
+        where = f"`data.override_chat_template` ({path}), line {error.lineno}"
+        raise ValueError(f"{where}: {error.message}") from error
     return template

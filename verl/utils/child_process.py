@@ -163,6 +163,7 @@ class IsolatedCalls(Generic[A, R]):
         function: Takes and returns one value that can be pickled.
         timeout_s: Limit of a call in seconds; None is no limit.
         enter: Called once in each new process, before its first call.
+        retry: Call once more in another process if one ends: memory may have run out because of others.
         start: `ChildProcess.fork`, or `ChildProcess.start` for functions that can be pickled.
     """
 
@@ -172,8 +173,9 @@ class IsolatedCalls(Generic[A, R]):
         timeout_s: float | None,
         enter: Callable[[], None] | None = None,
         start: Callable[[Serve], ChildProcess] = ChildProcess.fork,
+        retry: bool = False,
     ) -> None:
-        self.function, self.timeout_s, self.enter = function, timeout_s, enter
+        self.function, self.timeout_s, self.enter, self.retry = function, timeout_s, enter, retry
         self._start_child = start
         self._child: ChildProcess | None = None
 
@@ -186,11 +188,21 @@ class IsolatedCalls(Generic[A, R]):
             ChildEndedError: The process ended during the call.
             TimeoutError: There was no result within `timeout_s`.
         """
-        result, raised = pickle.loads(self._ask(pickle.dumps(argument)))
+        content = pickle.dumps(argument)
+        try:
+            answer = self._ask(content)
+        except ChildEndedError:
+            if not self.retry:
+                raise
+            answer = self._ask(content)
+        result, raised = pickle.loads(answer)
         if raised is not None:
             kind, text = raised
             raise kind(text)
         return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IsolatedCalls, (self.function, self.timeout_s, self.enter, self._start_child, self.retry)
 
     def start(self) -> None:
         """Start the process now instead of at the first call."""

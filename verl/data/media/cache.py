@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -59,25 +59,21 @@ def encode_entry(entry: Entry) -> bytes:
 def read_entry(path: Path) -> Entry | None:
     """Map the entry of a file into memory; None if there is no file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        opened = path.open("rb")
     except FileNotFoundError:
         return None
-    try:
-        # `safe_open` opens the path twice, and another process may remove it in between: an open descriptor
-        # stays valid for both.
-        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            return Entry(tensors, json.loads(file.metadata()["meta"]))
-    finally:
-        os.close(descriptor)
+    # `safe_open` opens the path twice, and another process may remove it in between: an open descriptor stays
+    # valid for both.
+    with opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        return Entry(tensors, json.loads(file.metadata()["meta"]))
 
 
 class MediaFolder:
     """A bounded folder of entries, shared by processes without locks; entries unread for longest go first.
 
     Args:
-        max_bytes: Bound of the folder; each process may exceed it by 1/16 before it notices. None is half of
-            the disk space available to it.
+        max_bytes: Bound of the folder (see `Room`).
         is_temporary: The directory belongs to one run: files need not survive a system crash, and nothing is
             written once the directory is removed.
     """
@@ -94,7 +90,8 @@ class MediaFolder:
         entry = self.get(key)
         if entry is None:
             entry = make()
-            self._write(key, entry)
+            if not self.is_temporary or self.directory.is_dir():
+                self._write(key, encode_entry(entry))
         return entry
 
     def get(self, key: str) -> Entry | None:
@@ -104,18 +101,14 @@ class MediaFolder:
         except SafetensorError:  # after a system crash
             logger.warning("a damaged file of the media cache is replaced: path=%s", path)
             return None
-        if entry is not None:
-            with suppress(FileNotFoundError, PermissionError):  # removed since, or another user's
-                os.utime(path)
+        with suppress(FileNotFoundError, PermissionError):  # removed since, or another user's
+            os.utime(path)
         return entry
 
     def _path(self, key: str) -> Path:
         return self.directory / key[:2] / f"{key[2:]}.safetensors"
 
-    def _write(self, key: str, entry: Entry) -> None:
-        if self.is_temporary and not self.directory.is_dir():
-            return
-        content = encode_entry(entry)
+    def _write(self, key: str, content: bytes) -> None:
         if not write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
             logger.warning("no room to cache media: path=%s bytes=%d", self.directory, len(content))
 
@@ -125,15 +118,9 @@ class MediaCache:
 
     An unpickled copy opens the directory of the same run on its own node.
 
-    Example::
-
-        cache = MediaCache("run-7", owner=True)
-        entry = cache.get_or_make(key, lambda: Entry({"pixels": decode(path)}, {}))
-        cache.close()
-
     Args:
-        run_id: Equal in all processes of a run. None keeps entries in this process only.
-        owner: Whether closing removes the directory at once; otherwise the last user does.
+        run_id: Equal in all processes of a run; None keeps entries in this process only.
+        owner: Closing removes the directory at once; otherwise the last user does.
         max_bytes: Bound of the directory; None is a quarter of the free space, at most 32 GiB.
         local_bytes: Bound of the entries that this process keeps open.
         root: Parent of the directory; None is shared memory, or the temporary folder if that is too small.
@@ -170,7 +157,7 @@ class MediaCache:
 
     @property
     def directory(self) -> Path | None:
-        """The directory on this node; None without a run, and after `close`."""
+        """The directory on this node; None without a run and after `close`."""
         return None if self._folder is None else self._folder.directory
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
@@ -185,8 +172,7 @@ class MediaCache:
     def get(self, key: str) -> Entry | None:
         if key in self._local or self._folder is None:
             return self._local.get(key)
-        entry = self._folder.get(key)
-        if entry is not None:
+        if (entry := self._folder.get(key)) is not None:
             self._keep(key, entry)
         return entry
 
@@ -203,8 +189,7 @@ class MediaCache:
         os.close(self._alive)
 
     def _make_once(self, folder: MediaFolder, key: str, make: Callable[[], Entry]) -> Entry:
-        entry = folder.get(key)
-        if entry is not None:
+        if (entry := folder.get(key)) is not None:
             return entry
         try:
             with _locked(folder.directory / f"{key}.lock"):
@@ -226,12 +211,10 @@ def remove_stale_directories(root: Path) -> None:
     for directory in root.glob(f"{PREFIX}-{os.getuid()}-*"):
         try:
             alive = os.open(directory / "alive", os.O_RDWR)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             with suppress(FileNotFoundError):
                 if time.time() - directory.stat().st_mtime > YOUNG_S:
-                    shutil.rmtree(directory, ignore_errors=True)
-            continue
-        except NotADirectoryError:
+                    shutil.rmtree(directory, ignore_errors=True)  # leaves a file alone
             continue
         try:
             if _try_lock(alive):

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -60,11 +60,6 @@ class DownloadOptions:
 class DownloadFolder:
     """The files that URLs name, kept from run to run in a `shared_folder` under a digest of their URL.
 
-    Example::
-
-        folder = DownloadFolder(DownloadOptions(directory="/scratch/media"), run_id="run-7")
-        path = folder.path("https://example.org/cat.png")
-
     Args:
         run_id: A failed URL is not requested again by the same run; None is this object and its copies.
         max_bytes: Bound of the folder; None is half of the disk space available to it.
@@ -87,10 +82,9 @@ class DownloadFolder:
             except ValueError as error:
                 raise ValueError(f"{url} was not fetched: {error}") from error
             except OSError as error:
-                raise RuntimeError(
-                    f"`data.media_url_dir` ({self.directory}) cannot be written: {error}; free some space, or"
-                    " set another folder"
-                ) from error
+                option = f"`data.media_url_dir` ({self.directory})"
+                text = f"{option} cannot be written: {error}; free some space, or set another folder"
+                raise RuntimeError(text) from error
         return str(path)
 
     def _fetch_once(self, url: str, path: Path) -> None:
@@ -149,14 +143,14 @@ async def _download(url: URL, file: BinaryIO, options: DownloadOptions) -> None:
 async def _download_with_retries(url: URL, file: BinaryIO, options: DownloadOptions) -> None:
     for wait_s in (*WAITS_S, None):
         try:
-            return await _follow_redirects(url, file, options)
+            await _follow_redirects(url, file, options)
+            return
         except ConnectionError as error:
             if wait_s is None:
                 raise ValueError(f"{error}, {len(WAITS_S) + 1} times") from error
             file.seek(0)
             file.truncate()
             await asyncio.sleep(wait_s)
-    return None
 
 
 async def _follow_redirects(url: URL, file: BinaryIO, options: DownloadOptions) -> None:
@@ -175,7 +169,7 @@ async def _follow_redirects(url: URL, file: BinaryIO, options: DownloadOptions) 
     raise ValueError(f"there are more than {MAX_REDIRECTS} redirects")
 
 
-async def _get(url: URL, addresses: Sequence[ResolveResult], file: BinaryIO, max_bytes: int) -> str | None:
+async def _get(url: URL, addresses: list[ResolveResult], file: BinaryIO, max_bytes: int) -> str | None:
     """Write the response to the file, or return the location of a redirect."""
     async with (
         aiohttp.ClientSession(
@@ -209,16 +203,13 @@ def _check_response(response: aiohttp.ClientResponse) -> None:
 
 
 async def _save(response: aiohttp.ClientResponse, file: BinaryIO, max_bytes: int) -> None:
-    size = response.content_length or 0
-    if size <= max_bytes:
-        size = 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > max_bytes:
-                break
-            file.write(chunk)
-    if size > max_bytes:
-        raise ValueError(f"it is larger than `data.media_url_max_mb` ({max_bytes / (1 << 20):g})")
+    too_large = ValueError(f"it is larger than `data.media_url_max_mb` ({max_bytes / (1 << 20):g})")
+    if (response.content_length or 0) > max_bytes:
+        raise too_large
+    async for chunk in response.content.iter_any():
+        if file.tell() + len(chunk) > max_bytes:
+            raise too_large
+        file.write(chunk)
 
 
 # --- addresses
@@ -227,12 +218,10 @@ async def _save(response: aiohttp.ClientResponse, file: BinaryIO, max_bytes: int
 class _FixedResolver(AbstractResolver):
     """Resolves to addresses that were checked before, so that DNS cannot change its answer."""
 
-    def __init__(self, addresses: Sequence[ResolveResult]) -> None:
-        self._addresses = list(addresses)
+    def __init__(self, addresses: list[ResolveResult]) -> None:
+        self._addresses = addresses
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
+    async def resolve(self, *_: Any, **__: Any) -> list[ResolveResult]:
         return self._addresses
 
     async def close(self) -> None:
@@ -284,13 +273,11 @@ async def _resolve(host: str, port: int) -> list[ResolveResult]:
     except socket.gaierror as error:
         kind = ConnectionError if error.errno == socket.EAI_AGAIN else ValueError
         raise kind(f"{host} cannot be looked up: {error.strerror}") from error
+    same = {"hostname": host, "port": port, "flags": socket.AI_NUMERICHOST}
     return [
-        ResolveResult(
-            hostname=host, host=str(address[0]), port=port, family=family, proto=proto,
-            flags=socket.AI_NUMERICHOST,
-        )
+        ResolveResult(**same, host=str(address[0]), family=family, proto=proto)
         for family, _, proto, _, address in infos
-    ]  # fmt: skip
+    ]
 
 
 # --- files
@@ -309,13 +296,10 @@ def _private_folder() -> Path:
 
 
 def _mark_as_read(path: Path) -> bool:
-    """Renew the access time and keep the modification time, which identifies content; False if missing."""
-    try:
-        with suppress(PermissionError):  # files of other users can be read, not renewed
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-    except FileNotFoundError:
-        return False
-    return True
+    """Renew the access time, but not the modification time, which identifies content; False if missing."""
+    with suppress(PermissionError, FileNotFoundError):  # files of other users can be read, not renewed
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    return path.exists()
 
 
 @contextmanager

@@ -20,25 +20,10 @@ from torch import Tensor
 
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
-from verl.data.media.references import (
-    Reference,
-    content_id,
-    is_url,
-    openable,
-    payload,
-    reading,
-    reading_unchanged,
-)
+from verl.data.media.references import Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import MediaOptions, image_grid, process_image, resized_size, video_grid
 from verl.data.media.tokens import MediaShape, sampled_fps, timestamps
-from verl.data.media.video import (
-    VideoInfo,
-    choose_frames,
-    frame_size,
-    probe_video,
-    read_video,
-    video_meta,
-)
+from verl.data.media.video import VideoInfo, choose_frames, frame_size, probe_video, read_video, video_meta
 
 MediaData = Mapping[str, Sequence[Reference]] | None
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
@@ -62,14 +47,12 @@ class MediaLoader:
         images = loader.decode({"images": ["cat.png"]}).images
 
     Args:
-        processor: Image processor, video processor and media tokens of the model.
-        options: Sizes, sampling, URLs.
         cache: None opens the one of `options.run_id`.
     """
 
     def __init__(self, processor: Any, options: MediaOptions, cache: MediaCache | None = None) -> None:
-        missing = [name for name in ("image_processor", "video_processor") if not hasattr(processor, name)]
-        if missing or not hasattr(processor.image_processor, "merge_size"):
+        image_processor = getattr(processor, "image_processor", None)
+        if not hasattr(processor, "video_processor") or not hasattr(image_processor, "merge_size"):
             raise NotImplementedError(
                 f"{type(processor).__name__} is not supported: only the processors of Qwen2-VL, Qwen2.5-VL"
                 " and Qwen3-VL are"
@@ -87,7 +70,7 @@ class MediaLoader:
             "video": json.dumps([FORMAT, astuple(self._videos), os.environ.get(BUDGET_VARIABLE)]),
             "video info": FORMAT,
         }
-        settings = processor.image_processor.to_json_string() + processor.video_processor.to_json_string()
+        settings = processor.image_processor.to_json_string() + video.to_json_string()
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
 
     # --- files
@@ -109,13 +92,11 @@ class MediaLoader:
     def measure(self, media: MediaData) -> MediaShape:
         """Read the shapes of a row's media from file headers, without decoding."""
         images = [self._header_size(ref) for ref in self._local(media, "images")]
-        videos = [self._header_video(ref) for ref in self._local(media, "videos")]
-        return self._shape(images, videos)
+        return self._shape(images, [self._header_video(ref) for ref in self._local(media, "videos")])
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         images = [(image.height, image.width) for image in decoded.images]
-        videos = [(*frames.shape[:3], meta) for frames, meta in decoded.videos]
-        return self._shape(images, videos)
+        return self._shape(images, [(*frames.shape[:3], meta) for frames, meta in decoded.videos])
 
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         with reading("image", ref), Image.open(openable(ref)) as image:
@@ -133,7 +114,7 @@ class MediaLoader:
         content = content_id("video", ref)
 
         def make() -> Entry:
-            with reading_unchanged("video", ref, content):
+            with reading("video", ref, content):
                 return Entry({}, {"info": list(probe_video(payload(ref)))})
 
         return VideoInfo(*self._keep(self._key("video info", content), make).meta["info"])
@@ -143,12 +124,11 @@ class MediaLoader:
     ) -> MediaShape:
         patches = self.processor.video_processor.temporal_patch_size
         metas = [meta for *_, meta in videos]
+        seconds = [patches / sampled_fps(meta) for meta in metas]
         return MediaShape(
             image_grid_thw=_grids([image_grid(self.processor.image_processor, *size) for size in images]),
             video_grid_thw=_grids([video_grid(self.processor.video_processor, *size) for *size, _ in videos]),
-            second_per_grid_ts=torch.tensor(
-                [patches / sampled_fps(meta) for meta in metas], dtype=torch.float32
-            ),
+            second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
             timestamps=[timestamps(meta, patches) for meta in metas],
         )
 
@@ -156,30 +136,22 @@ class MediaLoader:
 
     def decode(self, media: MediaData) -> DecodedMedia:
         """Decode a row's media, once per node while the cache keeps them."""
+        videos = [self._video(ref) for ref in self._local(media, "videos")]
         return DecodedMedia(
             [Image.fromarray(self._image(ref).numpy()) for ref in self._local(media, "images")],
-            [
-                (entry.tensors["frames"].numpy(), entry.meta)
-                for entry in map(self._video, self._local(media, "videos"))
-            ],
+            [(video.tensors["frames"].numpy(), video.meta) for video in videos],
         )
 
     def features(self, media: MediaData) -> dict[str, Tensor]:
-        """Return the processor's outputs for a row's media.
-
-        Images have `pixel_values` and `image_grid_thw`; videos have `pixel_values_videos`, `video_grid_thw`
-        and, for models that use it, `second_per_grid_ts`.
-        """
+        """Return the processor's outputs for a row's media: `pixel_values`, `image_grid_thw` and so on."""
         entries = [self._image_features(ref) for ref in self._local(media, "images")]
         entries += [self._video_features(ref) for ref in self._local(media, "videos")]
         names = dict.fromkeys(name for entry in entries for name in entry.tensors)
         parts = {name: [entry.tensors[name] for entry in entries if name in entry.tensors] for name in names}
-        return {
-            name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()
-        }
+        return {name: part[0] if len(part) == 1 else torch.cat(part) for name, part in parts.items()}
 
     def feature_key(self, kind: str, ref: Reference) -> str:
-        """Return the cache key of the features of an image or a video: its content and every option."""
+        """Return the cache key of the features of an image or a video, from its content and every option."""
         return self._key(kind, content_id(kind, self.on_disk(ref)), self._processor_options)
 
     def features_of(self, kind: str, ref: Reference) -> dict[str, Tensor]:
@@ -201,7 +173,7 @@ class MediaLoader:
         key = self._key("video", content)
 
         def make() -> Entry:
-            with reading_unchanged("video", ref, content):
+            with reading("video", ref, content):
                 video = read_video(payload(ref), self._videos)
             return Entry({"frames": torch.from_numpy(video.frames)}, video.meta)
 

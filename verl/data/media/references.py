@@ -16,14 +16,9 @@ Reference = str | bytes | dict[str, Any]
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # raised by Pillow and PyAV for files that are not images or videos
 UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
+    OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError,
     av.error.FFmpegError,
-)
+)  # fmt: skip
 
 
 def is_url(source: str | bytes) -> TypeGuard[str]:
@@ -32,29 +27,22 @@ def is_url(source: str | bytes) -> TypeGuard[str]:
 
 
 @contextmanager
-def reading(kind: str, ref: Reference) -> Iterator[None]:
-    """Turn errors from a damaged or missing file into a ValueError that names the file."""
+def reading(kind: str, ref: Reference, content: bytes | None = None) -> Iterator[None]:
+    """Turn errors from a damaged or missing file into a ValueError that names the file.
+
+    With `content`, the file must have this `content_id` after it was read.
+    """
     try:
         yield
+        if content is not None and _content_id(ref) != content:
+            raise ValueError("it changed while it was being read")
     except UNREADABLE as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the {kind} {shown_name(ref)} cannot be read: {reason}") from error
 
 
-@contextmanager
-def reading_unchanged(kind: str, ref: Reference, content: bytes) -> Iterator[None]:
-    """Like `reading`, and check that the file still has the `content_id` it had before."""
-    with reading(kind, ref):
-        yield
-        if _content_id(ref) != content:
-            raise ValueError("it changed while it was being read")
-
-
 def payload(ref: Reference) -> str | bytes:
-    """Return the path, URL or bytes that a reference holds."""
-    if isinstance(ref, dict):
-        return ref.get("bytes") or ref["path"]
-    return ref
+    return (ref.get("bytes") or ref["path"]) if isinstance(ref, dict) else ref
 
 
 def shown_name(ref: Reference) -> str:

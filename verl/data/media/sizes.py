@@ -31,20 +31,11 @@ class MediaOptions:
     urls: DownloadOptions | None = None  # None refuses URLs
 
     @classmethod
-    def from_data(
-        cls,
-        data: Any,
-        run_id: str | None = None,
-        *,
-        num_video_frames: int | None = None,
-        tokens_per_frame: int | None = None,
-    ) -> "MediaOptions":
-        """Take them from the `data` section of a config, and from options elsewhere."""
+    def from_data(cls, data: Any, **others: Any) -> "MediaOptions":
+        """Take them from the `data` section of a config, except for `others`."""
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
-        return cls(
-            data.min_pixels, data.max_pixels, data.video_fps, run_id, num_video_frames, tokens_per_frame,
-            data.cache_dir, urls,
-        )  # fmt: skip
+        sizes = data.min_pixels, data.max_pixels, data.video_fps
+        return cls(*sizes, cache_dir=data.cache_dir, urls=urls, **others)
 
     def of_videos(self, factor: int) -> VideoOptions:
         """Video options for a model whose merged patches are `factor` pixels wide."""
@@ -55,7 +46,11 @@ class MediaOptions:
 
     def check_budget(self, video_processor: Any) -> None:
         """Raise a ValueError if the processor itself would enlarge frames beyond `tokens_per_frame`."""
-        smallest = smallest_budget(video_processor)
+        # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
+        # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has
+        # less than 2 limit + 2 merged patches, as both sides are rounded up.
+        factor = video_processor.patch_size * video_processor.merge_size
+        smallest = -(-4 * video_processor.size["shortest_edge"] // factor**2)
         if self.tokens_per_frame is not None and self.tokens_per_frame < smallest:
             raise ValueError(
                 f"`tokens_per_frame` must be at least {smallest} for this model, got {self.tokens_per_frame}:"
@@ -65,14 +60,11 @@ class MediaOptions:
 
 def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Scale width and height to between `min_pixels` and `max_pixels`, keeping the aspect ratio."""
-    for pixels, is_outside in (
-        (max_pixels, width * height > max_pixels),
-        (min_pixels, width * height < min_pixels),
-    ):
-        if is_outside:
-            factor = math.sqrt(pixels / (width * height))
-            width, height = max(1, int(width * factor)), max(1, int(height * factor))
-    return width, height
+    pixels = min(max(width * height, min_pixels), max_pixels)
+    if pixels == width * height:
+        return width, height
+    factor = math.sqrt(pixels / (width * height))
+    return max(1, int(width * factor)), max(1, int(height * factor))
 
 
 def process_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
@@ -95,7 +87,7 @@ def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
 
 
 def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
-    """Return patches in time, height and width after the processor's own resizing."""
+    """Like `image_grid`, for a video."""
     resize = vars(sys.modules[type(video_processor).__module__])["smart_resize"]
     patch, temporal = video_processor.patch_size, video_processor.temporal_patch_size
     factor = patch * video_processor.merge_size
@@ -113,12 +105,3 @@ def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -
         height=height, width=width, factor=factor, min_pixels=smallest, max_pixels=largest, **frames
     )
     return [-(-num_frames // temporal), height // patch, width // patch]
-
-
-def smallest_budget(video_processor: Any) -> int:
-    """Return the smallest limit of tokens per frame that the processor's own resizing respects."""
-    # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
-    # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has less
-    # than 2 limit + 2 merged patches, as both sides are rounded up.
-    factor = video_processor.patch_size * video_processor.merge_size
-    return -(-4 * video_processor.size["shortest_edge"] // factor**2)

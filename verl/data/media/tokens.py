@@ -19,11 +19,7 @@ class MediaShape:
 
 
 def expand_prompt(prompt_ids: list[int], processor: Any, shape: MediaShape) -> list[int]:
-    """Replace the single token of each image and video by as many as the model has embeddings for.
-
-    Raises:
-        ValueError: The numbers of tokens and media differ.
-    """
+    """Replace the single token of each image and video by as many as the model has embeddings for."""
     media = {
         processor.image_token_id: ("image", image_tokens(processor, shape)),
         processor.video_token_id: ("video", video_tokens(processor, shape)),
@@ -37,14 +33,17 @@ def expand_prompt(prompt_ids: list[int], processor: Any, shape: MediaShape) -> l
     expanded: list[int] = []
     for token in prompt_ids:
         expanded += next(remaining[token]) if token in remaining else [token]
-    return expanded if _keeps_video_edges(processor) else _without_outer_edges(expanded, processor)
+    if not has_timestamps(processor) or hasattr(type(processor), "replace_video_token"):
+        return expanded
+    # Around a video with timestamps, processors of transformers before 5.10 replace the template's own vision
+    # start and end together with the video token.
+    return _without_outer_edges(expanded, processor)
 
 
 def image_tokens(processor: Any, shape: MediaShape) -> list[list[int]]:
     merged = processor.image_processor.merge_size**2
-    return [
-        [processor.image_token_id] * (math.prod(grid) // merged) for grid in shape.image_grid_thw.tolist()
-    ]
+    grids = shape.image_grid_thw.tolist()
+    return [[processor.image_token_id] * (math.prod(grid) // merged) for grid in grids]
 
 
 def video_tokens(processor: Any, shape: MediaShape) -> list[list[int]]:
@@ -69,23 +68,16 @@ def has_timestamps(processor: Any) -> bool:
     return hasattr(processor, "_calculate_timestamps")
 
 
-def _keeps_video_edges(processor: Any) -> bool:
-    # Around a video with timestamps, processors of transformers before 5.10 replace the template's own vision
-    # start and end together with the video token.
-    return not has_timestamps(processor) or hasattr(type(processor), "replace_video_token")
-
-
 def _without_outer_edges(tokens: list[int], processor: Any) -> list[int]:
     """Drop each vision start that is not followed by a media token, and its vision end."""
     start, end = processor.vision_start_token_id, processor.vision_end_token_id
     media = (processor.image_token_id, processor.video_token_id)
-    kept: list[int] = []
-    for position, token in enumerate(tokens):
-        outer_start = token == start and tokens[position + 1] not in media
-        outer_end = token == end and tokens[position - 1] == end
-        if not outer_start and not outer_end:
-            kept.append(token)
-    return kept
+    return [
+        token
+        for position, token in enumerate(tokens)
+        if not (token == start and tokens[position + 1] not in media)
+        and not (token == end and tokens[position - 1] == end)
+    ]
 
 
 def sampled_fps(meta: dict[str, Any]) -> float:

@@ -2,14 +2,12 @@
 """Read videos with PyAV: container metadata without decoding, and the frames that a model sees.
 
 Frame selection and size follow qwen-vl-utils: `fps` frames per second, an even number between 4 and 768, or a
-given number of frames; spread evenly from the first frame to the last; each frame between `min_pixels` and
-`max_pixels`, and within a budget of tokens if there is one.
-
-As in the models' processors, times are computed from frame numbers and the average rate, even if the rate of
-the video varies.
+given number of frames; spread evenly from the first frame to the last. As in the models' processors, times
+are computed from frame numbers and the average rate, even if the rate of the video varies.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,7 +82,7 @@ def choose_frames(info: VideoInfo, options: VideoOptions) -> list[int]:
 
 
 def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
-    """Return the height and width of frames after resizing; many frames share a budget of pixels."""
+    """Return height and width of frames after resizing; many frames share a budget of pixels."""
     from qwen_vl_utils import vision_process as qwen  # noqa: PLC0415 - imports torchvision: seconds
 
     factor, smallest, tokens = options.factor, options.min_pixels, options.tokens_per_frame
@@ -102,13 +100,9 @@ def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) 
 def video_meta(info: VideoInfo, indices: list[int]) -> dict[str, Any]:
     """Return the metadata of sampled frames, from which timestamps are computed."""
     return {
-        "total_num_frames": info.num_frames,
-        "fps": info.fps,
-        "duration": info.num_frames / info.fps,
-        "frames_indices": indices,
-        "video_backend": "pyav",
-        "do_sample_frames": False,
-    }
+        "total_num_frames": info.num_frames, "fps": info.fps, "duration": info.num_frames / info.fps,
+        "frames_indices": indices, "video_backend": "pyav", "do_sample_frames": False,
+    }  # fmt: skip
 
 
 def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
@@ -123,8 +117,7 @@ def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
 
 
 def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
-    with av.open(openable(source), "r") as container:
-        stream = _video_stream(container)
+    with _opened(source) as (container, stream):
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
             raise ValueError("the video has no frame rate")
@@ -152,15 +145,16 @@ def _seek_frames(
     source: str | bytes, info: VideoInfo, packets: Packets | None, numbers: list[int]
 ) -> Iterator[av.VideoFrame]:
     """Yield the frames with these numbers, found by their times."""
-    with av.open(openable(source), "r") as container:
-        stream = _video_stream(container)
+    with _opened(source) as (container, stream):
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = DECODING_THREADS
         if container.format.name.split(",")[0] not in EXACT_FORMATS:
             raise UnknownTimesError
         timeline = index_timeline(stream, numbers)
         if timeline is None:
-            packets = packets or _packets(source)
+            if packets is None:
+                with _opened(source) as other:
+                    packets = read_packets(*other)
             if not packets.times:
                 raise UnknownTimesError
             timeline = PacketTimeline(packets)
@@ -177,16 +171,15 @@ def _seek_frames(
 
 def _count_frames(source: str | bytes, info: VideoInfo, numbers: list[int]) -> Iterator[av.VideoFrame]:
     """Yield the frames with these numbers, by decoding from the start and counting."""
-    with av.open(openable(source), "r") as container:
-        stream = _video_stream(container)
+    with _opened(source) as (container, stream):
         stream.thread_type = "AUTO"
         count, index, frame = 0, 0, None
         for frame in container.decode(stream):
-            while index < len(numbers) and numbers[index] == count:
+            while numbers[index] == count:
                 yield frame
                 index += 1
-            if index == len(numbers):
-                return
+                if index == len(numbers):
+                    return
             count += 1
         if frame is None:
             raise ValueError("the video has no frame that can be decoded")
@@ -197,11 +190,6 @@ def _count_frames(source: str | bytes, info: VideoInfo, numbers: list[int]) -> I
 def _check_missing(info: VideoInfo, count: int) -> None:
     if info.num_frames - count > max(1, MISSING_RATIO * info.num_frames):
         raise ValueError(f"the video announces {info.num_frames} frames but only {count} can be decoded")
-
-
-def _packets(source: str | bytes) -> Packets:
-    with av.open(openable(source), "r") as container:
-        return read_packets(container, _video_stream(container))
 
 
 def _resized(frames: Iterable[av.VideoFrame], count: int, options: VideoOptions) -> np.ndarray:
@@ -233,7 +221,9 @@ def _resize(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return video.permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def _video_stream(container: InputContainer) -> av.VideoStream:
-    if not container.streams.video:
-        raise ValueError("the file has no video stream")
-    return container.streams.video[0]
+@contextmanager
+def _opened(source: str | bytes) -> Iterator[tuple[InputContainer, av.VideoStream]]:
+    with av.open(openable(source), "r") as container:
+        if not container.streams.video:
+            raise ValueError("the file has no video stream")
+        yield container, container.streams.video[0]

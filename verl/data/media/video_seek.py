@@ -8,7 +8,8 @@ Times are in ticks of the stream's time base, relative to the first frame.
 """
 
 from bisect import bisect_right
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from typing import NamedTuple
 
 import av
 import av.error
@@ -24,22 +25,6 @@ MIN_JUMP = 6  # frames; a jump costs about as much as decoding this many
 
 class UnknownTimesError(Exception):
     """The container has no times, or they do not match the decoded frames."""
-
-
-class Timeline(Protocol):
-    """Display times of frames in ticks, and the keyframes from which they can be decoded."""
-
-    spacing: float
-
-    def time(self, number: int) -> int: ...
-
-    def number(self, time: int) -> int:
-        """Return the last frame displayed at or before `time`."""
-        ...
-
-    def keyframe(self, number: int) -> int:
-        """Return the last keyframe at or before this frame."""
-        ...
 
 
 class IndexTimeline:
@@ -58,9 +43,11 @@ class IndexTimeline:
         return self._entries[number].timestamp - self._first
 
     def number(self, time: int) -> int:
+        """Return the last frame displayed at or before `time`."""
         return self._entries.search_timestamp(self._first + time, any_frame=True)
 
     def keyframe(self, number: int) -> int:
+        """Return the last keyframe at or before this frame."""
         return self._entries.search_timestamp(self._entries[number].timestamp)
 
     def is_even_around(self, numbers: list[int]) -> bool:
@@ -74,10 +61,18 @@ class IndexTimeline:
         return True
 
 
+class Packets(NamedTuple):
+    """Number of packets with a frame, and their display times in order."""
+
+    count: int
+    times: list[int]  # empty if a packet has no time
+    keyframes: list[int]
+
+
 class PacketTimeline:
     """Times of all packets: every container has them, but must be read completely."""
 
-    def __init__(self, packets: "Packets") -> None:
+    def __init__(self, packets: Packets) -> None:
         self._times = [time - packets.times[0] for time in packets.times]
         self._keyframes = [time - packets.times[0] for time in packets.keyframes]
         self.spacing = self._times[-1] / max(1, len(self._times) - 1)
@@ -95,29 +90,18 @@ class PacketTimeline:
         return self.number(self._keyframes[before - 1]) if before else 0
 
 
-class Packets(NamedTuple):
-    """Number of packets with a frame, and their display times in order.
-
-    `times` is empty if a packet has no time.
-    """
-
-    count: int
-    times: list[int]
-    keyframes: list[int]
+Timeline = IndexTimeline | PacketTimeline
 
 
 def read_packets(container: InputContainer, stream: av.VideoStream) -> Packets:
     """Read all packets of a stream, without decoding."""
     count, times, keyframes = 0, [], []
     for packet in container.demux(stream):
-        if not packet.size:
-            continue
-        count += 1
-        if packet.is_discard:
-            continue
-        times.append(packet.pts)
-        if packet.is_keyframe:
-            keyframes.append(packet.pts)
+        count += bool(packet.size)
+        if packet.size and not packet.is_discard:
+            times.append(packet.pts)
+            if packet.is_keyframe:
+                keyframes.append(packet.pts)
     if None in times:
         return Packets(count, [], [])
     return Packets(count, sorted(times), sorted(keyframes))
@@ -126,21 +110,16 @@ def read_packets(container: InputContainer, stream: av.VideoStream) -> Packets:
 def index_timeline(stream: av.VideoStream, numbers: list[int]) -> IndexTimeline | None:
     """Return the timeline of the container's index if it has the times of these frames, else None."""
     entries = stream.index_entries
-    if not 1 < stream.frames == len(entries):
-        return None
-    if entries[0].is_discard or entries[len(entries) - 1].is_discard:
-        return None  # an edit list cuts the video
+    if not 1 < stream.frames == len(entries) or entries[0].is_discard or entries[-1].is_discard:
+        return None  # no index, or an edit list cuts the video
     timeline = IndexTimeline(entries)
-    is_known = timeline.spacing > 0 and (
-        not stream.codec_context.has_b_frames or timeline.is_even_around(numbers)
-    )
-    return timeline if is_known else None
+    is_ordered = not stream.codec_context.has_b_frames
+    return timeline if timeline.spacing > 0 and (is_ordered or timeline.is_even_around(numbers)) else None
 
 
 def time_tolerance(spacing: float) -> int:
     """Return the allowed error of a time in ticks."""
-    # Containers round times; with a coarse clock they need not.
-    return 1 if spacing >= 4 else 0
+    return 1 if spacing >= 4 else 0  # containers round times; with a coarse clock they need not
 
 
 class SeekingReader:
@@ -183,14 +162,11 @@ class SeekingReader:
         assert self._stream.time_base is not None, "frames have times"
         back, second = 0, max(1, round(1 / self._stream.time_base))
         while True:
-            try:
+            with suppress(av.error.FFmpegError):  # cannot start here; counting will show if it is damaged
                 self._container.seek(self._start + max(0, time - back), stream=self._stream)
-                frame = self._keyframe_before(time)
-            except av.error.FFmpegError:  # cannot start here; counting will show whether the video is damaged
-                frame = None
-            if frame is not None:
-                self._frame = frame
-                return
+                if (frame := self._keyframe_before(time)) is not None:
+                    self._frame = frame
+                    return
             if back >= time:
                 raise UnknownTimesError
             back = max(second, 2 * back)
