@@ -26,7 +26,6 @@ from verl.data.tokenizer import load_processor, load_tokenizer
 
 MAX_LISTED = 10  # bad rows that an error shows
 
-
 C = TypeVar("C", PPOConfig, SFTConfig)
 L = TypeVar("L", Loaders, SFTLoaders)
 AnyLoaders = Loaders | SFTLoaders
@@ -42,11 +41,8 @@ def named(loaders: AnyLoaders) -> dict[str, PromptLoader]:
 def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Iterator[Loaders]:
     """Open the prompts as a run does, but bad rows and too few of them are no errors here.
 
-    Args:
-        config: Config of the run.
-        folder: Where bad rows are listed, in `bad_rows.jsonl`; a list of an earlier call is replaced.
-        measures: Count the tokens of every prompt with its media, and leave out prompts that are too long;
-            without it rows are only rendered, which is faster.
+    `folder` gets the list of bad rows, which replaces that of an earlier call. With `measures` the tokens of
+    every prompt and its media are counted, and overlong prompts left out; else rows are only rendered.
 
     Raises:
         ValueError: The model's files or the data cannot be used, or no row can; or the folder is the run's.
@@ -91,16 +87,14 @@ def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, Me
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # The command reports bad rows itself.
-    loggers = [row_dataset.logger, data_loader.logger]
-    before = [logger.level for logger in loggers]
+    loggers = (row_dataset.logger, data_loader.logger)  # the command reports bad rows itself
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        for logger in loggers:
+            logger.setLevel(logging.NOTSET)
 
 
 def _listed(report: Path) -> list[str]:

@@ -41,6 +41,7 @@ from verl.rewards.function import (
 )
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
+from verl.utils.cuda_builds import repair_cuda_builds
 
 if TYPE_CHECKING:
     from verl.cli.reward_inputs import Response
@@ -63,6 +64,7 @@ class CheckedCall(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    repair_cuda_builds()
     parser = make_parser("reward_check", __doc__)
     parser.add_argument("--responses", type=Path, help="JSON lines to score instead of samples")
     parser.add_argument("--rows", type=at_least(1), default=4, help="rows to make samples of (default: 4)")
@@ -112,7 +114,7 @@ def _score(
     *,
     debugs: bool,
 ) -> list[CheckedCall]:
-    """Call the function as a run does, and write about each call; with `debugs` stop at the first error."""
+    """Call the function as a run does and show each call; with `debugs` stop at the first error."""
     calls: list[CheckedCall] = []
     for indices in split_calls(reward.reward_type, [each.group for each in responses], batch_size):
         chosen = [responses[index] for index in indices]
@@ -126,12 +128,9 @@ def _score(
 
 
 def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
-    """Return the indices of the responses in each call.
+    """Return the indices of the responses in each call; responses of a group are adjacent.
 
-    Args:
-        reward_type: `batch`, `sequential` or `dataproto`.
-        groups: The group of each response; those of one group are adjacent.
-        batch_size: `worker.reward.batch_size`: responses of a `batch` call; 0 is a group.
+    `batch_size` (`worker.reward.batch_size`) counts the responses of a `batch` call; 0 is a group.
     """
     indices = list(range(len(groups)))
     if reward_type == "dataproto":
@@ -148,13 +147,7 @@ def check_call(
 ) -> CheckedCall:
     """Call a function once and check its scores; an exception is the reason of a failure.
 
-    Args:
-        reward: The function.
-        inputs: Its inputs for each response.
-        numbers: Row of each response, for errors.
-
-    Raises:
-        BdbQuit: The user left the debugger.
+    `numbers` are the rows of the responses, for errors. A user who leaves the debugger raises `BdbQuit`.
     """
     start = time.perf_counter()
     try:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses to score without a model: read from a file, or made from the rows of the data.
-
-Apart from `reward_check.py`, which starts without torch.
-"""
+"""Responses to score without a model: read from a file, or made from the rows of the data. Imports torch."""
 
 import itertools
 import json
@@ -42,12 +39,7 @@ class RowColumns:
         self._bad = {row.index: row for row in dataset.bad_rows}
 
     def of(self, row: int) -> dict[str, Any]:
-        """Return the columns of a row, given by its number over all files.
-
-        Raises:
-            ValueError: There is no such row.
-            BadRowError: It cannot be used.
-        """
+        """Return the columns of a row, given by its number over all files."""
         if not 0 <= row < len(self.dataset.rows):
             raise ValueError(f"row {row} must be one of 0 to {len(self.dataset.rows) - 1}")
         item = self._bad[row] if row in self._bad else self.dataset[self._positions[row]]
@@ -74,7 +66,7 @@ class RowColumns:
 
 
 def read_responses(path: Path, rows: RowColumns) -> list[Response]:
-    """Read responses from JSON lines; those to the same row become adjacent."""
+    """Read responses from JSON lines and make responses to the same row adjacent."""
     if not path.is_file():
         raise FileNotFoundError(f"`--responses`: no file {path}")
     responses = []
@@ -86,9 +78,10 @@ def read_responses(path: Path, rows: RowColumns) -> list[Response]:
                 raise ValueError(f"`--responses`: {path}, line {number}: {error}") from error
     if not responses:
         raise ValueError(f"`--responses`: {path} holds no responses")
-    groups = dict.fromkeys(response.group for response in responses)
-    order = {group: position for position, group in enumerate(groups)}
-    return sorted(responses, key=lambda response: order[response.group])
+    groups: dict[Hashable, list[Response]] = {}
+    for response in responses:
+        groups.setdefault(response.group, []).append(response)
+    return list(itertools.chain.from_iterable(groups.values()))
 
 
 def _read_response(number: int, entry: Any, rows: RowColumns) -> Response:
