@@ -36,15 +36,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Convert `value` to types that `torch.load(weights_only=True)` accepts.
+    """Convert numbers, text, bytes, tensors, NumPy arrays and lists, tuples and dicts of them for storage.
 
-    Args:
-        value: None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, or lists, tuples and
-            dicts of them.
-        where: Name of the value, for errors.
-
-    Raises:
-        TypeError: The value holds another type.
+    The result has types that `torch.load(weights_only=True)` accepts. `where` names the value in the
+    TypeError for other types.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
