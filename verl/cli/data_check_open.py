@@ -9,7 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from verl.config.sft import SFTConfig
 from verl.data import dataset as row_dataset
 from verl.data import loader as data_loader
 from verl.data.bad_rows import REPORT_NAME
-from verl.data.loader import Loaders, PromptLoader, make_loaders
+from verl.data.loader import Loaders, make_loaders
 from verl.data.media.cache import MediaCache
 from verl.data.sft_loader import SFTLoaders, make_sft_loaders
 from verl.data.tokenizer import load_processor, load_tokenizer
@@ -28,17 +28,9 @@ MAX_LISTED = 10  # bad rows that an error shows
 
 C = TypeVar("C", PPOConfig, SFTConfig)
 L = TypeVar("L", Loaders, SFTLoaders)
-AnyLoaders = Loaders | SFTLoaders
 
 
-def named(loaders: AnyLoaders) -> dict[str, PromptLoader]:
-    """Return the loaders by the option of their files."""
-    both = {"data.train_files": loaders.train, "data.val_files": loaders.val}
-    return {option: loader for option, loader in both.items() if loader is not None}
-
-
-@contextmanager
-def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Iterator[Loaders]:
+def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> AbstractContextManager[Loaders]:
     """Open the prompts as a run does, but bad rows and too few of them are no errors here.
 
     `folder` gets the list of bad rows, which replaces that of an earlier call. With `measures` the tokens of
@@ -54,17 +46,14 @@ def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> It
         rollout_batch_size=1,
         mini_rollout_batch_size=None,
     )
-    with _opened(config, replace(config, data=data), folder, make_loaders) as loaders:
-        yield loaders
+    return _opened(config, replace(config, data=data), folder, make_loaders)
 
 
-@contextmanager
-def opened_conversations(config: SFTConfig, folder: Path) -> Iterator[SFTLoaders]:
+def opened_conversations(config: SFTConfig, folder: Path) -> AbstractContextManager[SFTLoaders]:
     """Open the conversations as a run does; see `opened_data`."""
     data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=True)
     worker = replace(config.worker, actor=replace(config.worker.actor, global_batch_size=1))
-    with _opened(config, replace(config, data=data, worker=worker), folder, make_sft_loaders) as loaders:
-        yield loaders
+    return _opened(config, replace(config, data=data, worker=worker), folder, make_sft_loaders)
 
 
 @contextmanager
@@ -81,7 +70,12 @@ def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, Me
         try:
             loaders = make(lenient, tokenizer, processor, cache)
         except ValueError as error:
-            raise ValueError("\n  ".join([str(error), *_listed(folder / REPORT_NAME)])) from error
+            listed = (
+                (folder / REPORT_NAME).read_text().splitlines() if (folder / REPORT_NAME).exists() else []
+            )
+            rows = [json.loads(line) for line in listed[:MAX_LISTED]]
+            reasons = [f"{row['file']}, row {row['row']}: {row['reason']}" for row in rows]
+            raise ValueError("\n  ".join([str(error), *reasons])) from error
         yield loaders
 
 
@@ -95,10 +89,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.setLevel(logging.NOTSET)
-
-
-def _listed(report: Path) -> list[str]:
-    if not report.exists():
-        return []
-    rows = [json.loads(line) for line in report.read_text().splitlines()[:MAX_LISTED]]
-    return [f"{row['file']}, row {row['row']}: {row['reason']}" for row in rows]

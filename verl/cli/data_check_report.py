@@ -18,18 +18,19 @@ from typing import Any, Generic, TypeVar
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from verl.cli.data_check_open import AnyLoaders, named, opened_conversations, opened_data
+from verl.cli.data_check_open import opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.data.bad_rows import REPORT_NAME, BadRow
 from verl.data.dataset import Item, RowDataset
-from verl.data.loader import PromptLoader
+from verl.data.loader import Loaders, PromptLoader
 from verl.data.media.loader import DecodedMedia
 from verl.data.media.references import shown_name
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
+from verl.data.sft_loader import SFTLoaders
 from verl.planning.step_plan import StepPlan, make_plan, make_sft_plan
 from verl.trainer.run.exit_status import BAD_INPUT
 
@@ -77,10 +78,10 @@ def conversation_lines(dataset: SFTDataset, position: int, sheet: Path) -> list[
 
 @dataclass(frozen=True)
 class Kind(Generic[C]):
-    """How the data of one kind of run are opened and shown."""
+    """Functions that open and show the data of one kind of run."""
 
     row: str  # name of a row
-    open: Callable[[C, Path], AbstractContextManager[AnyLoaders]]  # lists bad rows in the folder
+    open: Callable[[C, Path], AbstractContextManager[Loaders | SFTLoaders]]  # lists bad rows in the folder
     make_plan: Callable[[C, int], StepPlan]  # raises ValueError if there are too few rows
     lines: Callable[[Any, int, Path], list[str] | BadRow]
 
@@ -106,7 +107,9 @@ class Report(Generic[C]):
         """
         problems: list[str] = []
         with self.kind.open(self.config, self.out) as loaders:
-            for option, loader in named(loaders).items():
+            for option, loader in (("data.train_files", loaders.train), ("data.val_files", loaders.val)):
+                if loader is None:
+                    continue
                 if decode:
                     deque(loader, maxlen=0)  # reads an epoch, as a run does
                 problems += self._describe(option, loader)

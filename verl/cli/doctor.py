@@ -114,13 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -> Iterator[Finding]:
-    """Yield the finding of each check as it is made.
-
-    Args:
-        engine: `worker.rollout.name`.
-        trainer: None checks for any run.
-        tries_imports: Import the heavy packages in a separate process: some ten seconds.
-    """
+    """Yield the finding of each check as it is made; without `trainer`, for any run."""
     yield check_supported(engine)
     yield check_requirements()
     yield check_vllm()
@@ -168,12 +162,12 @@ def check_requirements() -> Finding:
 
 def unmet(needed: Sequence[Requirement]) -> list[Requirement]:
     """Return the requirements that no installed package meets."""
-    versions = {need: find_version(need.name) for need in needed}
-    return [
-        need
-        for need, found in versions.items()
-        if found is None or not need.specifier.contains(found, prereleases=True)
-    ]
+
+    def is_met(need: Requirement) -> bool:
+        found = find_version(need.name)
+        return found is not None and need.specifier.contains(found, prereleases=True)
+
+    return [need for need in needed if not is_met(need)]
 
 
 def check_vllm() -> Finding:
@@ -182,14 +176,13 @@ def check_vllm() -> Finding:
     if len(installed) > 1:
         remedy = f"pip uninstall -y {' '.join(installed)}, then install the one for this machine"
         return Finding("vllm", Level.FAIL, f"{installed} write the same files", remedy)
-    if not installed:
-        remedy = "pip install -e '.[cpu]' or '.[gpu]'; without it only `worker.rollout.name=hf` works"
-        return Finding("vllm", Level.WARN, "not installed", remedy)
-    return Finding("vllm", Level.OK, " ".join(*installed.items()))
+    remedy = "pip install -e '.[cpu]' or '.[gpu]'; without it only `worker.rollout.name=hf` works"
+    found = " ".join(name for item in installed.items() for name in item)
+    return judge("vllm", found or "not installed", remedy, warns=not installed)
 
 
 def check_imports(modules: Sequence[str] = IMPORTS) -> Finding:
-    """Import the heavy packages in a separate process."""
+    """Import the heavy packages in a separate process, which takes some ten seconds."""
     command = [sys.executable, "-c", IMPORT_CODE, *modules]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
@@ -323,8 +316,7 @@ def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     remedy = f"ulimit -n {reachable}" if reachable > soft else "ask the administrator for a higher hard limit"
-    soft_limit = float("inf") if soft == resource.RLIM_INFINITY else soft
-    fails, warns = soft_limit < MIN_FILES, soft_limit < LOW_FILES
+    fails, warns = (soft != resource.RLIM_INFINITY and soft < bound for bound in (MIN_FILES, LOW_FILES))
     return judge("open files", f"{soft} at most", remedy, fails=fails, warns=warns)
 
 
@@ -376,11 +368,8 @@ def check_ray() -> Finding:
 def check_sandbox() -> Finding:
     """Report what contains the programs that code rewards run."""
     isolation, why_not_better = detect()
-    if isolation is Isolation.NAMESPACES:
-        return Finding("code sandbox", Level.OK, isolation)
-    if isolation is Isolation.LANDLOCK:
-        return Finding("code sandbox", Level.OK, f"{isolation}; {why_not_better}")
-    unconfined = "programs run unconfined, as the environment allows"
-    state = unconfined if is_unsafe_allowed() else "nothing contains a program"
-    found = f"{state}: {why_not_better}"
-    return Finding("code sandbox", Level.WARN, found, f"for code rewards only: {REMEDY}")
+    found = isolation if isolation is Isolation.NAMESPACES else f"{isolation}; {why_not_better}"
+    if isolation is Isolation.NONE:
+        unconfined = "programs run unconfined, as the environment allows"
+        found = f"{unconfined if is_unsafe_allowed() else 'nothing contains a program'}: {why_not_better}"
+    return judge("code sandbox", found, f"for code rewards only: {REMEDY}", warns=isolation is Isolation.NONE)

@@ -85,21 +85,22 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_check_open import opened_data  # noqa: PLC0415
-    from verl.cli.reward_inputs import choose_responses  # noqa: PLC0415
+    from verl.cli.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train
         if loader is None:
             raise ValueError("`--val` needs `data.val_files`")
-        responses = choose_responses(loader.dataset, switches.responses, switches.rows)
-    origin = SAMPLES if switches.responses is None else str(switches.responses)
+        rows, path = RowColumns(loader.dataset), switches.responses
+        responses = sample_responses(rows, switches.rows) if path is None else read_responses(path, rows)
+    origin = SAMPLES if path is None else str(path)
     sys.stdout.write(
         f"{reward}, line {reward.line}, {reward.reward_type}\n{len(responses)} responses: {origin}\n"
     )
     calls = _score(reward, responses, options.batch_size, options.timeout_s, debugs=switches.pdb)
     sys.stdout.write(_summary(calls))
     failed = [call for call in calls if call.reason is not None or call.seconds > options.timeout_s]
-    if switches.responses is None and len({each["overall"] for call in calls for each in call.scores}) == 1:
+    if path is None and len({each["overall"] for call in calls for each in call.scores}) == 1:
         sys.stdout.write(ALIKE)
     if failed:
         sys.stdout.write(f"{len(failed)} of {len(calls)} calls failed\n")

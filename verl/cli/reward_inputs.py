@@ -24,12 +24,6 @@ class Response(NamedTuple):
     columns: dict[str, Any]
 
 
-def choose_responses(dataset: RLHFDataset, path: Path | None, num_rows: int) -> list[Response]:
-    """Read the responses of a file, or make samples from the first rows of a data set."""
-    rows = RowColumns(dataset)
-    return sample_responses(rows, num_rows) if path is None else read_responses(path, rows)
-
-
 class RowColumns:
     """The reward function's inputs for rows as in a run, except the response and its length."""
 
@@ -104,8 +98,7 @@ def sample_responses(rows: RowColumns, count: int) -> list[Response]:
     columns = rows.first(count)
     truths = [str(seen["ground_truth"]) for seen in columns.values()]
     responses = []
-    for position, (row, seen) in enumerate(columns.items()):
-        truth = truths[position]
+    for position, (truth, (row, seen)) in enumerate(zip(truths, columns.items(), strict=True)):
         # The wrong answer is the ground truth of the next row that has another one.
         others = [other for other in truths[position:] + truths[:position] if other != truth]
         samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, limit and end child processes.
-
-`IsolatedCalls` calls a function in a `ChildProcess`, so that a crash or a hang costs one call.
-"""
+"""Start, limit and end child processes."""
 
 import ctypes
 import faulthandler
@@ -144,7 +141,7 @@ class ChildProcess:
 
 
 class IsolatedCalls(Generic[A, R]):
-    """Calls a function in a child process, one call at a time.
+    """Calls a function in a child process, so that a crash or a hang costs one call.
 
     The process serves further calls and dies with this object or with this process. After a call that ends it
     or takes too long, the next call starts another. A fork of this process gets its own child.
@@ -182,7 +179,6 @@ class IsolatedCalls(Generic[A, R]):
         return result
 
     def start(self) -> None:
-        """Start the process now instead of at the first call."""
         self._living_child()
 
     def close(self) -> int:

@@ -36,11 +36,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Convert numbers, text, bytes, tensors, NumPy arrays and lists, tuples and dicts of them for storage.
-
-    The result has types that `torch.load(weights_only=True)` accepts. `where` names the value in the
-    TypeError for other types.
-    """
+    """Convert a value to types that `torch.load(weights_only=True)` accepts; errors call it `where`."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if isinstance(value, Tensor):

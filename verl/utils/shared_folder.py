@@ -24,10 +24,7 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 def write_whole(
     path: Path, content: bytes, make_room: Callable[[int], None], *, is_durable: bool = True
 ) -> bool:
-    """Write a file that appears complete. Return False, leaving nothing behind, if the disk is full.
-
-    `make_room` gets the number of bytes to come. With `is_durable` the file survives a crash of the machine.
-    """
+    """Write a file that appears complete; return False, leaving nothing behind, if the disk is full."""
     temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,8 +36,7 @@ def write_whole(
                 os.fsync(file.fileno())  # else the name may survive a crash of the machine without content
         temporary.replace(path)
     except OSError as error:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         if error.errno not in DISK_IS_FULL:
             raise
         return False

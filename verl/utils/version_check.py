@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check from their metadata, without imports, that installed packages are compatible.
-
-To support another release, add a row to `PAIRS`.
-"""
+"""Check from their metadata that installed packages are compatible; `PAIRS` has the supported releases."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -31,10 +28,7 @@ PAIRS = (
 
 
 def check_versions(rollout_engine: str = "vllm") -> None:
-    """Raise a RuntimeError with a remedy unless Python, torch and the packages that must match torch fit.
-
-    vLLM is only checked if it is the rollout engine.
-    """
+    """Raise a RuntimeError with a remedy unless Python, torch and the packages that must match torch fit."""
     problems = []
     if Version(platform.python_version()) not in PYTHON:
         problems.append(f"Python: found {platform.python_version()}, needed {PYTHON}")
