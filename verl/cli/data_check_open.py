@@ -39,13 +39,8 @@ def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Ab
     Raises:
         ValueError: The model's files or the data cannot be used, or no row can; or the folder is the run's.
     """
-    data = replace(
-        config.data,
-        on_bad_row="skip",
-        filter_overlong_prompts=measures,
-        rollout_batch_size=1,
-        mini_rollout_batch_size=None,
-    )
+    sizes: dict[str, Any] = {"rollout_batch_size": 1, "mini_rollout_batch_size": None}
+    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=measures, **sizes)
     return _opened(config, replace(config, data=data), folder, make_loaders)
 
 
@@ -60,7 +55,8 @@ def opened_conversations(config: SFTConfig, folder: Path) -> AbstractContextMana
 def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, MediaCache], L]) -> Iterator[L]:
     if folder.absolute() == Path(config.trainer.checkpoint_folder):
         raise ValueError(f"{folder} holds the run's own list of bad rows: name another folder")
-    (folder / REPORT_NAME).unlink(missing_ok=True)
+    report = folder / REPORT_NAME
+    report.unlink(missing_ok=True)
     lenient = replace(lenient, trainer=replace(config.trainer, save_checkpoint_path=str(folder)))
     model, template = config.worker.actor.model, config.data.override_chat_template
     assert model.tokenizer_path is not None, "it is the model's, and the config was checked"
@@ -70,9 +66,7 @@ def _opened(config: C, lenient: C, folder: Path, make: Callable[[C, Any, Any, Me
         try:
             loaders = make(lenient, tokenizer, processor, cache)
         except ValueError as error:
-            listed = (
-                (folder / REPORT_NAME).read_text().splitlines() if (folder / REPORT_NAME).exists() else []
-            )
+            listed = report.read_text().splitlines() if report.exists() else []
             rows = [json.loads(line) for line in listed[:MAX_LISTED]]
             reasons = [f"{row['file']}, row {row['row']}: {row['reason']}" for row in rows]
             raise ValueError("\n  ".join([str(error), *reasons])) from error
