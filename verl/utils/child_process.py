@@ -41,7 +41,7 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
 
 
 def describe_exit(exit_code: int) -> str:
-    """Explain an exit code; a negative one is a signal's."""
+    """Explain an exit code; a negative one is a signal, as in "was killed by SIGSEGV"."""
     if exit_code >= 0:
         return f"exited with status {exit_code}"
     hint = ", as the kernel does when memory runs out" if -exit_code == signal.SIGKILL else ""
