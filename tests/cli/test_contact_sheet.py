@@ -3,13 +3,13 @@
 
 from PIL import Image
 
-from verl.cli.data_check_report import Tile, contact_sheet, save_sheet
+from verl.cli.data_check_report import contact_sheet, save_sheet
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
 def test_the_ninth_picture_begins_a_second_line():
-    tiles = [Tile(Image.new("RGB", (10, 10), RED), "")] * 8 + [Tile(Image.new("L", (10, 10), 0), "")]
+    tiles = [(Image.new("RGB", (10, 10), RED), "")] * 8 + [(Image.new("L", (10, 10), 0), "")]
 
     sheet = contact_sheet(tiles)
 
@@ -21,7 +21,7 @@ def test_the_ninth_picture_begins_a_second_line():
 
 
 def test_a_wide_picture_keeps_its_shape():
-    sheet = contact_sheet([Tile(Image.new("RGB", (20, 10), BLUE), "")])
+    sheet = contact_sheet([(Image.new("RGB", (20, 10), BLUE), "")])
 
     assert sheet.getpixel((4 + 191, 4 + 95)) == BLUE  # 192 x 96
     assert sheet.getpixel((4, 4 + 97)) == (255, 255, 255)
@@ -30,7 +30,7 @@ def test_a_wide_picture_keeps_its_shape():
 def test_a_sheet_is_written_completely(tmp_path):
     path = tmp_path / "new" / "sheet.png"
 
-    save_sheet([Tile(Image.new("RGB", (2, 2), RED), "two")], path)
+    save_sheet([(Image.new("RGB", (2, 2), RED), "two")], path)
 
     assert [file.name for file in path.parent.iterdir()] == ["sheet.png"]
     with Image.open(path) as sheet:

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from verl.cli.tiny_model import main
+from verl.cli.tiny_model import KINDS, main
+from verl.models.tiny import FAMILIES
 
 WEIGHTS = "model.safetensors"
 
@@ -25,6 +26,10 @@ def like(tmp_path_factory):
 def make_like(like, folder, *arguments):
     assert main(["--like", str(like), "--out", str(folder), *arguments]) == 0
     return folder
+
+
+def test_every_family_can_be_chosen():
+    assert list(KINDS) == sorted(FAMILIES)
 
 
 def test_a_model_of_a_family_has_its_type_and_reports_its_size(tmp_path, capsys):

@@ -16,6 +16,7 @@ Exit status: 0; 2 if a run with this config would stop because of its data or it
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunTree
 from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.run.exit_status import BAD_INPUT
+from verl.utils.cuda_builds import repair_cuda_builds
 
 OUT = Path("outputs", "data_check")
 ADD_SFT = "these are options of supervised fine-tuning: add `--sft`\n"
@@ -33,6 +34,7 @@ DROP_SFT = "these are options of reinforcement learning: leave out `--sft`\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    repair_cuda_builds()
     parser = make_parser("data_check", __doc__)
     parser.add_argument("--sft", action="store_true", help="the config is for supervised fine-tuning")
     parser.add_argument("--rows", type=at_least(0), default=3, help="rows of each kind to show (default: 3)")
@@ -47,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         status = run_with_config(switches, PPOConfig, _check, VERL_KEYS)
         other, hint = SFTConfig, ADD_SFT
-    if status == BAD_INPUT and _loads_as(other, switches.options):  # the options fit only one of the two
-        sys.stderr.write(hint)
+    if status == BAD_INPUT:
+        with suppress(ConfigError):  # the options fit only one of the two
+            load_config(other, switches.options)
+            sys.stderr.write(hint)
     return status
 
 
@@ -58,11 +62,3 @@ def _check(switches: argparse.Namespace, config: Any) -> int:
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
     return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)
-
-
-def _loads_as(config_class: type[RunTree], options: Sequence[str]) -> bool:
-    try:
-        load_config(config_class, options)
-    except ConfigError:
-        return False
-    return True

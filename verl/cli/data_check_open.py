@@ -9,7 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from verl.data import loader as data_loader
 from verl.data.bad_rows import REPORT_NAME
 from verl.data.loader import (
     Loaders,
-    PromptLoader,
     Readers,
     load_readers,
     make_loaders,
@@ -33,46 +32,27 @@ from verl.data.media.cache import MediaCache
 
 MAX_LISTED = 10  # bad rows that an error shows
 
-
 C = TypeVar("C", PPOConfig, SFTConfig)
 
 
-def named(loaders: Loaders) -> dict[str, PromptLoader]:
-    """Return the loaders by the option of their files."""
-    both = {"data.train_files": loaders.train, "data.val_files": loaders.val}
-    return {option: loader for option, loader in both.items() if loader is not None}
-
-
-@contextmanager
-def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Iterator[Loaders]:
+def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> AbstractContextManager[Loaders]:
     """Open the prompts as a run does, but bad rows and too few of them are no errors here.
 
-    Args:
-        config: Config of the run.
-        folder: Where bad rows are listed, in `bad_rows.jsonl`; a list of an earlier call is replaced.
-        measures: Count the tokens of every prompt with its media, and leave out prompts that are too long;
-            without it rows are only rendered, which is faster.
+    `folder` gets the list of bad rows, which replaces that of an earlier call. With `measures` the tokens of
+    every prompt and its media are counted, and overlong prompts left out; else rows are only rendered.
 
     Raises:
         ValueError: The model's files or the data cannot be used, or no row can; or the folder is the run's.
     """
-    data = replace(
-        config.data,
-        on_bad_row="skip",
-        filter_overlong_prompts=measures,
-        rollout_batch_size=1,
-        mini_rollout_batch_size=None,
-    )
-    with _opened(config, config.worker.rollout, folder, partial(make_loaders, data)) as loaders:
-        yield loaders
+    sizes: dict[str, Any] = {"rollout_batch_size": 1, "mini_rollout_batch_size": None}
+    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=measures, **sizes)
+    return _opened(config, config.worker.rollout, folder, partial(make_loaders, data))
 
 
-@contextmanager
-def opened_conversations(config: SFTConfig, folder: Path) -> Iterator[Loaders]:
+def opened_conversations(config: SFTConfig, folder: Path) -> AbstractContextManager[Loaders]:
     """Open the conversations as a run does; see `opened_data`."""
     data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=True)
-    with _opened(config, data, folder, partial(make_sft_loaders, data, 1)) as loaders:
-        yield loaders
+    return _opened(config, data, folder, partial(make_sft_loaders, data, 1))
 
 
 @contextmanager
@@ -82,33 +62,28 @@ def _opened(
     # `frames` is the section with the limits on the frames of a video.
     if folder.absolute() == Path(config.trainer.checkpoint_folder):
         raise ValueError(f"{folder} holds the run's own list of bad rows: name another folder")
-    (folder / REPORT_NAME).unlink(missing_ok=True)
+    report = folder / REPORT_NAME
+    report.unlink(missing_ok=True)
     model, template = config.worker.actor.model, config.data.override_chat_template
     with closing(MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)) as cache, _quiet():
         readers = load_readers(model, template, media_options(config.data, frames), cache)
         try:
             loaders = make(readers, folder)
         except ValueError as error:
-            raise ValueError("\n  ".join([str(error), *_listed(folder / REPORT_NAME)])) from error
+            listed = report.read_text().splitlines() if report.exists() else []
+            rows = [json.loads(line) for line in listed[:MAX_LISTED]]
+            reasons = [f"{row['file']}, row {row['row']}: {row['reason']}" for row in rows]
+            raise ValueError("\n  ".join([str(error), *reasons])) from error
         yield loaders
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # The command reports bad rows itself.
-    loggers = [row_dataset.logger, data_loader.logger]
-    before = [logger.level for logger in loggers]
+    loggers = (row_dataset.logger, data_loader.logger)  # the command reports bad rows itself
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
-
-def _listed(report: Path) -> list[str]:
-    if not report.exists():
-        return []
-    rows = [json.loads(line) for line in report.read_text().splitlines()[:MAX_LISTED]]
-    return [f"{row['file']}, row {row['row']}: {row['reason']}" for row in rows]
+        for logger in loggers:
+            logger.setLevel(logging.NOTSET)

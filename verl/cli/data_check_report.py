@@ -4,22 +4,21 @@
 `PROMPTS` and `CONVERSATIONS` hold the differences between the two kinds of runs.
 """
 
-import collections
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from verl.cli.data_check_open import named, opened_conversations, opened_data
+from verl.cli.data_check_open import opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
@@ -42,15 +41,13 @@ COLUMNS = 8
 PAPER, INK = (255, 255, 255), (0, 0, 0)
 
 C = TypeVar("C", PPOConfig, SFTConfig)
+Tile = tuple[Image.Image, str]  # a picture and the label below it
 
 
 def prompt_lines(dataset: RLHFDataset, position: int, sheet: Path) -> list[str] | BadRow:
     """Show a prompt as the model will see it, or return why it cannot be used.
 
-    Args:
-        dataset: Prompts of the run.
-        position: Position among the rows that are used.
-        sheet: Contact sheet to write if the prompt has media.
+    `position` counts the rows that are used; `sheet` is the contact sheet to write if the prompt has media.
     """
     item = dataset[position]
     if isinstance(item, BadRow):
@@ -80,7 +77,7 @@ def conversation_lines(dataset: SFTDataset, position: int, sheet: Path) -> list[
 
 @dataclass(frozen=True)
 class Kind(Generic[C]):
-    """How the data of one kind of run are opened and shown."""
+    """Functions that open and show the data of one kind of run."""
 
     row: str  # name of a row
     open: Callable[[C, Path], AbstractContextManager[Loaders]]  # lists bad rows in the folder
@@ -92,19 +89,14 @@ PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, make_plan, prompt_lines)
 CONVERSATIONS: Kind[SFTConfig] = Kind("conversation", opened_conversations, make_sft_plan, conversation_lines)
 
 
+@dataclass(frozen=True)
 class Report(Generic[C]):
-    """Opens the data of a run and writes about them.
+    """Opens the data of a run and writes about them."""
 
-    Args:
-        config: Config of the run.
-        kind: `PROMPTS` or `CONVERSATIONS`.
-        num_shown: Rows to show of the training files, and of the validation files.
-        out: Folder of contact sheets and of the list of bad rows.
-    """
-
-    def __init__(self, config: C, kind: Kind[C], num_shown: int, out: Path) -> None:
-        self.config, self.kind = config, kind
-        self.num_shown, self.out = num_shown, out
+    config: C
+    kind: Kind[C]  # `PROMPTS` or `CONVERSATIONS`
+    num_shown: int  # rows of the training files, and of the validation files
+    out: Path  # folder of contact sheets and of the list of bad rows
 
     def check(self, *, decode: bool) -> int:
         """Write about all files and return the exit status; `decode` reads the media of every row.
@@ -114,11 +106,17 @@ class Report(Generic[C]):
         """
         problems: list[str] = []
         with self.kind.open(self.config, self.out) as loaders:
-            for option, loader in named(loaders).items():
+            for option, loader in (("data.train_files", loaders.train), ("data.val_files", loaders.val)):
+                if loader is None:
+                    continue
                 if decode:
-                    collections.deque(loader, maxlen=0)  # reads an epoch, as a run does
+                    deque(loader, maxlen=0)  # reads an epoch, as a run does
                 problems += self._describe(option, loader)
-            problems += self._step_problems(loaders)
+            if loaders.train is not None:
+                try:
+                    self.kind.make_plan(self.config, len(loaders.train.dataset))
+                except ValueError as error:
+                    problems.append(str(error))
         bad_rows = self.out / REPORT_NAME
         if bad_rows.exists():
             sys.stdout.write(f"the bad rows are listed in {bad_rows}\n")
@@ -146,23 +144,11 @@ class Report(Generic[C]):
             sys.stdout.write("\n  ".join([where, *lines]) + "\n\n")
         return list(row_problems(option, dataset, len(bad), self.config.data))
 
-    def _step_problems(self, loaders: Loaders) -> Iterator[str]:
-        if loaders.train is None:
-            return
-        try:
-            self.kind.make_plan(self.config, len(loaders.train.dataset))
-        except ValueError as error:
-            yield str(error)
-
 
 def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], row: str) -> str:
     """Count the used, long and bad rows of each file and their tokens, with a reason for each row left out.
 
-    Args:
-        option: Key of the files.
-        dataset: Their rows.
-        bad: Bad rows by their number over all files.
-        row: Name of a row.
+    `option` is the key of the files, `bad` has bad rows by their number over all files, `row` names one.
     """
     limit_option, overlong = f"`data.{dataset.limit_option}`", _overlong_rows(dataset)
     lengths = [length for length in dataset.lengths if length]  # 0 is a row that could not be measured
@@ -265,19 +251,12 @@ def _show_media(item: Item, dataset: RowDataset, sheet: Path) -> Iterator[str]:
     yield f"contact sheet: {sheet}"
 
 
-class Tile(NamedTuple):
-    """A picture of a contact sheet and the label below it."""
-
-    picture: Image.Image
-    label: str
-
-
 def _tiles(decoded: DecodedMedia) -> Iterator[Tile]:
     for number, image in enumerate(decoded.images):
-        yield Tile(image, f"image {number}")
+        yield image, f"image {number}"
     for number, (frames, meta) in enumerate(decoded.videos):
         for position in evenly(len(frames), MAX_FRAMES):
-            yield Tile(Image.fromarray(frames[position]), f"video {number}: {_seconds(meta, position):.2f} s")
+            yield Image.fromarray(frames[position]), f"video {number}: {_seconds(meta, position):.2f} s"
 
 
 def _seconds(meta: dict[str, Any], position: int) -> float:
@@ -290,11 +269,11 @@ def contact_sheet(tiles: Sequence[Tile]) -> Image.Image:
     columns, lines = min(len(tiles), COLUMNS), -(-len(tiles) // COLUMNS)
     sheet = Image.new("RGB", (GAP + columns * (TILE + GAP), GAP + lines * (TILE + LABEL + GAP)), PAPER)
     pen = ImageDraw.Draw(sheet)
-    for number, tile in enumerate(tiles):
+    for number, (picture, label) in enumerate(tiles):
         line, column = divmod(number, COLUMNS)
         left, top = GAP + column * (TILE + GAP), GAP + line * (TILE + LABEL + GAP)
-        sheet.paste(ImageOps.contain(tile.picture.convert("RGB"), (TILE, TILE)), (left, top))
-        pen.text((left, top + TILE + 2), tile.label, fill=INK)
+        sheet.paste(ImageOps.contain(picture.convert("RGB"), (TILE, TILE)), (left, top))
+        pen.text((left, top + TILE + 2), label, fill=INK)
     return sheet
 
 

@@ -40,7 +40,8 @@ from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
 from verl.rewards.sandbox.runner import detect
 from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED
-from verl.utils.host_memory import container_limit
+from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.host_memory import container_limit, machine_bytes
 from verl.utils.version_check import VLLM_PACKAGES, check_versions, find_version
 
 GIB = 1 << 30
@@ -53,8 +54,10 @@ LOW_MEMORY_GIB = 4
 FULL_FOR_RAY = 0.95  # share of a disk from which Ray treats it as full
 IMPORTS = ("torch", "transformers", "ray", "vllm")
 IMPORT_TIMEOUT_S = 300
-IMPORT_CODE = """
-import sys, verl
+REPAIR = "from verl.utils.cuda_builds import repair_cuda_builds; repair_cuda_builds()"
+IMPORT_CODE = f"""
+{REPAIR}
+import sys
 for name in sys.argv[1:]:
     print(name, flush=True)
     __import__(name)
@@ -70,12 +73,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """The result of one check.
-
-    Example::
-
-        Finding("open files", Level.WARN, "1024 at most", "ulimit -n 65536")
-    """
+    """The result of one check: `Finding("open files", Level.WARN, "1024 at most", "ulimit -n 65536")`."""
 
     name: str
     level: Level
@@ -83,7 +81,14 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
+def judge(name: str, found: str, remedy: str, *, fails: object = False, warns: object = False) -> Finding:
+    """Make a finding whose level follows from conditions; the remedy is left out if it is OK."""
+    level = Level.FAIL if fails else Level.WARN if warns else Level.OK
+    return Finding(name, level, found, remedy if fails or warns else "")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    repair_cuda_builds()
     parser = make_parser("diagnose", __doc__)
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of lines")
     parser.add_argument("--quick", action="store_true", help="do not try to import the heavy packages")
@@ -109,13 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -> Iterator[Finding]:
-    """Yield the finding of each check as it is made.
-
-    Args:
-        engine: `worker.rollout.name`.
-        trainer: None checks for any run.
-        tries_imports: Import the heavy packages in a separate process: some ten seconds.
-    """
+    """Yield the finding of each check as it is made; without `trainer`, for any run."""
     yield check_supported(engine)
     yield check_requirements()
     yield check_vllm()
@@ -155,21 +154,20 @@ def check_requirements() -> Finding:
         return Finding("packages", Level.WARN, "verl is not installed", "pip install -e '.[cpu]' or '.[gpu]'")
     needed = [need for need in needed if need.marker is None]  # requirements of extras have one
     wrong = unmet(needed)
-    if wrong:
-        names = " ".join(f"'{need.name}{need.specifier}'" for need in wrong)
-        found = ", ".join(f"{need.name} {find_version(need.name) or 'is missing'}" for need in wrong)
-        return Finding("packages", Level.FAIL, found, f"pip install {names}")
-    return Finding("packages", Level.OK, f"{len(needed)} requirements are met")
+    names = " ".join(f"'{need.name}{need.specifier}'" for need in wrong)
+    missing = ", ".join(f"{need.name} {find_version(need.name) or 'is missing'}" for need in wrong)
+    found = missing or f"{len(needed)} requirements are met"
+    return judge("packages", found, f"pip install {names}", fails=wrong)
 
 
 def unmet(needed: Sequence[Requirement]) -> list[Requirement]:
     """Return the requirements that no installed package meets."""
-    versions = {need: find_version(need.name) for need in needed}
-    return [
-        need
-        for need, found in versions.items()
-        if found is None or not need.specifier.contains(found, prereleases=True)
-    ]
+
+    def is_met(need: Requirement) -> bool:
+        found = find_version(need.name)
+        return found is not None and need.specifier.contains(found, prereleases=True)
+
+    return [need for need in needed if not is_met(need)]
 
 
 def check_vllm() -> Finding:
@@ -178,14 +176,13 @@ def check_vllm() -> Finding:
     if len(installed) > 1:
         remedy = f"pip uninstall -y {' '.join(installed)}, then install the one for this machine"
         return Finding("vllm", Level.FAIL, f"{installed} write the same files", remedy)
-    if not installed:
-        remedy = "pip install -e '.[cpu]' or '.[gpu]'; without it only `worker.rollout.name=hf` works"
-        return Finding("vllm", Level.WARN, "not installed", remedy)
-    return Finding("vllm", Level.OK, " ".join(*installed.items()))
+    remedy = "pip install -e '.[cpu]' or '.[gpu]'; without it only `worker.rollout.name=hf` works"
+    found = " ".join(name for item in installed.items() for name in item)
+    return judge("vllm", found or "not installed", remedy, warns=not installed)
 
 
 def check_imports(modules: Sequence[str] = IMPORTS) -> Finding:
-    """Import the heavy packages in a separate process."""
+    """Import the heavy packages in a separate process, which takes some ten seconds."""
     command = [sys.executable, "-c", IMPORT_CODE, *modules]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
@@ -196,26 +193,20 @@ def check_imports(modules: Sequence[str] = IMPORTS) -> Finding:
         return Finding("imports", Level.OK, ", ".join(modules))
     begun = [line for line in tried.stdout.splitlines() if line in modules]
     reason = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
-    remedy = f"python3 -c 'import verl, {begun[-1] if begun else 'torch'}' shows the whole error"
+    remedy = f"python3 -c '{REPAIR}; import {begun[-1] if begun else 'torch'}' shows the whole error"
     return Finding("imports", Level.FAIL, f"{begun[-1] if begun else 'verl'}: {reason}", remedy)
 
 
 def check_gpus(gpus: Sequence[Gpu], device: str, num_wanted: int) -> list[Finding]:
-    """Check that torch can compute on the GPUs, and that they are free.
-
-    Args:
-        gpus: The driver's list.
-        device: `trainer.device`.
-        num_wanted: GPUs that a run uses on this machine.
-    """
+    """Check that torch can compute on the driver's GPUs, that they are free, and `num_wanted` many."""
     try:
         import torch  # noqa: PLC0415 - a torch that cannot be imported is a finding
     except (ImportError, OSError) as error:
         return [Finding("gpus", Level.FAIL, f"torch: {error}", "reinstall torch, see the README")]
     if not gpus and not torch.cuda.is_available():
-        level = Level.FAIL if device == "cuda" else Level.OK
-        remedy = "set trainer.device=cpu, or install the driver" if device == "cuda" else ""
-        return [Finding("gpus", level, "the driver lists none: runs use the CPU", remedy)]
+        remedy = "set trainer.device=cpu, or install the driver"
+        found = "the driver lists none: runs use the CPU"
+        return [judge("gpus", found, remedy, fails=device == "cuda")]
     driver = gpus[0].driver if gpus else "unknown"
     found = f"{', '.join(gpu.name for gpu in gpus)}; driver {driver}, torch for CUDA {torch.version.cuda}"
     if device == "cpu":
@@ -235,16 +226,16 @@ def check_gpus(gpus: Sequence[Gpu], device: str, num_wanted: int) -> list[Findin
 
 
 def _check_architectures(capabilities: set[tuple[int, int]], built_for: Sequence[str]) -> Finding:
-    name = "gpu architecture"
     unknown = sorted(each for each in capabilities if not is_built_for(each, built_for))
-    if not unknown:
-        return Finding(name, Level.OK, f"compute capability {sorted(capabilities)}")
-    found = f"compute capability {unknown}, torch was built for {list(built_for)}"
-    return Finding(name, Level.FAIL, found, "a torch that was built for this GPU, or another GPU")
+    found = f"compute capability {unknown or sorted(capabilities)}"
+    if unknown:
+        found += f", torch was built for {list(built_for)}"
+    remedy = "a torch that was built for this GPU, or another GPU"
+    return judge("gpu architecture", found, remedy, fails=unknown)
 
 
 def is_built_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
-    """Whether code built for `sm_80`, `compute_90`, ... runs on a GPU of this compute capability."""
+    """Return whether code built for `sm_80`, `compute_90`, ... runs on a GPU of this compute capability."""
     # Machine code (`sm`) runs on the same generation from its own version on; `compute` is compiled for any
     # later one. A letter after the number (`sm_90a`) means this version only.
     for name in built_for:
@@ -263,11 +254,10 @@ def _check_memory(gpus: Sequence[Gpu]) -> Finding:
         for index, gpu in enumerate(gpus)
         if gpu.used_mib > USED_SHARE * gpu.memory_mib
     ]
-    if used:
-        remedy = "end the programs that `nvidia-smi` lists, or choose GPUs with CUDA_VISIBLE_DEVICES"
-        return Finding("gpu memory", Level.WARN, f"in use: {', '.join(used)}", remedy)
     sizes = ", ".join(f"{gpu.memory_mib / 1024:.0f} GiB" for gpu in gpus)
-    return Finding("gpu memory", Level.OK, f"free: {sizes or 'not reported by the driver'}")
+    found = f"in use: {', '.join(used)}" if used else f"free: {sizes or 'not reported by the driver'}"
+    remedy = "end the programs that `nvidia-smi` lists, or choose GPUs with CUDA_VISIBLE_DEVICES"
+    return judge("gpu memory", found, remedy, warns=used)
 
 
 def check_threads() -> Finding:
@@ -275,35 +265,29 @@ def check_threads() -> Finding:
     found = f"{cores} cores, OMP_NUM_THREADS={text or 'unset'}"
     if text is not None and not (text.isdigit() and int(text) > 0):
         return Finding("threads", Level.FAIL, found, "OMP_NUM_THREADS must be a number of threads: unset it")
-    if text is not None and int(text) > cores:
-        remedy = f"export OMP_NUM_THREADS=1, or at most {cores}: threads without a core slow others down"
-        return Finding("threads", Level.WARN, found, remedy)
-    return Finding("threads", Level.OK, f"{found}; workers get cores / processes each")
+    if text is None or int(text) <= cores:
+        return Finding("threads", Level.OK, f"{found}; workers get cores / processes each")
+    remedy = f"export OMP_NUM_THREADS=1, or at most {cores}: threads without a core slow others down"
+    return Finding("threads", Level.WARN, found, remedy)
 
 
 def check_memory() -> Finding:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, free = kib["MemTotal"] / 2**20, kib["MemAvailable"] / 2**20
+    total, free = machine_bytes("MemTotal") / GIB, machine_bytes("MemAvailable") / GIB
     limit = container_limit()
     found = f"{free:.0f} of {total:.0f} GiB available"
     if limit is not None and limit / GIB < total:
         free, found = min(free, limit / GIB), f"{found}, the container may use {limit / GIB:.0f}"
-    if free < LOW_MEMORY_GIB:
-        return Finding("host memory", Level.WARN, found, "end other programs; use only tiny models here")
-    return Finding("host memory", Level.OK, found)
+    remedy = "end other programs; use only tiny models here"
+    return judge("host memory", found, remedy, warns=free < LOW_MEMORY_GIB)
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    name = "shared memory"
     remedy = "docker run --shm-size=16g, or --ipc=host; without it Ray and media use the disk, NCCL may fail"
     if not folder.is_dir():
-        return Finding(name, Level.WARN, f"no {folder}", remedy)
+        return Finding("shared memory", Level.WARN, f"no {folder}", remedy)
     free = shutil.disk_usage(folder).free / GIB
     found = f"{free:.1f} GiB free in {folder}"
-    return (
-        Finding(name, Level.OK, found) if free >= MIN_SHARED_GIB else Finding(name, Level.WARN, found, remedy)
-    )
+    return judge("shared memory", found, remedy, warns=free < MIN_SHARED_GIB)
 
 
 def check_disk(folder: Path) -> Finding:
@@ -316,9 +300,7 @@ def check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.0f} GiB free for {folder}"
     remedy = "make room, set `trainer.save_checkpoint_path` to a larger disk, or `trainer.save_limit`"
-    if free < LOW_DISK_GIB:
-        return Finding(name, Level.FAIL if free < MIN_DISK_GIB else Level.WARN, found, remedy)
-    return Finding(name, Level.OK, found)
+    return judge(name, found, remedy, fails=free < MIN_DISK_GIB, warns=free < LOW_DISK_GIB)
 
 
 def check_temporary_folder() -> Finding:
@@ -326,19 +308,16 @@ def check_temporary_folder() -> Finding:
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.0f} GiB free in {folder}"
-    if usage.free < (1 - FULL_FOR_RAY) * usage.total:
-        return Finding("temporary disk", Level.WARN, found, "make room, or set RAY_TMPDIR to another disk")
-    return Finding("temporary disk", Level.OK, found)
+    is_full = usage.free < (1 - FULL_FOR_RAY) * usage.total
+    return judge("temporary disk", found, "make room, or set RAY_TMPDIR to another disk", warns=is_full)
 
 
 def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= LOW_FILES:
-        return Finding("open files", Level.OK, f"{soft} at most")
     reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    level = Level.FAIL if soft < MIN_FILES else Level.WARN
     remedy = f"ulimit -n {reachable}" if reachable > soft else "ask the administrator for a higher hard limit"
-    return Finding("open files", level, f"{soft} at most", remedy)
+    fails, warns = (soft != resource.RLIM_INFINITY and soft < bound for bound in (MIN_FILES, LOW_FILES))
+    return judge("open files", f"{soft} at most", remedy, fails=fails, warns=warns)
 
 
 def check_loopback() -> Finding:
@@ -389,11 +368,8 @@ def check_ray() -> Finding:
 def check_sandbox() -> Finding:
     """Report what contains the programs that code rewards run."""
     isolation, why_not_better = detect()
-    if isolation is Isolation.NAMESPACES:
-        return Finding("code sandbox", Level.OK, isolation)
-    if isolation is Isolation.LANDLOCK:
-        return Finding("code sandbox", Level.OK, f"{isolation}; {why_not_better}")
-    found = f"nothing contains a program: {why_not_better}"
-    if is_unsafe_allowed():
-        found = f"programs run unconfined, as the environment allows: {why_not_better}"
-    return Finding("code sandbox", Level.WARN, found, f"for code rewards only: {REMEDY}")
+    found = isolation if isolation is Isolation.NAMESPACES else f"{isolation}; {why_not_better}"
+    if isolation is Isolation.NONE:
+        unconfined = "programs run unconfined, as the environment allows"
+        found = f"{unconfined if is_unsafe_allowed() else 'nothing contains a program'}: {why_not_better}"
+    return judge("code sandbox", found, f"for code rewards only: {REMEDY}", warns=isolation is Isolation.NONE)

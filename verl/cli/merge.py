@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.checkpoint.merger import merge_checkpoint, upload
-from verl.distributed.fsdp import DTYPES
+from verl.config.model import DTYPES
+from verl.utils.cuda_builds import repair_cuda_builds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    repair_cuda_builds()
     parser = argparse.ArgumentParser(
         prog="model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -31,10 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="allow the model's own Python code")
     options = parser.parse_args(arguments)
+    # Imported here so that `--help` answers before torch loads.
+    from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
+    from verl.distributed.fsdp import torch_dtype  # noqa: PLC0415
+
     try:
         folder = merge_checkpoint(
             options.local_dir,
-            dtype=DTYPES[options.dtype] if options.dtype else None,
+            dtype=torch_dtype(options.dtype) if options.dtype else None,
             base_model=options.base_model,
             trust_remote_code=options.trust_remote_code,
         )

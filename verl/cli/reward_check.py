@@ -41,6 +41,7 @@ from verl.rewards.function import (
 )
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
+from verl.utils.cuda_builds import repair_cuda_builds
 
 if TYPE_CHECKING:
     from verl.cli.reward_inputs import Response
@@ -63,6 +64,7 @@ class CheckedCall(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    repair_cuda_builds()
     parser = make_parser("reward_check", __doc__)
     parser.add_argument("--responses", type=Path, help="JSON lines to score instead of samples")
     parser.add_argument("--rows", type=at_least(1), default=4, help="rows to make samples of (default: 4)")
@@ -83,21 +85,22 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_check_open import opened_data  # noqa: PLC0415
-    from verl.cli.reward_inputs import choose_responses  # noqa: PLC0415
+    from verl.cli.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train
         if loader is None:
             raise ValueError("`--val` needs `data.val_files`")
-        responses = choose_responses(loader.dataset, switches.responses, switches.rows)
-    origin = SAMPLES if switches.responses is None else str(switches.responses)
+        rows, path = RowColumns(loader.dataset), switches.responses
+        responses = sample_responses(rows, switches.rows) if path is None else read_responses(path, rows)
+    origin = SAMPLES if path is None else str(path)
     sys.stdout.write(
         f"{reward}, line {reward.line}, {reward.reward_type}\n{len(responses)} responses: {origin}\n"
     )
     calls = _score(reward, responses, options.batch_size, options.timeout_s, debugs=switches.pdb)
     sys.stdout.write(_summary(calls))
     failed = [call for call in calls if call.reason is not None or call.seconds > options.timeout_s]
-    if switches.responses is None and len({each["overall"] for call in calls for each in call.scores}) == 1:
+    if path is None and len({each["overall"] for call in calls for each in call.scores}) == 1:
         sys.stdout.write(ALIKE)
     if failed:
         sys.stdout.write(f"{len(failed)} of {len(calls)} calls failed\n")
@@ -112,7 +115,7 @@ def _score(
     *,
     debugs: bool,
 ) -> list[CheckedCall]:
-    """Call the function as a run does, and write about each call; with `debugs` stop at the first error."""
+    """Call the function as a run does and show each call; with `debugs` stop at the first error."""
     calls: list[CheckedCall] = []
     for indices in split_calls(reward.reward_type, [each.group for each in responses], batch_size):
         chosen = [responses[index] for index in indices]
@@ -126,12 +129,9 @@ def _score(
 
 
 def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
-    """Return the indices of the responses in each call.
+    """Return the indices of the responses in each call; responses of a group are adjacent.
 
-    Args:
-        reward_type: `batch`, `sequential` or `dataproto`.
-        groups: The group of each response; those of one group are adjacent.
-        batch_size: `worker.reward.batch_size`: responses of a `batch` call; 0 is a group.
+    `batch_size` (`worker.reward.batch_size`) counts the responses of a `batch` call; 0 is a group.
     """
     indices = list(range(len(groups)))
     if reward_type == "dataproto":
@@ -148,13 +148,7 @@ def check_call(
 ) -> CheckedCall:
     """Call a function once and check its scores; an exception is the reason of a failure.
 
-    Args:
-        reward: The function.
-        inputs: Its inputs for each response.
-        numbers: Row of each response, for errors.
-
-    Raises:
-        BdbQuit: The user left the debugger.
+    `numbers` are the rows of the responses, for errors. A user who leaves the debugger raises `BdbQuit`.
     """
     start = time.perf_counter()
     try:

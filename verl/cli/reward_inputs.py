@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses to score without a model: read from a file, or made from the rows of the data.
-
-Apart from `reward_check.py`, which starts without torch.
-"""
+"""Responses to score without a model: read from a file, or made from the rows of the data. Imports torch."""
 
 import itertools
 import json
@@ -27,12 +24,6 @@ class Response(NamedTuple):
     columns: dict[str, Any]
 
 
-def choose_responses(dataset: RLHFDataset, path: Path | None, num_rows: int) -> list[Response]:
-    """Read the responses of a file, or make samples from the first rows of a data set."""
-    rows = RowColumns(dataset)
-    return sample_responses(rows, num_rows) if path is None else read_responses(path, rows)
-
-
 class RowColumns:
     """The reward function's inputs for rows as in a run, except the response and its length."""
 
@@ -42,12 +33,7 @@ class RowColumns:
         self._bad = {row.index: row for row in dataset.bad_rows}
 
     def of(self, row: int) -> dict[str, Any]:
-        """Return the columns of a row, given by its number over all files.
-
-        Raises:
-            ValueError: There is no such row.
-            BadRowError: It cannot be used.
-        """
+        """Return the columns of a row, given by its number over all files."""
         if not 0 <= row < len(self.dataset.rows):
             raise ValueError(f"row {row} must be one of 0 to {len(self.dataset.rows) - 1}")
         item = self._bad[row] if row in self._bad else self.dataset[self._positions[row]]
@@ -74,7 +60,7 @@ class RowColumns:
 
 
 def read_responses(path: Path, rows: RowColumns) -> list[Response]:
-    """Read responses from JSON lines; those to the same row become adjacent."""
+    """Read responses from JSON lines and make responses to the same row adjacent."""
     if not path.is_file():
         raise FileNotFoundError(f"`--responses`: no file {path}")
     responses = []
@@ -86,9 +72,10 @@ def read_responses(path: Path, rows: RowColumns) -> list[Response]:
                 raise ValueError(f"`--responses`: {path}, line {number}: {error}") from error
     if not responses:
         raise ValueError(f"`--responses`: {path} holds no responses")
-    groups = dict.fromkeys(response.group for response in responses)
-    order = {group: position for position, group in enumerate(groups)}
-    return sorted(responses, key=lambda response: order[response.group])
+    groups: dict[Hashable, list[Response]] = {}
+    for response in responses:
+        groups.setdefault(response.group, []).append(response)
+    return list(itertools.chain.from_iterable(groups.values()))
 
 
 def _read_response(number: int, entry: Any, rows: RowColumns) -> Response:
@@ -111,8 +98,7 @@ def sample_responses(rows: RowColumns, count: int) -> list[Response]:
     columns = rows.first(count)
     truths = [str(seen["ground_truth"]) for seen in columns.values()]
     responses = []
-    for position, (row, seen) in enumerate(columns.items()):
-        truth = truths[position]
+    for position, (truth, (row, seen)) in enumerate(zip(truths, columns.items(), strict=True)):
         # The wrong answer is the ground truth of the next row that has another one.
         others = [other for other in truths[position:] + truths[:position] if other != truth]
         samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}

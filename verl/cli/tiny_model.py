@@ -18,22 +18,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from verl.utils.cuda_builds import repair_cuda_builds
 
-from verl.models.hub_names import auto_class
-from verl.models.tiny import FAMILIES, save_tiny_model
-
+KINDS = (  # the families of `verl/models/tiny.py`, which imports torch
+    "deepseek", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
+    "qwen3_moe", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    repair_cuda_builds()
     parser = argparse.ArgumentParser(
         prog="make_tiny_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--kind", choices=sorted(FAMILIES), default="qwen2_5_vl", help="default: qwen2_5_vl")
+    source.add_argument("--kind", choices=KINDS, default="qwen2_5_vl", help="default: qwen2_5_vl")
     source.add_argument(
         "--like", type=Path, metavar="FOLDER", help="a model's folder; its weights are not read"
     )
@@ -44,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="change a config value, given as JSON; may be repeated",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    # Imported here so that `--help` answers before torch loads.
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
+
+    from verl.models.tiny import save_tiny_model  # noqa: PLC0415
+
     try:
         if options.like:
             save_random_model(options.out, options.like, seed=options.seed, changes=dict(options.changes))
@@ -73,6 +78,11 @@ def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: di
 
     All files of `like` except its weights are copied; `changes` are values of its config.
     """
+    import torch  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    from verl.models.hub_names import auto_class  # noqa: PLC0415
+
     if not (like / "config.json").is_file():
         raise FileNotFoundError(f"`--like`: {like} must be a folder with a model's config.json")
     if directory.resolve() == like.resolve():

@@ -86,7 +86,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """How a rank holds and runs a model."""
+    """Options of a rank that holds and runs a model."""
 
     device: str  # "cuda" or "cpu"
     ranks: int  # that share one copy of the weights

@@ -135,7 +135,7 @@ def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each:
 
 
 def _working(model: HeldModel, *, is_update: bool) -> tuple[Parts, Parts]:
-    """What a model that works holds on the device, and in host memory."""
+    """Return the parts of a running model on the device, and in host memory."""
     if model.is_streamed:
         return {}, {"gradients": model.gradients} if is_update else {}
     if is_update:

@@ -25,12 +25,7 @@ def read_shape(
 ) -> ModelShape:
     """Build a model on the meta device, as `build_model` does, and count its weights.
 
-    Args:
-        model: Where its config is, and which weights are trained.
-        fsdp: The type of its weights.
-        option: Key of `model` in the config, for errors.
-        is_trained: Whether any weight is trained.
-        head: "causal" or "scalar".
+    `option` is the key of `model` in the config; `head` is "causal" or "scalar".
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
@@ -79,12 +74,13 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     trained = [param for param in params if param.requires_grad]
     root = [param for param in params if id(param) not in in_blocks]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    experts = joint_experts(model) if adapted_layers(model) else []
     tower_blocks = [block for block in blocks if block in in_tower]
     return ModelShape(
         params=_count(params),
-        stored=_bytes(params),
+        stored=sum(param.nbytes for param in params),
         trained=_count(trained),
-        trained_stored=_bytes(trained),
+        trained_stored=sum(param.nbytes for param in trained),
         root=_count(root),
         trained_root=_count(param for param in root if param.requires_grad),
         largest_stored=max(param.nbytes for param in params),
@@ -92,23 +88,12 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         is_tied=head is not None and head.weight is embedding.weight,
         text=_text_stack(config.get_text_config(), [block for block in blocks if block not in in_tower]),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
-        frozen_experts=_frozen_experts(model),
+        frozen_experts=sum(not model.get_parameter(name).requires_grad for name in experts),
     )
-
-
-def _frozen_experts(model: PreTrainedModel) -> int:
-    """Count the joint tensors of experts that stay frozen in a model with adapters."""
-    if not adapted_layers(model):
-        return 0
-    return sum(not model.get_parameter(name).requires_grad for name in joint_experts(model))
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
-
-
-def _bytes(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.nbytes for param in params)
 
 
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:

@@ -58,9 +58,8 @@ class PlannedPass:
     def largest_micro_batch(self, lengths: RowLengths, shape: ModelShape) -> MicroBatch:
         """A full micro batch of the longest rows."""
         prompt, response = lengths.prompt, lengths.response
-        size, group = min(as_number(self.size), self.rows), 1
-        if self.shares_prompt:
-            group = min(lengths.group, self.rows)
+        size = min(as_number(self.size), self.rows)
+        group = min(lengths.group, self.rows) if self.shares_prompt else 1
         groups = -(-size // min(size, group))
         tokens, responses = groups * prompt + size * response, size * response
         if self.dynamic:
@@ -160,11 +159,10 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     # Three tensors of int64 over sequences, eight of float32 over responses.
     batch_bytes = sequences * (8 * 3 * length + 4 * 8 * response)
     roles = config.trained_roles
-    models = _ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference)
     return PlannedRun(
         config.trainer,
         RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
-        tuple(models),
+        tuple(_ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference)),
         batch_bytes,
         PlannedEngine(rollout, engine_prompts, prompt, length, config.max_model_len),
     )

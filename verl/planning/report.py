@@ -78,8 +78,8 @@ def dry_run_memory(config: C, describe: Describe[C], memory_gb: float | None = N
 
 def memory_text(config: C, planner: Planner[C]) -> str:
     """Format a plan: a table with one line for each phase, then the phases that do not fit."""
-    plan = planner(config)
-    machine, is_cpu = plan.machine, plan.machine.device == "cpu"
+    plan, machine = planner(config), planner.machine
+    is_cpu = machine.device == "cpu"
     available = "-" if is_cpu else _gib(machine.device_bytes)
     lines = [
         PlanLine("GiB", "a process" if is_cpu else "a GPU", "a node"),
@@ -142,10 +142,8 @@ def with_largest_sizes(config: C, planner: Planner[C]) -> C:
     smallest = planner(config)
     for phase in smallest.misfits():
         if phase.size_option in options:
-            raise ValueError(
-                f"`{phase.size_option}` (auto): not even one sequence fits:"
-                f" {misfit_text(config, phase, smallest, planner)}"
-            )
+            reason = misfit_text(config, phase, smallest, planner)
+            raise ValueError(f"`{phase.size_option}` (auto): not even one sequence fits: {reason}")
     for key in options:
         candidates = (with_options(config, {key: size}) for size in run.sizes(key))
         config = next(candidate for candidate in candidates if _fits(candidate, planner, size_option=key))
@@ -200,10 +198,6 @@ def _remedies(config: Any, run: PlannedRun, phase: Phase) -> Iterator[Changes]:
 
 
 def _fits(config: C, planner: Planner[C], **phase_fields: str) -> bool:
-    """Whether all phases with these values of their fields fit."""
-    plan = planner(config)
-    return all(
-        plan.fits(phase)
-        for phase in plan.phases
-        if all(getattr(phase, name) == value for name, value in phase_fields.items())
-    )
+    """Return whether all phases with these values of their fields fit."""
+    misfits = planner(config).misfits()
+    return not any(vars(phase).items() >= phase_fields.items() for phase in misfits)

@@ -7,7 +7,6 @@ Everything follows from the config and the number of ranks; `--dry-run` prints i
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from verl.config.data import DataConfig
 from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
@@ -59,7 +58,9 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     engine = f"{rollout.name}, tensor parallel {rollout.tensor_parallel_size}"
     responses = f"{rollout.n} responses to a prompt, {max_length} tokens at most"
     optimizer_steps = prompts // actor.global_batch_size * actor.ppo_epochs
-    steps = _count_ppo_steps(config.data, config.trainer, dataset_size)
+    step, size_of_batch = ("data.rollout_batch_size", prompts), config.loader_batch_size
+    batch = ("data.mini_rollout_batch_size", size_of_batch) if size_of_batch < prompts else step
+    steps = _count_steps(config.trainer, dataset_size, step, batch)
     lines = (
         HEADING,
         _processes(config.trainer),
@@ -82,7 +83,8 @@ def make_sft_plan(config: SFTConfig, dataset_size: int | None = None) -> StepPla
     """Plan a step of supervised fine-tuning; see `make_plan`."""
     actor, max_length = config.worker.actor, config.data.max_length
     rows = actor.global_batch_size // config.dp_size
-    steps = _count_sft_steps(actor, config.trainer, dataset_size)
+    step = ("worker.actor.global_batch_size", actor.global_batch_size)
+    steps = _count_steps(config.trainer, dataset_size, step, step)
     lines = (
         HEADING,
         _processes(config.trainer),
@@ -95,31 +97,20 @@ def make_sft_plan(config: SFTConfig, dataset_size: int | None = None) -> StepPla
     return StepPlan(table(lines), steps)
 
 
-def _count_ppo_steps(data: DataConfig, trainer: RunConfig, dataset_size: int | None) -> int | None:
-    # An epoch consists of whole loader batches, and those of whole steps; remaining rows are dropped.
-    batch, step = data.mini_rollout_batch_size or data.rollout_batch_size, data.rollout_batch_size
-    needed = batch if trainer.max_steps else step  # steps may reach over the end of an epoch
+def _count_steps(
+    trainer: RunConfig, dataset_size: int | None, step: tuple[str, int], batch: tuple[str, int]
+) -> int | None:
+    """Count the steps of a run from the options and rows of a step and of a loader batch."""
+    # Steps may reach over the end of an epoch. An epoch consists of whole loader batches, and those of whole
+    # steps; remaining rows are dropped.
+    option, needed = batch if trainer.max_steps else step
     if dataset_size is not None and dataset_size < needed and not trainer.val_only:
-        key = "mini_rollout_batch_size" if needed < step else "rollout_batch_size"
-        raise _too_few(f"data.{key}", needed, dataset_size)
+        raise ValueError(
+            f"`data.train_files` must have at least `{option}` ({needed}) usable rows, has {dataset_size}"
+        )
     if trainer.max_steps is not None or dataset_size is None:
         return trainer.max_steps
-    return dataset_size // batch * batch // step * trainer.total_epochs
-
-
-def _count_sft_steps(actor: PolicyConfig, trainer: RunConfig, dataset_size: int | None) -> int | None:
-    needed = actor.global_batch_size
-    if dataset_size is not None and dataset_size < needed and not trainer.val_only:
-        raise _too_few("worker.actor.global_batch_size", needed, dataset_size)
-    if trainer.max_steps is not None or dataset_size is None:
-        return trainer.max_steps
-    return dataset_size // needed * trainer.total_epochs
-
-
-def _too_few(option: str, needed: int, dataset_size: int) -> ValueError:
-    return ValueError(
-        f"`data.train_files` must have at least `{option}` ({needed}) usable rows, has {dataset_size}"
-    )
+    return dataset_size // batch[1] * batch[1] // step[1] * trainer.total_epochs
 
 
 def _processes(trainer: RunConfig) -> PlanLine:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, limit and end child processes.
-
-`ChildProcess` is a process with a two-way connection to it: a copy of this process (`fork`) or a fresh
-interpreter (`start`). `IsolatedCalls` calls a function in one, so that a crash or a hang costs one call.
-`end_with_parent` is for processes that are started by other means.
-"""
+"""Start, limit and end child processes."""
 
 import ctypes
 import faulthandler
@@ -38,7 +33,7 @@ BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent dies, or exit now if it has died already."""
+    """Have Linux send this process a signal when its parent dies; exit now if it has died already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it died before the line above
@@ -46,7 +41,7 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
 
 
 def describe_exit(exit_code: int) -> str:
-    """Explain an exit code; a negative one is a signal's."""
+    """Explain an exit code; a negative one is a signal, as in "was killed by SIGSEGV"."""
     if exit_code >= 0:
         return f"exited with status {exit_code}"
     hint = ", as the kernel does when memory runs out" if -exit_code == signal.SIGKILL else ""
@@ -68,7 +63,7 @@ class ChildProcess:
     """
 
     def __init__(
-        self, pid: int, connection: Connection, reap: Callable[[], int], report: IO[bytes] | None
+        self, pid: int, connection: Connection, reap: Callable[[], int], report: IO[bytes] | None = None
     ) -> None:
         self.pid, self.connection = pid, connection
         self.parent_pid = os.getpid()
@@ -85,7 +80,7 @@ class ChildProcess:
             ours.close()
             _run_forked(serve, theirs, parent_pid)
         theirs.close()
-        return cls(pid, ours, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), None)
+        return cls(pid, ours, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     @classmethod
     def start(cls, serve: Serve) -> "ChildProcess":
@@ -122,11 +117,11 @@ class ChildProcess:
         return self._read_report(before)
 
     def crash_report(self) -> str:
-        """What Python wrote when a fresh interpreter crashed, if it did."""
+        """Return what Python wrote when a fresh interpreter crashed."""
         return self._read_report(0)
 
     def kill(self) -> int:
-        """Kill the process unless it has ended, and return its exit code. Safe to call twice."""
+        """Kill the process unless it has ended; return its exit code. Safe to call twice."""
         if self.exit_code is not None:
             return self.exit_code
         is_ours = self.parent_pid == os.getpid()  # not the child of the process that this one was forked from
@@ -146,22 +141,14 @@ class ChildProcess:
 
 
 class IsolatedCalls(Generic[A, R]):
-    """Calls a function in a child process, one call at a time.
+    """Calls a function in a child process, so that a crash or a hang costs one call.
 
-    The process stays for the following calls and dies with this object or with this process. After a call
-    that ends it or takes too long, the next call starts another. A fork of this process gets its own child.
-
-    Example::
-
-        size_of = IsolatedCalls(decode_and_measure, timeout_s=300)
-        try:
-            height, width = size_of("picture.png")
-        except (ChildProcessError, TimeoutError) as error:
-            ...  # "was killed by SIGSEGV"
+    The process serves further calls and dies with this object or with this process. After a call that ends it
+    or takes too long, the next call starts another. A fork of this process gets its own child.
 
     Args:
         function: Takes and returns one value that can be pickled.
-        timeout_s: Limit of a call in seconds; None is no limit.
+        timeout_s: Limit of a call; None is no limit.
         enter: Called once in each new process, before its first call.
         retry: Call once more in another process if one ends: memory may have run out because of others.
         start: `ChildProcess.fork`, or `ChildProcess.start` for functions that can be pickled.
@@ -184,7 +171,7 @@ class IsolatedCalls(Generic[A, R]):
 
         Raises:
             ValueError: The function raised it, or memory ran out.
-            RuntimeError: The function raised something else; the message is its traceback.
+            RuntimeError: The function raised another error; the message is its traceback.
             ChildEndedError: The process ended during the call.
             TimeoutError: There was no result within `timeout_s`.
         """
@@ -205,47 +192,39 @@ class IsolatedCalls(Generic[A, R]):
         return IsolatedCalls, (self.function, self.timeout_s, self.enter, self._start_child, self.retry)
 
     def start(self) -> None:
-        """Start the process now instead of at the first call."""
         self._living_child()
 
-    def close(self) -> None:
-        """End the process; the next call starts another."""
-        self._end_child()
+    def close(self) -> int:
+        """End the process and return its exit code; the next call starts another."""
+        if self._child is None:
+            return 0
+        self._child = None
+        return self._finalizer() or 0
 
     def _ask(self, argument: bytes) -> bytes:
         connection = self._living_child().connection
-        is_answered = False
         try:
             connection.send_bytes(argument)
-            if not connection.poll(self.timeout_s):
-                raise TimeoutError(f"did not end within {self.timeout_s:g} s")
-            answer = connection.recv_bytes()
-            is_answered = True
-        except TimeoutError:
-            raise
+            if connection.poll(self.timeout_s):
+                return connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise ChildEndedError(self._end_child()) from error
-        finally:
-            if not is_answered:  # a late answer would be taken for that of the next call
-                self._end_child()
-        return answer
+            raise ChildEndedError(self.close()) from error
+        except BaseException:
+            self.close()  # a late answer would be taken for that of the next call
+            raise
+        self.close()
+        raise TimeoutError(f"did not end within {self.timeout_s:g} s")
 
     def _living_child(self) -> ChildProcess:
         child = self._child
         # Between calls only the end can be read: of a process that was killed while idle.
         if child is not None and (child.parent_pid != os.getpid() or child.connection.poll()):
-            self._end_child()
+            self.close()
         if self._child is None:
             child = self._start_child(partial(_serve_calls, self.function, self.enter))
             self._finalizer = weakref.finalize(self, child.kill)  # before an interrupt
             self._child = child
         return self._child
-
-    def _end_child(self) -> int:
-        if self._child is None:
-            return 0
-        self._child = None
-        return self._finalizer() or 0
 
 
 # Everything below runs in the child.

@@ -2,17 +2,11 @@
 """Make CUDA builds of torchvision, torchaudio and torchcodec harmless next to a CPU-only torch.
 
 The package index has one Linux wheel of each, linked to CUDA. Next to a CPU-only torch, importing torchvision
-(and so every model and image processor of transformers) fails on the missing operator `torchvision::nms`, and
-importing torchaudio or torchcodec (and so vLLM) on `libc10_cuda.so`. Image and video processors need only
-torchvision's transforms, which are pure torch.
+(and so transformers' models and image processors) fails on the missing operator `torchvision::nms`, and
+importing torchaudio or torchcodec (and so vLLM) on `libc10_cuda.so`.
 
-Commands, tests and benchmarks call `repair_cuda_builds` before they import transformers. Unless
-torch is CPU-only and one of the packages is linked to CUDA, that does nothing. Otherwise it replaces Python's
-path finder:
-
-- torchvision: its two operators are declared before it is executed, which makes the import work;
-- torchaudio, torchcodec: they are not found, as if they were not installed;
-- child processes (Ray's workers, vLLM's helpers) get the same finder through `PYTHONPATH`.
+Commands, tests and benchmarks call `repair_cuda_builds` before they import transformers. Where needed, it
+replaces Python's path finder; in child processes (Ray's workers, vLLM's helpers) through `PYTHONPATH`.
 """
 
 import mmap
@@ -26,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HIDDEN = ("torchaudio", "torchcodec")
+HIDDEN = ("torchaudio", "torchcodec")  # not found, as if they were not installed
 CUDA_LIBRARIES = (b"libc10_cuda.so", b"libtorch_cuda.so", b"libcudart.so")
-OPERATORS = {
+OPERATORS = {  # declared before torchvision is executed; its transforms, all that is needed, are pure torch
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
@@ -41,7 +35,7 @@ UNREPAIRED = (
 
 
 def repair_cuda_builds() -> None:
-    """Make the packages importable, or hide them, in this process and its children. Imports nothing heavy."""
+    """Make the packages importable, or hide them, in this process and its children; imports nothing heavy."""
     if not any(map(is_broken, ("torchvision", *HIDDEN))):
         return
     os.environ |= child_environment()
@@ -64,7 +58,7 @@ def is_broken(package: str) -> bool:
 
 
 def warn_if_broken() -> None:
-    """Say what to do if a script has imported transformers before anything could be repaired."""
+    """Warn, with a remedy, if a script has imported transformers before anything could be repaired."""
     is_repaired = any(isinstance(finder, RepairingFinder) for finder in sys.meta_path)
     if not is_repaired and is_broken("torchvision"):
         warnings.warn(UNREPAIRED, stacklevel=3)
@@ -77,16 +71,13 @@ class RepairingFinder:
         self.finder = finder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a module; None for a package that would only fail."""
-        if "." not in name and path is None:
-            if name in HIDDEN and is_broken(name):
-                return None
-            if name == "torchvision" and is_broken(name):
-                spec = self.finder.find_spec(name, path, target)
-                assert spec is not None, "its folder was found"
-                spec.loader = OperatorsFirstLoader(spec.loader)
-                return spec
-        return self.finder.find_spec(name, path, target)
+        is_repaired = name in ("torchvision", *HIDDEN) and path is None and is_broken(name)
+        if is_repaired and name in HIDDEN:
+            return None
+        spec = self.finder.find_spec(name, path, target)
+        if is_repaired:
+            spec.loader = OperatorsFirstLoader(spec.loader)
+        return spec
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.finder, name)  # find_distributions, invalidate_caches
@@ -102,7 +93,6 @@ class OperatorsFirstLoader:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Declare the operators, then execute the package."""
         declare_torchvision_operators()
         assert module.__spec__ is not None, "a module that is imported has a spec"
         module.__spec__.loader = module.__loader__ = self.loader
@@ -128,10 +118,10 @@ def declare_torchvision_operators() -> Any:
 def _torch_is_cpu_only() -> bool:
     """Read from torch's version file: importing torch takes seconds."""
     folder = _folder("torch")
-    if folder is None or not (folder / "version.py").is_file():
+    file = folder and folder / "version.py"
+    if file is None or not file.is_file():
         return False
-    text = (folder / "version.py").read_text()
-    return not re.search(r"^(cuda|hip|rocm|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)
+    return not re.search(r"^(cuda|hip|rocm|xpu)\b[^=\n]*=\s*['\"]", file.read_text(), re.MULTILINE)
 
 
 @lru_cache

@@ -3,19 +3,22 @@
 
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 LIMITS = (  # of a container: its limit and its current use
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     """Bytes that can be allocated without swapping."""
-    lines = meminfo.read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit = container_limit(cgroup)
+    free, limit = machine_bytes("MemAvailable", meminfo), container_limit(cgroup)
     return free if limit is None else min(free, max(0, limit - _used_by_container(cgroup)))
+
+
+def machine_bytes(name: str, meminfo: Path = MEMINFO) -> int:
+    lines = meminfo.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def container_limit(cgroup: Path = CGROUP) -> int | None:

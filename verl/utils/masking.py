@@ -20,10 +20,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` is one; zero where the mask is empty.
-
-    sum(values * mask) / max(sum(mask), 1)
-    """
+    """Mean of `values` where `mask` is one: `sum(values * mask) / max(sum(mask), 1)`."""
     total = masked_sum(values, mask, dim)
     count = mask.sum() if dim is None else mask.sum(dim)
     return total / count.clamp(min=1)

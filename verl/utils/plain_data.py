@@ -36,16 +36,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Convert `value` to types that `torch.load(weights_only=True)` accepts.
-
-    Args:
-        value: None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, or lists, tuples and
-            dicts of them.
-        where: Name of the value, for errors.
-
-    Raises:
-        TypeError: The value holds another type.
-    """
+    """Convert a value to types that `torch.load(weights_only=True)` accepts; errors call it `where`."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if isinstance(value, Tensor):

@@ -16,12 +16,7 @@ FORMAT = "%(asctime)s %(levelname)s %(rank)s%(name)s: %(message)s"
 
 
 def get_logger(name: str, all_ranks: bool = False) -> logging.Logger:
-    """Return the logger `name`, silent on every rank but 0.
-
-    Args:
-        name: `__name__` of the module.
-        all_ranks: Log on every rank, with `[rank 3]` before the message.
-    """
+    """Return the logger `name`, silent on every rank but 0 unless `all_ranks`; then each names its rank."""
     _set_up_root()
     logger = logging.getLogger(name if name.split(".")[0] == ROOT else f"{ROOT}.{name}")
     if not all_ranks and not any(isinstance(one, _RankZeroOnly) for one in logger.filters):
@@ -43,8 +38,7 @@ class _CurrentStderr(logging.Handler):
     """Writes to the current `sys.stderr`, so that a progress bar that replaced it is not broken up."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        in_group = "RANK" in os.environ
-        record.rank = f"[rank {rank()}] " if in_group else ""
+        record.rank = f"[rank {rank()}] " if "RANK" in os.environ else ""
         sys.stderr.write(f"{self.format(record)}\n")
         sys.stderr.flush()
 
@@ -53,11 +47,9 @@ def _set_up_root() -> None:
     root = logging.getLogger(ROOT)
     if any(isinstance(handler, _CurrentStderr) for handler in root.handlers):
         return
-    level = os.environ.get("VERL_LOGGING_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise ValueError(
-            f"`VERL_LOGGING_LEVEL` must be one of {sorted(logging.getLevelNamesMapping())}, got {level!r}"
-        )
+    level, levels = os.environ.get("VERL_LOGGING_LEVEL", "INFO").upper(), logging.getLevelNamesMapping()
+    if level not in levels:
+        raise ValueError(f"`VERL_LOGGING_LEVEL` must be one of {sorted(levels)}, got {level!r}")
     handler = _CurrentStderr()
     handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
     root.addHandler(handler)

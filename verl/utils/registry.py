@@ -8,7 +8,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """Functions or classes by name. All entries share one signature, so that calling never branches.
+    """Functions or classes of one signature, by name.
 
     Example::
 
@@ -16,8 +16,6 @@ class Registry(Generic[F]):
 
         @POLICY_LOSSES.register("default")
         def ppo(inputs): ...
-
-        loss = POLICY_LOSSES[config.worker.actor.loss_type](inputs)
     """
 
     def __init__(self, option: str) -> None:
@@ -25,8 +23,6 @@ class Registry(Generic[F]):
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that stores a function under `name` and returns it unchanged."""
-
         def decorator(function: F) -> F:
             if name in self._functions:
                 raise ValueError(f"`{self.option}`: {name!r} is registered twice")

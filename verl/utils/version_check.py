@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check from their metadata, without imports, that installed packages are compatible.
-
-To support another release, add a row to `PAIRS`.
-"""
+"""Check from their metadata that installed packages are compatible; `PAIRS` has the supported releases."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -31,31 +28,23 @@ PAIRS = (
 
 
 def check_versions(rollout_engine: str = "vllm") -> None:
-    """Check Python, torch and packages that must match torch; vLLM only if it is the rollout engine.
-
-    Raises:
-        RuntimeError: For each package, the version found, the version needed and the command to install it.
-    """
+    """Raise a RuntimeError with a remedy unless Python, torch and the packages that must match torch fit."""
     problems = []
     if Version(platform.python_version()) not in PYTHON:
         problems.append(f"Python: found {platform.python_version()}, needed {PYTHON}")
-    problems += package_problems(
-        {
-            "torch": find_version("torch"),
-            "vllm": find_version(*VLLM_PACKAGES),
-            "torchvision": find_version("torchvision"),
-            "transformers": find_version("transformers"),
-        },
-        needs_vllm=rollout_engine == "vllm",
-    )
+    found = {name: find_version(*(VLLM_PACKAGES if name == "vllm" else [name])) for name in Pair._fields}
+    problems += package_problems(found, needs_vllm=rollout_engine == "vllm")
     if problems:
         raise RuntimeError("\n".join(["unsupported versions:", *(f"  - {problem}" for problem in problems)]))
 
 
 def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
     """Return a sentence for each incompatible package; None means not installed."""
-    pair = _closest_pair(found)
-    problems = []
+
+    def num_matches(pair: Pair) -> int:
+        return sum(_matches(found[name], needed) for name, needed in pair._asdict().items())
+
+    problems, pair = [], max(PAIRS, key=num_matches)  # the newest of equals
     for name, needed in pair._asdict().items():
         if name == "vllm" and not needs_vllm:
             continue
@@ -74,13 +63,6 @@ def find_version(*names: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def _closest_pair(found: dict[str, str | None]) -> Pair:
-    """Return the pair that matches most installed packages; the newest of equals."""
-    return max(
-        PAIRS, key=lambda pair: sum(_matches(found[name], needed) for name, needed in pair._asdict().items())
-    )
 
 
 def _matches(found: str | None, needed: str) -> bool:
