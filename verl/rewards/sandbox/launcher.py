@@ -64,7 +64,7 @@ def _prepare(files: Files) -> dict:
             importlib.import_module("verl.rewards.sandbox.values")
         if job["namespaces"]:
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # so that the caller may write the user mapping
-            kernel.unshare(namespaces.ALL)
+            kernel.unshare(kernel.NEW_NAMESPACES)
             _report(files.status, "unshared")
             if os.read(files.lifeline, 1) != b"!":
                 os._exit(1)

@@ -10,15 +10,6 @@ import shutil
 from verl.rewards.sandbox import kernel
 from verl.rewards.sandbox.confinement import DEVICES
 
-ALL = (
-    kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWCGROUP
-)
 NOBODY = 65534
 FOLDER = "/box"  # the program's working folder
 MAX_FILES = 4096  # in the working folder

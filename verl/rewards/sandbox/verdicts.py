@@ -5,6 +5,7 @@ verdicts = judge(source, [{"input": "1 2", "output": "3"}])
 verdicts[0].kind     # VerdictKind.PASSED
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,15 +88,9 @@ def _read(tests: Any) -> Sequence[Case]:
 
 
 def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdict:
-    prefix = case.prefix if isinstance(case, AssertCase) else ""
+    source = _in_front(source, PRELUDE, case.prefix if isinstance(case, AssertCase) else "")
     stdin = case.stdin if isinstance(case, StdinCase) else ""
-    outcome = run(
-        _in_front(source, PRELUDE, prefix),
-        stdin=stdin,
-        limits=limits,
-        call=_call_of(case),
-        allow_unsafe=allow_unsafe,
-    )
+    outcome = run(source, stdin=stdin, limits=limits, call=_call_of(case), allow_unsafe=allow_unsafe)
     if outcome.status is Status.REFUSED:
         raise SandboxRefusedError(outcome.detail)
     kinds = {Status.REJECTED: VerdictKind.WRONG, Status.TIMED_OUT: VerdictKind.TIMED_OUT}
@@ -116,7 +111,7 @@ def _call_of(case: Case) -> Call | None:
     if isinstance(case, StdinCase):
         return None
     if isinstance(case, CallCase):
-        return Call(case.function, values.to_json(case.arguments))
+        return Call(case.function, json.dumps(case.arguments))
     return Call(case.expression, None, case.before)
 
 
