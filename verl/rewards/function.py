@@ -95,13 +95,14 @@ class RewardFunction:
         """
         rows = range(len(inputs))
         if self.is_async:
-            return self.check(asyncio.run(self._call_concurrently(inputs)), rows, inputs)
+
+            async def call_all() -> list[Any]:
+                return await asyncio.gather(*(self.call([row_input]) for row_input in inputs))
+
+            return self.check(asyncio.run(call_all()), rows, inputs)
         if self.reward_type == "sequential":
             return [self.check([self.call([inputs[row]])], [row], [inputs[row]])[0] for row in rows]
         return self.check(self.call(inputs), rows, inputs)
-
-    async def _call_concurrently(self, inputs: Sequence[dict[str, Any]]) -> list[Any]:
-        return await asyncio.gather(*(self.call([row]) for row in inputs))
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
         if self.reward_type == "sequential":
@@ -122,19 +123,15 @@ class RewardFunction:
         except BadScoresError:
             raise
         except (Exception, SystemExit) as error:
-            raise ValueError(
-                f"`{OPTION}` ({self}) returned something that cannot be read as scores:"
-                f" {describe_error(error, self.path)} for {describe(rows, inputs)}"
-            ) from error
+            what = f"{describe_error(error, self.path)} for {describe(rows, inputs)}"
+            raise self._bad(f" returned something that cannot be read as scores: {what}") from error
 
     def _check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
         if self.reward_type == "dataproto":
             returned = self._rows_of_columns(returned, len(rows))
         if _size(returned) != len(rows):
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a list of {len(rows)} dicts, one per response,"
-                f" got {_size(returned)} for {describe(rows, inputs)}"
-            )
+            got = f"{_size(returned)} for {describe(rows, inputs)}"
+            raise self._bad(f" must return a list of {len(rows)} dicts, one per response, got {got}")
         return [
             self._check_row(scores, describe([row], [row_input]))
             for scores, row, row_input in zip(returned, rows, inputs, strict=True)
@@ -143,50 +140,44 @@ class RewardFunction:
     def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
         if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
             got = sorted(map(str, returned)) if isinstance(returned, dict) else type(returned).__name__
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a dict with `reward` for all responses, got {got}"
-            )
+            raise self._bad(f" must return a dict with `reward` for all responses, got {got}")
         if {"reward", "overall"} <= returned.keys():
-            raise BadScoresError(f"`{OPTION}` ({self}) must return `reward` or `overall`, got both")
+            raise self._bad(" must return `reward` or `overall`, got both")
         columns = {
             "overall" if key == "reward" else key: column.tolist() if hasattr(column, "tolist") else column
             for key, column in returned.items()
         }
         for key, column in columns.items():
             if _size(column) != num_rows:
-                raise BadScoresError(
-                    f"`{OPTION}` ({self}): `{key}` must hold {num_rows} values, one per response,"
-                    f" got {_size(column)}"
-                )
+                rule = f"must hold {num_rows} values, one per response, got {_size(column)}"
+                raise self._bad(f": `{key}` {rule}")
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str) -> Scores:
-        names = [_exact_text(key) for key in scores] if isinstance(scores, dict) else []
+        # Plain strings: another process could not unpickle a user's subclass.
+        names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
-            keys = f"the keys {sorted(names)}" if isinstance(scores, dict) else ""
-            got = keys or f"{type(scores).__name__} {shorten(repr(scores))}"
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a dict with `overall` for each response, got {got}"
-                f" for {where}"
+            is_dict = isinstance(scores, dict)
+            got = (
+                f"the keys {sorted(names)}" if is_dict else f"{type(scores).__name__} {shorten(repr(scores))}"
             )
+            raise self._bad(f" must return a dict with `overall` for each response, got {got} for {where}")
         values = [
             self._as_float(key, value, where) for key, value in zip(names, scores.values(), strict=True)
         ]
         if len(set(names)) < len(names):
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must give each score its own name, got {sorted(names)} for {where}"
-            )
+            raise self._bad(f" must give each score its own name, got {sorted(names)} for {where}")
         return dict(zip(names, values, strict=True))
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, Real) or not math.isfinite(number := _nearest_float(value)):
-            got = shorten(repr(value))
-            raise BadScoresError(
-                f"`{OPTION}` ({self}): `{key}` must be a finite number, got {got} for {where}"
-            )
+            raise self._bad(f": `{key}` must be a finite number, got {shorten(repr(value))} for {where}")
         return number
+
+    def _bad(self, what: str) -> BadScoresError:
+        return BadScoresError(f"`{OPTION}` ({self}){what}")
 
 
 def load_reward_function(
@@ -213,10 +204,8 @@ def load_reward_function(
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
     is_async = inspect.iscoroutinefunction(function)
     if is_async and reward_type != "sequential":
-        raise ValueError(
-            f"{path}: `{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call:"
-            f' set REWARD_TYPE = "sequential"'
-        )
+        what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
+        raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential"')
     code = getattr(inspect.unwrap(function), "__code__", None)
     line = code.co_firstlineno if code else 0
     _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
@@ -279,19 +268,12 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: s
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:
-        accepted = list(signature.parameters)[1:]
-        raise ValueError(
-            f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {error}; it accepts {accepted}"
-        ) from error
+        why = f"{error}; it accepts {list(signature.parameters)[1:]}"
+        raise ValueError(f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {why}") from error
 
 
 def _size(values: Any) -> int | str:
     return len(values) if isinstance(values, list | tuple) else type(values).__name__
-
-
-def _exact_text(key: Any) -> str:
-    """Return a key as a plain string: another process could not unpickle a user's class."""
-    return str.__str__(str(key))
 
 
 def _nearest_float(value: Real) -> float:
@@ -306,9 +288,7 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
         return "no response"
     which = f"row {rows[0]}"
     if len(rows) > 1:
-        which = (
-            f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is row {rows[0]}"
-        )
+        which = f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is {which}"
     shown = [f"{key}: {shorten(repr(inputs[0][key]))}" for key in SHOWN_COLUMNS if key in inputs[0]]
     return "\n  ".join([which, *shown])
 
@@ -322,9 +302,8 @@ def shorten(text: str) -> str:
 def describe_error(error: BaseException, path: Path) -> str:
     """Describe an error with its line in the user's file and the traceback from there on."""
     if isinstance(error, SyntaxError):
-        return (
-            f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {(error.text or '').strip()}"
-        )
+        line = (error.text or "").strip()
+        return f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {line}"
     return "".join(traceback.format_exception_only(error)).strip() + describe_place(error, path)
 
 
