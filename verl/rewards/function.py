@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -95,47 +96,44 @@ class RewardFunction:
         """
         rows = range(len(inputs))
         if self.is_async:
-
-            async def call_all() -> list[Any]:
-                return await asyncio.gather(*(self.call([row_input]) for row_input in inputs))
-
-            return self.check(asyncio.run(call_all()), rows, inputs)
+            return self.check(asyncio.run(self._call_concurrently(inputs)), rows, inputs)
         if self.reward_type == "sequential":
-            return [self.check([self.call([inputs[row]])], [row], [inputs[row]])[0] for row in rows]
+            return [self.check(self.call([inputs[row]]), [row], [inputs[row]])[0] for row in rows]
         return self.check(self.call(inputs), rows, inputs)
 
+    async def _call_concurrently(self, inputs: Sequence[dict[str, Any]]) -> list[Any]:
+        return await asyncio.gather(*chain.from_iterable(self.call([row_input]) for row_input in inputs))
+
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
+        """Call the function once; a `sequential` one takes one dict, and its result is put into a list."""
         if self.reward_type == "sequential":
             (only,) = inputs
-            return self.function(only, **self.kwargs)
+            return [self.function(only, **self.kwargs)]
         if self.reward_type == "dataproto":
             return self.function(RewardData.from_inputs(inputs), **self.kwargs)
         return self.function(list(inputs), **self.kwargs)
 
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Turn the result of `call`, for `sequential` a list of results, into plain floats.
+        """Turn the result of `call`, awaited, into plain floats.
 
         Raises:
-            ValueError: The results are not scores. `rows` and `inputs` are named in the message.
+            BadScoresError: The results are not scores. `rows` and `inputs` are named in the message.
         """
         try:
-            return self._check(returned, rows, inputs)
+            if self.reward_type == "dataproto":
+                returned = self._rows_of_columns(returned, len(rows))
+            if _size(returned) != len(rows):
+                got = f"{_size(returned)} for {describe(rows, inputs)}"
+                raise self._bad(f" must return a list of {len(rows)} dicts, one per response, got {got}")
+            return [
+                self._check_row(scores, describe([row], [row_input]))
+                for scores, row, row_input in zip(returned, rows, inputs, strict=True)
+            ]
         except BadScoresError:
             raise
         except (Exception, SystemExit) as error:
             what = f"{describe_error(error, self.path)} for {describe(rows, inputs)}"
             raise self._bad(f" returned something that cannot be read as scores: {what}") from error
-
-    def _check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        if self.reward_type == "dataproto":
-            returned = self._rows_of_columns(returned, len(rows))
-        if _size(returned) != len(rows):
-            got = f"{_size(returned)} for {describe(rows, inputs)}"
-            raise self._bad(f" must return a list of {len(rows)} dicts, one per response, got {got}")
-        return [
-            self._check_row(scores, describe([row], [row_input]))
-            for scores, row, row_input in zip(returned, rows, inputs, strict=True)
-        ]
 
     def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
         if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
@@ -157,17 +155,15 @@ class RewardFunction:
         # Plain strings: another process could not unpickle a user's subclass.
         names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
-            is_dict = isinstance(scores, dict)
-            got = (
-                f"the keys {sorted(names)}" if is_dict else f"{type(scores).__name__} {shorten(repr(scores))}"
-            )
+            got = f"the keys {sorted(names)}"
+            if not isinstance(scores, dict):
+                got = f"{type(scores).__name__} {shorten(repr(scores))}"
             raise self._bad(f" must return a dict with `overall` for each response, got {got} for {where}")
-        values = [
-            self._as_float(key, value, where) for key, value in zip(names, scores.values(), strict=True)
-        ]
-        if len(set(names)) < len(names):
+        named = zip(names, scores.values(), strict=True)
+        checked = {name: self._as_float(name, value, where) for name, value in named}
+        if len(checked) < len(names):
             raise self._bad(f" must give each score its own name, got {sorted(names)} for {where}")
-        return dict(zip(names, values, strict=True))
+        return checked
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch

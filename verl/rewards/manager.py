@@ -10,6 +10,7 @@ import math
 import pickle
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,7 +25,7 @@ from verl.rewards.worker_process import Failure
 Row = tuple[int, dict[str, Any]]  # index of a response in its batch, and what the function sees of it
 
 
-class RewardManager:
+class RewardManager(AbstractContextManager["RewardManager"]):
     """The user's reward function, ready to be called in a pool of processes.
 
     Example::
@@ -66,9 +67,6 @@ class RewardManager:
         """Kill the processes. Safe to call twice."""
         self._pool.close()
 
-    def __enter__(self) -> "RewardManager":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -87,17 +85,6 @@ class RewardJob:
         self._failure: Failure | None = None  # ends the run
         self._finished: SimpleQueue[Call] = SimpleQueue()  # filled by the pool
         self._is_cancelled = threading.Event()
-
-    @property
-    def num_scored(self) -> int:
-        self._collect()
-        return len(self._scores)
-
-    @property
-    def has_failed(self) -> bool:
-        """True if `submit` and `result` raise by now."""
-        self._collect()
-        return self._failure is not None
 
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
         """Hand over finished responses and return at once.
@@ -150,10 +137,8 @@ class RewardJob:
             held, self._held = self._held, []
             self._call([sorted(held, key=lambda row: row[0])])
         self._collect()
-        self._check_failures()
-        while self._failure is None and self._num_finished() < len(self._submitted):
+        while not self._is_over():
             self._take(self._finished.get())
-            self._check_failures()
         self._failed.report()
         self._raise_failure()
         return self._columns()
@@ -183,13 +168,12 @@ class RewardJob:
         else:
             self._failed.add(call)
 
-    def _num_finished(self) -> int:
-        return len(self._scores) + len(self._failed.rows)
-
-    def _check_failures(self) -> None:
+    def _is_over(self) -> bool:
         too_many = self._failed.reason_to_stop(len(self._submitted))
         if too_many is not None:
             self._end_run(too_many)
+        num_finished = len(self._scores) + len(self._failed.rows)
+        return self._failure is not None or num_finished == len(self._submitted)
 
     def _end_run(self, failure: Failure) -> None:
         self._failure = self._failure or failure
