@@ -88,12 +88,7 @@ class RewardFunction:
         return f"{self.path}:{self.function_name}"
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Score responses in this process, where `print` and `breakpoint()` work, without a time limit.
-
-        Raises:
-            ValueError: The function returned something other than scores.
-            Exception: Whatever the function itself raises.
-        """
+        """Score responses in this process, where `print` and `breakpoint()` work, without a time limit."""
         rows = range(len(inputs))
         if self.is_async:
             return self.check(asyncio.run(self._call_concurrently(inputs)), rows, inputs)
@@ -114,11 +109,7 @@ class RewardFunction:
         return self.function(list(inputs), **self.kwargs)
 
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Turn the result of `call`, awaited, into plain floats.
-
-        Raises:
-            BadScoresError: The results are not scores. `rows` and `inputs` are named in the message.
-        """
+        """Turn the result of `call`, awaited, into plain floats, or raise a `BadScoresError`."""
         try:
             if self.reward_type == "dataproto":
                 returned = self._rows_of_columns(returned, len(rows))
@@ -179,12 +170,9 @@ class RewardFunction:
 def load_reward_function(
     spec: str, kwargs: dict[str, Any] | None = None, default_type: str = "batch"
 ) -> RewardFunction:
-    """Import a reward file and check that its function can be called.
+    """Import a reward file, `path.py[:function]`, and check that its function can be called with `kwargs`.
 
-    Args:
-        spec: `path.py:function`; the default function is `main`.
-        kwargs: Further arguments of the function.
-        default_type: `REWARD_TYPE` of a file that sets none.
+    `default_type` is the `REWARD_TYPE` of a file that sets none.
 
     Raises:
         FileNotFoundError: There is no such file.

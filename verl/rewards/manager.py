@@ -36,9 +36,7 @@ class RewardManager(AbstractContextManager["RewardManager"]):
             job.submit([1], [{"response": "5", "ground_truth": "4"}])
             job.result()  # {"overall": [1.0, 0.0]}
 
-    Args:
-        config: `worker.reward`.
-        failure_log: JSON Lines file that receives each response whose call fails without ending the run.
+    Responses whose call fails without ending the run are appended to `failure_log` as JSON Lines.
     """
 
     def __init__(self, config: RewardConfig, failure_log: Path | None = None) -> None:
@@ -89,16 +87,8 @@ class RewardJob:
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
         """Hand over finished responses and return at once.
 
-        A `sequential` function is called for each response, a `dataproto` function once, by `result`. A
-        `batch` function is called with all of them, or, if they form several groups (`uid`), with whole
-        groups spread over the processes; with `worker.reward.batch_size`, whenever that many have arrived.
-
-        Args:
-            index: Position of each response in the batch.
-            inputs: For each response a dict with `response`, `ground_truth` and the other columns of its row.
-
-        Raises:
-            Exception: What `result` would raise for a response submitted before.
+        `index` is the position of each response in its batch; `inputs` has the columns of its row, `response`
+        and `ground_truth` among them. Raises what `result` would raise for a response submitted before.
         """
         self._collect()
         self._raise_failure()
@@ -109,7 +99,7 @@ class RewardJob:
         batch_size = self._config.batch_size
         if self._reward_type == "sequential":
             self._call([[row] for row in rows])
-        elif self._reward_type == "dataproto":
+        elif self._reward_type == "dataproto":  # called once, by `result`
             self._held.extend(rows)
         elif batch_size > 0:
             self._held.extend(rows)
@@ -122,11 +112,9 @@ class RewardJob:
     def result(self) -> dict[str, list[float]]:
         """Wait for all scores, or for a failure that ends the run.
 
-        Returns:
-            For each key of the scores its values, ordered by index; `overall` is always there. A value that
-            the function did not return is nan. If calls were repeated or failed, `retries` and `failures`
-            give their number for each response; `overall` of a response whose call failed is nan if it is to
-            be masked, otherwise `worker.reward.failure_score`.
+        Each key of the scores has its values, ordered by index; a value that the function did not return is
+        nan. If calls were repeated or failed, `retries` and `failures` give their number for each response;
+        `overall` of a response whose call failed is `worker.reward.failure_score`, or nan to mask it.
 
         Raises:
             ValueError: With `on_failure=error`, the function raised or returned something wrong.

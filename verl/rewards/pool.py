@@ -308,20 +308,20 @@ class RewardProcess:
         self._has_exited.set()
 
 
+@dataclass(eq=False)
 class ProcessEndedError(Exception):
-    """A reward process ended or must end; `kind` is the error of its call, None if no call is to blame."""
+    """A reward process ended or must end."""
 
-    def __init__(self, how: str, kind: type[Exception] | None = RuntimeError, report: str = "") -> None:
-        super().__init__(how)
-        self.how, self.kind, self.report = how, kind, report
+    how: str
+    kind: type[Exception] | None = RuntimeError  # the error of its call; None if no call is to blame
+    report: str = ""
 
 
+@dataclass(eq=False)
 class PoolBrokenError(Exception):
     """No process can load the function."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+    failure: Failure
 
 
 async def _run_together(*works: Coroutine[Any, Any, None]) -> None:

@@ -170,15 +170,14 @@ class MemoryLimit:
     def __init__(self, limit_gb: float | None) -> None:
         self.limit_gb = limit_gb
         self._soft, self._hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = self._soft if limit_gb is None else int(limit_gb * GIB)
+        self._limit = limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard)
 
     def set(self) -> None:
-        if self.limit_gb is not None:
-            limit = int(self.limit_gb * GIB)
-            self._set_soft(limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (self._limit, self._hard))
 
     def lift(self) -> None:
-        if self.limit_gb is not None:
-            self._set_soft(self._soft)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._soft, self._hard))
 
     def is_scarce(self, error: BaseException) -> bool:
         """Return whether the process should take no more calls after this error."""
@@ -193,6 +192,3 @@ class MemoryLimit:
         if self.limit_gb is None or not isinstance(error, MemoryError):
             return ""
         return f"the process may allocate `worker.reward.memory_limit_gb` ({self.limit_gb:g} GiB)\n"
-
-    def _set_soft(self, limit: int) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._hard))

@@ -22,14 +22,10 @@ WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 ALL_OF_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights over files
 
 
-def confine(limits: dict, user: int, *, readable: list[str] | None, num_threads: int) -> None:
-    """Drop all privileges, irrevocably.
+def confine(limits: dict, user: int, readable: list[str] | None, num_threads: int) -> None:
+    """Drop all privileges, irrevocably, and become `user`, if this process may choose.
 
-    Args:
-        limits: Fields of `Limits`.
-        user: User to switch to, if this process may choose.
-        readable: Paths that Landlock leaves readable; None if a separate root folder does that.
-        num_threads: Maximum number of threads of the user, in all processes.
+    Landlock leaves only the paths `readable` readable; with None a separate root folder does that.
     """
     _become(user, keep=READ_ANY_FILE if readable is not None else 0)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -59,7 +55,7 @@ def _become(user: int, keep: int) -> None:
 
 
 def limit_resources(limits: dict, num_threads: int | None) -> None:
-    """Limit this process and its children. Lower existing limits stay."""
+    """Limit this process and its children; `num_threads` bounds all of the user's. Lower limits stay."""
     memory = limits["memory_mb"] * MIB
     wanted = {
         resource.RLIMIT_AS: memory,

@@ -19,12 +19,8 @@ ROOT_MB = 1  # for the tree of empty mount points
 def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, owner: int) -> None:
     """Replace the root folder.
 
-    Args:
-        scratch: Existing folder to mount the new root on.
-        readable: Real paths that the program may read, mounted at the same paths.
-        stdin: File descriptor whose content becomes /dev/stdin.
-        folder_mb: Size of the working folder in MiB.
-        owner: User of the working folder.
+    The new root is mounted on the folder `scratch`. It has the real paths `readable`, /dev/stdin with the
+    content of the file descriptor `stdin`, and a working folder of `folder_mb` MiB that belongs to `owner`.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     size = ROOT_MB * (1 << 20) + os.fstat(stdin).st_size

@@ -14,10 +14,7 @@ UNCAUGHT, OUT_OF_MEMORY, REJECTED = 121, 122, 123  # an exception, a MemoryError
 
 
 def execute(source: str, call: dict[str, str] | None, import_path: list[str], value_file: int) -> None:
-    """Run a program as a script, or as a module and then make a call (fields of a `Call`).
-
-    Its value is written to the file descriptor `value_file`.
-    """
+    """Run a program as a script, or as a module and then write the value of `call` to `value_file`."""
     values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before access to its folder was dropped
     _forget_launcher(import_path)
     module = ModuleType("__main__" if call is None else "solution")

@@ -71,13 +71,9 @@ def run(
 ) -> Outcome:
     """Run a program and return its outcome.
 
-    Args:
-        source: Python source; installed packages can be imported.
-        stdin: Text for the program to read.
-        limits: None is the default `Limits`.
-        call: Evaluated after the program has run as a module; None runs it as a script.
-        isolation: None selects the strongest isolation that works on this machine.
-        allow_unsafe: Run without isolation if there is none, as does VERL_SANDBOX_UNSAFE=1.
+    With a `call` it runs as a module, otherwise as a script. It can import installed packages. The strongest
+    isolation that works on this machine is used unless `isolation` names one; if none works, the program
+    runs only with `allow_unsafe` or VERL_SANDBOX_UNSAFE=1.
 
     Raises:
         SandboxError: The sandbox failed, and the program did not run.
@@ -195,7 +191,7 @@ def _started(job: dict, stdin: bytes) -> Iterator[_Run]:
 
 
 def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
-    numbers = [str(files[name]) for name in launcher.FILES]
+    numbers = [str(files[name]) for name in launcher.Files._fields]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", "utf8", "-c", BOOT, *PACKAGES, *numbers],
         stdin=subprocess.DEVNULL,

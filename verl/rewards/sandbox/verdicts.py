@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from verl.rewards.sandbox import values
@@ -56,19 +57,15 @@ def judge(
 ) -> list[Verdict]:
     """Run tests one after another, each in a new sandbox, so that none can prepare the next.
 
-    Args:
-        source: The program; names that solutions rely on (`List`, `deque`, `inf`) are defined.
-        tests: A row's tests in any format of `cases.py`, or a list of cases.
-        limits: Limits of each test.
-        max_failures: Number of failed tests after which no more are run; None runs all.
-        budget_s: Seconds for all tests; no test starts later.
-        allow_unsafe: Run without isolation if there is none.
+    `tests` are those of a row in any format of `cases.py`, or a list of cases. No test starts after
+    `max_failures` tests have failed or `budget_s` seconds have passed. `limits` apply to each test.
 
     Raises:
         ValueError: The tests cannot be read.
         SandboxError: The sandbox failed, or no isolation works on this machine (`SandboxRefusedError`).
     """
-    cases = _read(tests)
+    is_read = isinstance(tests, Sequence) and tests and isinstance(tests[0], Case)
+    cases = tests if is_read else read_cases(tests)
     verdicts: list[Verdict] = []
     failures, begin = 0, time.monotonic()
     for case in cases:
@@ -79,12 +76,6 @@ def judge(
         verdicts.append(_judge(source, case, limits or Limits(), allow_unsafe))
         failures += verdicts[-1].kind is not VerdictKind.PASSED
     return verdicts
-
-
-def _read(tests: Any) -> Sequence[Case]:
-    if isinstance(tests, Sequence) and tests and isinstance(tests[0], StdinCase | CallCase | AssertCase):
-        return tests
-    return read_cases(tests)
 
 
 def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdict:
@@ -124,9 +115,7 @@ def _is_right(case: Case, outcome: Outcome) -> bool:
         value = values.from_text(outcome.value)
     except ValueError:
         return False
-    if isinstance(case, CallCase):
-        return _plain(value) == _plain(case.expected)
-    return bool(value == case.expected)
+    return _plain(value) == _plain(case.expected) if isinstance(case, CallCase) else value == case.expected
 
 
 def _plain(value: Any) -> Any:
@@ -136,17 +125,11 @@ def _plain(value: Any) -> Any:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Compare outputs line by line: words must be equal as text or as numbers.
-
-    Spaces between words, spaces around lines and empty lines at the end are ignored.
-    """
-    lines, wanted = output.rstrip().split("\n"), expected.rstrip().split("\n")
-    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
-
-
-def _same_line(line: str, wanted: str) -> bool:
-    words, expected = line.split(), wanted.split()
-    return len(words) == len(expected) and all(map(_same_word, words, expected))
+    """Compare outputs word by word as text or numbers, ignoring other spaces and empty lines at the end."""
+    lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
+    if [len(words) for words in lines] != [len(words) for words in wanted]:
+        return False
+    return all(map(_same_word, chain.from_iterable(lines), chain.from_iterable(wanted)))
 
 
 def _same_word(word: str, expected: str) -> bool:
