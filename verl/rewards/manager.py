@@ -22,6 +22,7 @@ from verl.rewards.function import OPTION, Scores
 from verl.rewards.pool import Call, RewardPool
 from verl.rewards.worker_process import Failure
 
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 Row = tuple[int, dict[str, Any]]  # index of a response in its batch, and what the function sees of it
 
 
@@ -95,19 +96,16 @@ class RewardJob:
         assert len(index) == len(inputs), f"{len(index)} positions for {len(inputs)} responses"
         assert self._submitted.isdisjoint(index), f"these responses were submitted before: {index}"
         self._submitted.update(index)
-        rows = list(zip(index, inputs, strict=True))
-        batch_size = self._config.batch_size
-        if self._reward_type == "sequential":
-            self._call([[row] for row in rows])
-        elif self._reward_type == "dataproto":  # called once, by `result`
-            self._held.extend(rows)
-        elif batch_size > 0:
-            self._held.extend(rows)
-            full = len(self._held) - len(self._held) % batch_size
-            ready, self._held = self._held[:full], self._held[full:]
-            self._call([ready[at : at + batch_size] for at in range(0, full, batch_size)])
+        self._held.extend(zip(index, inputs, strict=True))
+        if self._reward_type == "dataproto":  # called once, by `result`
+            return
+        size = 1 if self._reward_type == "sequential" else self._config.batch_size
+        num_ready = len(self._held) - (len(self._held) % size if size else 0)
+        ready, self._held = self._held[:num_ready], self._held[num_ready:]
+        if size:
+            self._call([ready[at : at + size] for at in range(0, num_ready, size)])
         else:
-            self._call(spread_groups(rows, self._config.num_cpus))
+            self._call(spread_groups(ready, self._config.num_cpus))
 
     def result(self) -> dict[str, list[float]]:
         """Wait for all scores, or for a failure that ends the run.
@@ -200,7 +198,7 @@ def spread_groups(rows: list[Row], parts: int) -> list[list[Row]]:
 def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
     try:
         return pickle.dumps((rows, inputs), protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except UNPICKLABLE as error:
         for row, row_input in zip(rows, inputs, strict=True):
             for key, value in row_input.items():
                 _check_picklable(row, key, value, error)
@@ -210,10 +208,9 @@ def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
 def _check_picklable(row: int, key: str, value: Any, cause: Exception) -> None:
     try:
         pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"row {row}: column `{key}` ({type(value).__name__}) must be picklable, got: {error}"
-        ) from cause
+    except UNPICKLABLE as error:
+        what = f"row {row}: column `{key}` ({type(value).__name__})"
+        raise ValueError(f"{what} must be picklable, got: {error}") from cause
 
 
 class NoRewardFunction:

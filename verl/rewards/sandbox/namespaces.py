@@ -36,7 +36,9 @@ def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, ow
         _show(device, devices=True)
     with open("/dev/stdin", "wb") as copy, open(stdin, "rb", closefd=False) as given:
         shutil.copyfileobj(given, copy)
-    _make_folder(folder_mb, owner)
+    os.mkdir(FOLDER)
+    options = f"size={folder_mb}m,nr_inodes={MAX_FILES},mode=0700,uid={owner},gid={owner}"
+    kernel.mount("tmpfs", FOLDER, "tmpfs", flags | kernel.MS_NOEXEC, options)
     kernel.unmount("/old")
     os.rmdir("/old")
     kernel.protect_mount("/", recursive=False)
@@ -52,10 +54,3 @@ def _show(path: str, *, devices: bool = False) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC))
     kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.protect_mount(path, recursive=True, devices=devices)
-
-
-def _make_folder(size_mb: int, owner: int) -> None:
-    os.mkdir(FOLDER)
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    options = f"size={size_mb}m,nr_inodes={MAX_FILES},mode=0700,uid={owner},gid={owner}"
-    kernel.mount("tmpfs", FOLDER, "tmpfs", flags, options)

@@ -140,18 +140,16 @@ def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -
 class _Stream:
     file: int
     limit: int
-    parts: list[bytes] = field(default_factory=list)
-    size: int = 0
+    content: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
         part = os.read(self.file, 1 << 16)
-        self.parts.append(part)
-        self.size += len(part)
+        self.content += part
         return bool(part)
 
     @property
     def text(self) -> str:
-        return b"".join(self.parts)[: self.limit].decode(errors="replace")
+        return self.content[: self.limit].decode(errors="replace")
 
 
 @dataclass
@@ -233,7 +231,7 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
             for key, _ in selector.select(max(end - time.monotonic(), 0)):
                 if not key.data.read():
                     selector.unregister(key.fd)
-                elif key.data.size > key.data.limit:
+                elif len(key.data.content) > key.data.limit:
                     run.killed_for = Status.OUTPUT_LIMIT
                 elif key.data is run.streams["status"]:
                     _follow(run, job)
