@@ -210,7 +210,7 @@ class RewardPool:
         """Repeat a call that failed, or give it up."""
         call.failures.append(failure)
         # A call that hung is repeated before all others: if the function always hangs, the run ends after two
-        # time limits. Other calls are repeated after those that wait, when the cause may have passed.
+        # time limits. Other calls are repeated after those waiting, when the cause may have passed.
         is_late = failure.kind is TimeoutError
         if len(call.failures) > self.config.max_retries:
             if self.config.on_failure == "error":
