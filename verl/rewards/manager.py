@@ -99,7 +99,7 @@ class RewardJob:
         self._held.extend(zip(index, inputs, strict=True))
         if self._reward_type == "dataproto":  # called once, by `result`
             return
-        size = 1 if self._reward_type == "sequential" else self._config.batch_size
+        size = 1 if self._reward_type == "sequential" else max(self._config.batch_size, 0)
         num_ready = len(self._held) - (len(self._held) % size if size else 0)
         ready, self._held = self._held[:num_ready], self._held[num_ready:]
         if size:

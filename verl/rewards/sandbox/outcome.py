@@ -24,7 +24,7 @@ class Isolation(StrEnum):
 
 
 class Status(StrEnum):
-    """How a program ended."""
+    """Ending of a program."""
 
     OK = "ok"  # it ended by itself with exit code 0
     WRONG_EXIT = "wrong_exit"  # it ended by itself with another exit code
