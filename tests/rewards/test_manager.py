@@ -37,6 +37,11 @@ def wait_until(condition, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def num_scored(job) -> int:
+    job._collect()
+    return len(job._scores)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -77,7 +82,7 @@ def test_scoring_continues_while_the_caller_does_something_else(reward_file):
             job.submit([index], rows(["a"]))
         seconds_to_submit = time.monotonic() - start
 
-        wait_until(lambda: job.num_scored == 6)  # `result` has not been called yet
+        wait_until(lambda: num_scored(job) == 6)  # `result` has not been called yet
         start = time.monotonic()
         scores = job.result()
         seconds_for_result = time.monotonic() - start
@@ -173,7 +178,7 @@ def test_batch_size_says_how_many_responses_a_call_gets(reward_file):
         job = manager.start()
         for index in range(8):
             job.submit([index], rows(["a"]))
-        wait_until(lambda: job.num_scored == 6)  # two full calls, before the result is asked for
+        wait_until(lambda: num_scored(job) == 6)  # two full calls, before the result is asked for
 
         assert job.result() == {"overall": [3.0] * 6 + [2.0] * 2}
 
@@ -304,7 +309,7 @@ def test_a_failure_surfaces_at_the_next_submit(reward_file):
     with make_manager(reward_file(RAISES)) as manager:
         job = manager.start()
         job.submit([0], rows(["one"]))
-        wait_until(lambda: job.has_failed)
+        wait_until(lambda: job._finished.qsize() == 1)
 
         with pytest.raises(ValueError, match="raised ValueError: invalid literal"):
             job.submit([1], rows(["1"]))

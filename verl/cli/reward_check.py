@@ -154,15 +154,13 @@ def check_call(
     try:
         returned = reward.call(inputs)
         if reward.is_async:
-            returned = asyncio.run(returned)
+            returned = [asyncio.run(returned[0])]
     except bdb.BdbQuit:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
         reason = f"it raised {describe_error(error, reward.path)}for {describe(numbers, inputs)}"
         return CheckedCall(time.perf_counter() - start, [], reason, error)
     seconds = time.perf_counter() - start
-    if reward.reward_type == "sequential":
-        returned = [returned]
     try:
         return CheckedCall(seconds, reward.check(returned, numbers, inputs))
     except ValueError as error:

@@ -48,8 +48,7 @@ class FailedCalls:
 
     def scores(self) -> Scores:
         """Scores of a response whose call failed; nan masks it."""
-        is_masked = self._config.on_failure == "mask"
-        return {"overall": math.nan if is_masked else self._config.failure_score}
+        return {"overall": math.nan if self._config.on_failure == "mask" else self._config.failure_score}
 
     def reason_to_stop(self, num_responses: int) -> Failure | None:
         """Return the error of a batch of `num_responses` if calls failed for too many of them."""
@@ -57,11 +56,9 @@ class FailedCalls:
         if failed <= limit * num_responses:
             return None
         reasons = "\n\n".join(reason(call) for call in self.calls[:NUM_REASONS])
-        return Failure(
-            RuntimeError,
-            f"the reward function failed for {failed} of {num_responses} responses, more than"
-            f" `worker.reward.max_failure_ratio` ({limit:g}) allows. The first reasons:\n\n{reasons}",
-        )
+        rule = f"more than `worker.reward.max_failure_ratio` ({limit:g}) allows"
+        what = f"the reward function failed for {failed} of {num_responses} responses, {rule}"
+        return Failure(RuntimeError, f"{what}. The first reasons:\n\n{reasons}")
 
     def report(self) -> None:
         new = self.calls[self._num_reported :]
@@ -78,18 +75,14 @@ class FailedCalls:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a") as file:
-                file.writelines(f"{line}\n" for call in new for line in self._lines(call))
+                file.writelines(self._line(call, row_input) for call in new for row_input in call.inputs)
 
-    def _lines(self, call: Call) -> list[str]:
+    def _line(self, call: Call, row_input: dict[str, Any]) -> str:
+        columns = {key: row_input[key] for key in REPORTED_COLUMNS if key in row_input}
         about = {"on_failure": self._config.on_failure, "reasons": [why.message for why in call.failures]}
-        return [_as_json(about, row_input) for row_input in call.inputs]
+        return json.dumps(columns | about, default=repr) + "\n"
 
 
 def reason(call: Call) -> str:
     attempts = f"\n{len(call.failures)} attempts" if len(call.failures) > 1 else ""
     return f"{call.failures[-1].message}{attempts}"
-
-
-def _as_json(about: dict[str, Any], row_input: dict[str, Any]) -> str:
-    columns = {key: row_input[key] for key in REPORTED_COLUMNS if key in row_input}
-    return json.dumps(columns | about, default=repr)

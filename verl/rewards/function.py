@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -87,117 +88,91 @@ class RewardFunction:
         return f"{self.path}:{self.function_name}"
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Score responses in this process, where `print` and `breakpoint()` work, without a time limit.
-
-        Raises:
-            ValueError: The function returned something other than scores.
-            Exception: Whatever the function itself raises.
-        """
+        """Score responses in this process, where `print` and `breakpoint()` work, without a time limit."""
         rows = range(len(inputs))
         if self.is_async:
             return self.check(asyncio.run(self._call_concurrently(inputs)), rows, inputs)
         if self.reward_type == "sequential":
-            return [self.check([self.call([inputs[row]])], [row], [inputs[row]])[0] for row in rows]
+            return [self.check(self.call([inputs[row]]), [row], [inputs[row]])[0] for row in rows]
         return self.check(self.call(inputs), rows, inputs)
 
     async def _call_concurrently(self, inputs: Sequence[dict[str, Any]]) -> list[Any]:
-        return await asyncio.gather(*(self.call([row]) for row in inputs))
+        return await asyncio.gather(*chain.from_iterable(self.call([row_input]) for row_input in inputs))
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
+        """Call the function once; a `sequential` one takes one dict, and its result is put into a list."""
         if self.reward_type == "sequential":
             (only,) = inputs
-            return self.function(only, **self.kwargs)
+            return [self.function(only, **self.kwargs)]
         if self.reward_type == "dataproto":
             return self.function(RewardData.from_inputs(inputs), **self.kwargs)
         return self.function(list(inputs), **self.kwargs)
 
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        """Turn the result of `call`, for `sequential` a list of results, into plain floats.
-
-        Raises:
-            ValueError: The results are not scores. `rows` and `inputs` are named in the message.
-        """
+        """Turn the result of `call`, awaited, into plain floats, or raise a `BadScoresError`."""
         try:
-            return self._check(returned, rows, inputs)
+            if self.reward_type == "dataproto":
+                returned = self._rows_of_columns(returned, len(rows))
+            if _size(returned) != len(rows):
+                got = f"{_size(returned)} for {describe(rows, inputs)}"
+                raise self._bad(f" must return a list of {len(rows)} dicts, one per response, got {got}")
+            return [
+                self._check_row(scores, describe([row], [row_input]))
+                for scores, row, row_input in zip(returned, rows, inputs, strict=True)
+            ]
         except BadScoresError:
             raise
         except (Exception, SystemExit) as error:
-            raise ValueError(
-                f"`{OPTION}` ({self}) returned something that cannot be read as scores:"
-                f" {describe_error(error, self.path)} for {describe(rows, inputs)}"
-            ) from error
-
-    def _check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
-        if self.reward_type == "dataproto":
-            returned = self._rows_of_columns(returned, len(rows))
-        if _size(returned) != len(rows):
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a list of {len(rows)} dicts, one per response,"
-                f" got {_size(returned)} for {describe(rows, inputs)}"
-            )
-        return [
-            self._check_row(scores, describe([row], [row_input]))
-            for scores, row, row_input in zip(returned, rows, inputs, strict=True)
-        ]
+            what = f"{describe_error(error, self.path)} for {describe(rows, inputs)}"
+            raise self._bad(f" returned something that cannot be read as scores: {what}") from error
 
     def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
         if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
             got = sorted(map(str, returned)) if isinstance(returned, dict) else type(returned).__name__
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a dict with `reward` for all responses, got {got}"
-            )
+            raise self._bad(f" must return a dict with `reward` for all responses, got {got}")
         if {"reward", "overall"} <= returned.keys():
-            raise BadScoresError(f"`{OPTION}` ({self}) must return `reward` or `overall`, got both")
+            raise self._bad(" must return `reward` or `overall`, got both")
         columns = {
             "overall" if key == "reward" else key: column.tolist() if hasattr(column, "tolist") else column
             for key, column in returned.items()
         }
         for key, column in columns.items():
             if _size(column) != num_rows:
-                raise BadScoresError(
-                    f"`{OPTION}` ({self}): `{key}` must hold {num_rows} values, one per response,"
-                    f" got {_size(column)}"
-                )
+                rule = f"must hold {num_rows} values, one per response, got {_size(column)}"
+                raise self._bad(f": `{key}` {rule}")
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str) -> Scores:
-        names = [_exact_text(key) for key in scores] if isinstance(scores, dict) else []
+        # Plain strings: another process could not unpickle a user's subclass.
+        names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
-            keys = f"the keys {sorted(names)}" if isinstance(scores, dict) else ""
-            got = keys or f"{type(scores).__name__} {shorten(repr(scores))}"
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must return a dict with `overall` for each response, got {got}"
-                f" for {where}"
-            )
-        values = [
-            self._as_float(key, value, where) for key, value in zip(names, scores.values(), strict=True)
-        ]
-        if len(set(names)) < len(names):
-            raise BadScoresError(
-                f"`{OPTION}` ({self}) must give each score its own name, got {sorted(names)} for {where}"
-            )
-        return dict(zip(names, values, strict=True))
+            got = f"the keys {sorted(names)}"
+            if not isinstance(scores, dict):
+                got = f"{type(scores).__name__} {shorten(repr(scores))}"
+            raise self._bad(f" must return a dict with `overall` for each response, got {got} for {where}")
+        named = zip(names, scores.values(), strict=True)
+        checked = {name: self._as_float(name, value, where) for name, value in named}
+        if len(checked) < len(names):
+            raise self._bad(f" must give each score its own name, got {sorted(names)} for {where}")
+        return checked
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, Real) or not math.isfinite(number := _nearest_float(value)):
-            got = shorten(repr(value))
-            raise BadScoresError(
-                f"`{OPTION}` ({self}): `{key}` must be a finite number, got {got} for {where}"
-            )
+            raise self._bad(f": `{key}` must be a finite number, got {shorten(repr(value))} for {where}")
         return number
+
+    def _bad(self, what: str) -> BadScoresError:
+        return BadScoresError(f"`{OPTION}` ({self}){what}")
 
 
 def load_reward_function(
     spec: str, kwargs: dict[str, Any] | None = None, default_type: str = "batch"
 ) -> RewardFunction:
-    """Import a reward file and check that its function can be called.
+    """Import a reward file, `path.py[:function]`, and check that its function can be called with `kwargs`.
 
-    Args:
-        spec: `path.py:function`; the default function is `main`.
-        kwargs: Further arguments of the function.
-        default_type: `REWARD_TYPE` of a file that sets none.
+    `default_type` is the `REWARD_TYPE` of a file that sets none.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -213,10 +188,8 @@ def load_reward_function(
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
     is_async = inspect.iscoroutinefunction(function)
     if is_async and reward_type != "sequential":
-        raise ValueError(
-            f"{path}: `{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call:"
-            f' set REWARD_TYPE = "sequential"'
-        )
+        what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
+        raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential"')
     code = getattr(inspect.unwrap(function), "__code__", None)
     line = code.co_firstlineno if code else 0
     _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
@@ -279,19 +252,12 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: s
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:
-        accepted = list(signature.parameters)[1:]
-        raise ValueError(
-            f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {error}; it accepts {accepted}"
-        ) from error
+        why = f"{error}; it accepts {list(signature.parameters)[1:]}"
+        raise ValueError(f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {why}") from error
 
 
 def _size(values: Any) -> int | str:
     return len(values) if isinstance(values, list | tuple) else type(values).__name__
-
-
-def _exact_text(key: Any) -> str:
-    """Return a key as a plain string: another process could not unpickle a user's class."""
-    return str.__str__(str(key))
 
 
 def _nearest_float(value: Real) -> float:
@@ -306,9 +272,7 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
         return "no response"
     which = f"row {rows[0]}"
     if len(rows) > 1:
-        which = (
-            f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is row {rows[0]}"
-        )
+        which = f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is {which}"
     shown = [f"{key}: {shorten(repr(inputs[0][key]))}" for key in SHOWN_COLUMNS if key in inputs[0]]
     return "\n  ".join([which, *shown])
 
@@ -322,9 +286,8 @@ def shorten(text: str) -> str:
 def describe_error(error: BaseException, path: Path) -> str:
     """Describe an error with its line in the user's file and the traceback from there on."""
     if isinstance(error, SyntaxError):
-        return (
-            f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {(error.text or '').strip()}"
-        )
+        line = (error.text or "").strip()
+        return f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {line}"
     return "".join(traceback.format_exception_only(error)).strip() + describe_place(error, path)
 
 

@@ -10,6 +10,7 @@ import math
 import pickle
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,10 +22,11 @@ from verl.rewards.function import OPTION, Scores
 from verl.rewards.pool import Call, RewardPool
 from verl.rewards.worker_process import Failure
 
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 Row = tuple[int, dict[str, Any]]  # index of a response in its batch, and what the function sees of it
 
 
-class RewardManager:
+class RewardManager(AbstractContextManager["RewardManager"]):
     """The user's reward function, ready to be called in a pool of processes.
 
     Example::
@@ -35,9 +37,7 @@ class RewardManager:
             job.submit([1], [{"response": "5", "ground_truth": "4"}])
             job.result()  # {"overall": [1.0, 0.0]}
 
-    Args:
-        config: `worker.reward`.
-        failure_log: JSON Lines file that receives each response whose call fails without ending the run.
+    Responses whose call fails without ending the run are appended to `failure_log` as JSON Lines.
     """
 
     def __init__(self, config: RewardConfig, failure_log: Path | None = None) -> None:
@@ -66,9 +66,6 @@ class RewardManager:
         """Kill the processes. Safe to call twice."""
         self._pool.close()
 
-    def __enter__(self) -> "RewardManager":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -88,58 +85,34 @@ class RewardJob:
         self._finished: SimpleQueue[Call] = SimpleQueue()  # filled by the pool
         self._is_cancelled = threading.Event()
 
-    @property
-    def num_scored(self) -> int:
-        self._collect()
-        return len(self._scores)
-
-    @property
-    def has_failed(self) -> bool:
-        """True if `submit` and `result` raise by now."""
-        self._collect()
-        return self._failure is not None
-
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
         """Hand over finished responses and return at once.
 
-        A `sequential` function is called for each response, a `dataproto` function once, by `result`. A
-        `batch` function is called with all of them, or, if they form several groups (`uid`), with whole
-        groups spread over the processes; with `worker.reward.batch_size`, whenever that many have arrived.
-
-        Args:
-            index: Position of each response in the batch.
-            inputs: For each response a dict with `response`, `ground_truth` and the other columns of its row.
-
-        Raises:
-            Exception: What `result` would raise for a response submitted before.
+        `index` is the position of each response in its batch; `inputs` has the columns of its row, `response`
+        and `ground_truth` among them. Raises what `result` would raise for a response submitted before.
         """
         self._collect()
         self._raise_failure()
         assert len(index) == len(inputs), f"{len(index)} positions for {len(inputs)} responses"
         assert self._submitted.isdisjoint(index), f"these responses were submitted before: {index}"
         self._submitted.update(index)
-        rows = list(zip(index, inputs, strict=True))
-        batch_size = self._config.batch_size
-        if self._reward_type == "sequential":
-            self._call([[row] for row in rows])
-        elif self._reward_type == "dataproto":
-            self._held.extend(rows)
-        elif batch_size > 0:
-            self._held.extend(rows)
-            full = len(self._held) - len(self._held) % batch_size
-            ready, self._held = self._held[:full], self._held[full:]
-            self._call([ready[at : at + batch_size] for at in range(0, full, batch_size)])
+        self._held.extend(zip(index, inputs, strict=True))
+        if self._reward_type == "dataproto":  # called once, by `result`
+            return
+        size = 1 if self._reward_type == "sequential" else max(self._config.batch_size, 0)
+        num_ready = len(self._held) - (len(self._held) % size if size else 0)
+        ready, self._held = self._held[:num_ready], self._held[num_ready:]
+        if size:
+            self._call([ready[at : at + size] for at in range(0, num_ready, size)])
         else:
-            self._call(spread_groups(rows, self._config.num_cpus))
+            self._call(spread_groups(ready, self._config.num_cpus))
 
     def result(self) -> dict[str, list[float]]:
         """Wait for all scores, or for a failure that ends the run.
 
-        Returns:
-            For each key of the scores its values, ordered by index; `overall` is always there. A value that
-            the function did not return is nan. If calls were repeated or failed, `retries` and `failures`
-            give their number for each response; `overall` of a response whose call failed is nan if it is to
-            be masked, otherwise `worker.reward.failure_score`.
+        Each key of the scores has its values, ordered by index; a value that the function did not return is
+        nan. If calls were repeated or failed, `retries` and `failures` give their number for each response;
+        `overall` of a response whose call failed is `worker.reward.failure_score`, or nan to mask it.
 
         Raises:
             ValueError: With `on_failure=error`, the function raised or returned something wrong.
@@ -150,10 +123,8 @@ class RewardJob:
             held, self._held = self._held, []
             self._call([sorted(held, key=lambda row: row[0])])
         self._collect()
-        self._check_failures()
-        while self._failure is None and self._num_finished() < len(self._submitted):
+        while not self._is_over():
             self._take(self._finished.get())
-            self._check_failures()
         self._failed.report()
         self._raise_failure()
         return self._columns()
@@ -183,13 +154,12 @@ class RewardJob:
         else:
             self._failed.add(call)
 
-    def _num_finished(self) -> int:
-        return len(self._scores) + len(self._failed.rows)
-
-    def _check_failures(self) -> None:
+    def _is_over(self) -> bool:
         too_many = self._failed.reason_to_stop(len(self._submitted))
         if too_many is not None:
             self._end_run(too_many)
+        num_finished = len(self._scores) + len(self._failed.rows)
+        return self._failure is not None or num_finished == len(self._submitted)
 
     def _end_run(self, failure: Failure) -> None:
         self._failure = self._failure or failure
@@ -228,7 +198,7 @@ def spread_groups(rows: list[Row], parts: int) -> list[list[Row]]:
 def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
     try:
         return pickle.dumps((rows, inputs), protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except UNPICKLABLE as error:
         for row, row_input in zip(rows, inputs, strict=True):
             for key, value in row_input.items():
                 _check_picklable(row, key, value, error)
@@ -238,10 +208,9 @@ def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
 def _check_picklable(row: int, key: str, value: Any, cause: Exception) -> None:
     try:
         pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"row {row}: column `{key}` ({type(value).__name__}) must be picklable, got: {error}"
-        ) from cause
+    except UNPICKLABLE as error:
+        what = f"row {row}: column `{key}` ({type(value).__name__})"
+        raise ValueError(f"{what} must be picklable, got: {error}") from cause
 
 
 class NoRewardFunction:

@@ -7,7 +7,6 @@ child when the *thread* that started it ends: no process outlives a controller t
 """
 
 import asyncio
-import itertools
 import os
 import re
 import socket
@@ -18,13 +17,14 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, takewhile
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from verl.config.worker import RewardConfig
 from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec
-from verl.rewards.worker_process import Answer, Failure, Ready, Setup, serve, timeout_message
+from verl.rewards.worker_process import Answer, Failure, Ready, serve, timeout_message
 from verl.utils.child_process import ChildProcess, describe_exit
 from verl.utils.rank_logger import get_logger
 
@@ -63,11 +63,11 @@ class RewardPool:
         self.function, self.path = f"{path}:{function_name}", str(path)
         self.config = config
         kwargs = dict(config.reward_function_kwargs)
-        setup = Setup(self.function, kwargs, config.reward_type, config.timeout_s, config.memory_limit_gb)
-        self._serve = partial(serve, setup)
+        limits = config.timeout_s, config.memory_limit_gb
+        self._serve = partial(serve, self.function, kwargs, config.reward_type, *limits)
         self._processes: list[RewardProcess] = []
         self._open: set[Call] = set()  # submitted and not finished
-        self._order = itertools.count()
+        self._order = count()
         self._ready: Future[Ready] = Future()
         self._broken: Failure | None = None  # the pool's end, and the reason
         self._lock = threading.Lock()  # guards `_open`, `_broken` and the end of the loop
@@ -154,9 +154,8 @@ class RewardPool:
                 message = await process.loaded
         except TimeoutError:
             where = _where_it_hangs(process.child.stacks(), self.path)
-            message = Failure(
-                TimeoutError, f"`{OPTION}`: importing {self.path} took over {limit_s:g} s: {where}"
-            )
+            why = f"`{OPTION}`: importing {self.path} took over {limit_s:g} s: {where}"
+            message = Failure(TimeoutError, why)
         if isinstance(message, Failure):
             raise PoolBrokenError(message)
         process.is_loaded = True
@@ -206,23 +205,22 @@ class RewardPool:
             logger.warning("an idle reward process %s and is replaced: pid=%d", end.how, process.child.pid)
         else:
             what = describe(calls[0].rows, calls[0].inputs)
-            message = f"the process of reward function {self.function} {end.how} while it scored {what}"
-            if end.kind is TimeoutError:
-                message = f"{end.how} {what}"
-            self._fail(process, calls[0], Failure(end.kind, message + end.report))
+            message = f"the process of reward function {self.function} {end.how} while it scored"
+            how = end.how if end.kind is TimeoutError else message
+            self._fail(process, calls[0], Failure(end.kind, f"{how} {what}{end.report}"))
 
     def _fail(self, process: "RewardProcess", call: Call, failure: Failure) -> None:
         """Repeat a call that failed, or give it up."""
         call.failures.append(failure)
         # A call that hung is repeated before all others: if the function always hangs, the run ends after two
-        # time limits. Other calls are repeated after those that wait, when the cause may have passed.
+        # time limits. Other calls are repeated after those waiting, when the cause may have passed.
         is_late = failure.kind is TimeoutError
         if len(call.failures) > self.config.max_retries:
             if self.config.on_failure == "error":
                 call.is_cancelled.set()
             self._finish(call)
         elif not call.is_suspect:
-            self._put(call, priority=0 if is_late else 1)
+            self._enqueue([call], priority=0 if is_late else 1)
         elif is_late:
             process.suspects.appendleft(call)
         else:
@@ -232,12 +230,9 @@ class RewardPool:
         self._open.discard(call)
         call.finished.put(call)
 
-    def _enqueue(self, calls: list[Call]) -> None:
+    def _enqueue(self, calls: list[Call], priority: int = 1) -> None:
         for call in calls:
-            self._put(call, priority=1)
-
-    def _put(self, call: Call, priority: int) -> None:
-        self._queue.put_nowait((priority, next(self._order), call))
+            self._queue.put_nowait((priority, next(self._order), call))
 
 
 class RewardProcess:
@@ -253,7 +248,7 @@ class RewardProcess:
         self.is_loaded = False
         self.grace_s = 0.0  # that a call may take beyond its time limit
         self._answers: dict[int, asyncio.Future[Answer]] = {}
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._is_silent, self._has_exited = asyncio.Event(), asyncio.Event()
         _limit_send_time(self.child.connection)
         self._connection = self.child.connection.fileno()
@@ -316,20 +311,20 @@ class RewardProcess:
         self._has_exited.set()
 
 
+@dataclass(eq=False)
 class ProcessEndedError(Exception):
-    """A reward process ended or must end; `kind` is the error of its call, None if no call is to blame."""
+    """A reward process ended or must end."""
 
-    def __init__(self, how: str, kind: type[Exception] | None = RuntimeError, report: str = "") -> None:
-        super().__init__(how)
-        self.how, self.kind, self.report = how, kind, report
+    how: str
+    kind: type[Exception] | None = RuntimeError  # the error of its call; None if no call is to blame
+    report: str = ""
 
 
+@dataclass(eq=False)
 class PoolBrokenError(Exception):
     """No process can load the function."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+    failure: Failure
 
 
 async def _run_together(*works: Coroutine[Any, Any, None]) -> None:
@@ -358,9 +353,7 @@ def _where_it_hangs(stacks: str, path: str) -> str:
     if innermost is None:
         return f"its process is outside of {path}\n{stacks}"
     own = os.path.dirname(__file__)
-    outermost = next(
-        (idx for idx in range(innermost, len(frames)) if frames[idx][0].startswith(own)), len(frames)
-    )
-    trace = [f'  File "{file}", line {line}, in {name}' for file, line, name in reversed(frames[:outermost])]
+    theirs = [*frames[:innermost], *takewhile(lambda frame: not frame[0].startswith(own), frames[innermost:])]
+    trace = [f'  File "{file}", line {line}, in {name}' for file, line, name in reversed(theirs)]
     file, line, name = frames[innermost]
     return "\n".join([f"it is at {file}:{line}, in {name}", TRACEBACK_HEADING, *trace])

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from verl.rewards.function import (
+    BadScoresError,
     RewardFunction,
     Scores,
     describe,
@@ -29,16 +30,6 @@ Inputs = list[dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # the pool is the parallelism
 GIB = 1 << 30
 SCARCE = 0.5  # share of its memory limit above which a process that failed is replaced: it may leak
-
-
-class Setup(NamedTuple):
-    """Startup parameters of a reward process."""
-
-    function: str  # path.py:function
-    kwargs: dict[str, Any]
-    default_type: str
-    timeout_s: float
-    memory_limit_gb: float | None
 
 
 class Ready(NamedTuple):
@@ -65,20 +56,27 @@ class Answer(NamedTuple):
     is_memory_full: bool = False  # the process should be replaced
 
 
-def serve(setup: Setup, connection: Connection) -> None:
-    """Load the function and answer calls until the connection closes."""
+def serve(
+    spec: str,
+    kwargs: dict[str, Any],
+    default_type: str,
+    timeout_s: float,
+    memory_limit_gb: float | None,
+    connection: Connection,
+) -> None:
+    """Load the function `spec` (path.py:function) and answer calls until the connection closes."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    memory = MemoryLimit(setup.memory_limit_gb)
+    memory = MemoryLimit(memory_limit_gb)
     memory.set()
     try:
-        reward = load_reward_function(setup.function, setup.kwargs, setup.default_type)
+        reward = load_reward_function(spec, kwargs, default_type)
     except (ValueError, OSError) as error:
         memory.lift()
         connection.send(Failure(type(error), f"{error}{memory.hint(error.__cause__)}"))
         return
     connection.send(Ready(reward.name, reward.reward_type, reward.is_async))
-    worker = RewardWorker(connection, reward, memory, setup.timeout_s)
+    worker = RewardWorker(connection, reward, memory, timeout_s)
     if reward.is_async:
         asyncio.run(worker.serve_concurrently())
     else:
@@ -102,12 +100,10 @@ class RewardWorker:
             rows, inputs = [], []
             try:
                 rows, inputs = pickle.loads(payload)
-                returned = self.reward.call(inputs)
+                scores = self.reward.check(self.reward.call(inputs), rows, inputs)
+                answer = Answer(call_number, scores, None)
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
-                answer = self._raised(call_number, error, rows, inputs)
-            else:
-                is_sequential = self.reward.reward_type == "sequential"
-                answer = self._checked(call_number, [returned] if is_sequential else returned, rows, inputs)
+                answer = self._failed(call_number, error, rows, inputs)
             self.connection.send(answer)
 
     async def serve_concurrently(self) -> None:
@@ -134,7 +130,8 @@ class RewardWorker:
         try:
             rows, inputs = pickle.loads(payload)
             async with limit:
-                returned = await self.reward.call(inputs)
+                returned = [await self.reward.call(inputs)[0]]
+            answer = Answer(call_number, self.reward.check(returned, rows, inputs), None)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
             if limit.expired() and isinstance(error, TimeoutError):
                 place = describe_place(error.__cause__ or error, self.reward.path)
@@ -142,18 +139,12 @@ class RewardWorker:
                 failure = Failure(TimeoutError, f"{message} {describe(rows, inputs)}")
                 answer = Answer(call_number, None, failure)
             else:
-                answer = self._raised(call_number, error, rows, inputs)
-        else:
-            answer = self._checked(call_number, [returned], rows, inputs)
+                answer = self._failed(call_number, error, rows, inputs)
         self.connection.send(answer)
 
-    def _checked(self, call_number: int, returned: Any, rows: list[int], inputs: Inputs) -> Answer:
-        try:
-            return Answer(call_number, self.reward.check(returned, rows, inputs), None)
-        except ValueError as error:
+    def _failed(self, call_number: int, error: BaseException, rows: list[int], inputs: Inputs) -> Answer:
+        if isinstance(error, BadScoresError):
             return Answer(call_number, None, Failure(ValueError, str(error)))
-
-    def _raised(self, call_number: int, error: BaseException, rows: list[int], inputs: Inputs) -> Answer:
         is_full = self.memory.is_scarce(error)
         self.memory.lift()  # describing the error takes memory
         what = describe_error(error, self.reward.path) + self.memory.hint(error)
@@ -179,15 +170,14 @@ class MemoryLimit:
     def __init__(self, limit_gb: float | None) -> None:
         self.limit_gb = limit_gb
         self._soft, self._hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = self._soft if limit_gb is None else int(limit_gb * GIB)
+        self._limit = limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard)
 
     def set(self) -> None:
-        if self.limit_gb is not None:
-            limit = int(self.limit_gb * GIB)
-            self._set_soft(limit if self._hard == resource.RLIM_INFINITY else min(limit, self._hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (self._limit, self._hard))
 
     def lift(self) -> None:
-        if self.limit_gb is not None:
-            self._set_soft(self._soft)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._soft, self._hard))
 
     def is_scarce(self, error: BaseException) -> bool:
         """Return whether the process should take no more calls after this error."""
@@ -202,6 +192,3 @@ class MemoryLimit:
         if self.limit_gb is None or not isinstance(error, MemoryError):
             return ""
         return f"the process may allocate `worker.reward.memory_limit_gb` ({self.limit_gb:g} GiB)\n"
-
-    def _set_soft(self, limit: int) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._hard))

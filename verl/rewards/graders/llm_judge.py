@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -39,6 +40,7 @@ ANSWER_FILE = re.compile(r"[0-9a-f]{30,126}")
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Judge:
     """Asks a model questions: a bounded number at a time, with retries, each different question once.
 
@@ -49,57 +51,38 @@ class Judge:
 
         judge = Judge("http://localhost:8000/v1", "Qwen/Qwen3-8B", cache_dir="/scratch/judge")
         await judge.ask([{"role": "user", "content": "Is 7 prime? Yes or no."}])  # "Yes"
-
-    Args:
-        base_url: The endpoint up to `/chat/completions`; usually ends in `/v1`.
-        model: Name of the model on the server.
-        api_key_env: Environment variable that holds the key; None sends none.
-        max_concurrency: Maximum number of concurrent requests, retries included.
-        max_retries: Number of attempts after the first.
-        timeout_s: Seconds to wait for the server, for each attempt.
-        cache_dir: Directory of answers, shared by all processes that use it; None keeps none. Equal questions
-            have the same answer forever, at any temperature.
-        max_cache_bytes: Bound of that directory; the answers that have not been read for longest are removed.
-        temperature: Sampling temperature; None is the server's default.
-        max_tokens: Maximum length of an answer; None is the server's default.
-        options: More fields of the request, with the server's names: `{"seed": 1}`.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        api_key_env: str | None = None,
-        max_concurrency: int = 256,
-        max_retries: int = 6,
-        timeout_s: float = 120.0,
-        cache_dir: str | Path | None = None,
-        max_cache_bytes: int = MAX_CACHE_BYTES,
-        temperature: float | None = 0.0,
-        max_tokens: int | None = 512,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        url = urlsplit(base_url)
+    base_url: str  # the endpoint up to `/chat/completions`; usually ends in `/v1`
+    model: str  # its name on the server
+    _: KW_ONLY
+    api_key_env: str | None = None  # environment variable that holds the key; None sends none
+    max_concurrency: int = 256  # concurrent requests, retries included
+    max_retries: int = 6  # attempts after the first
+    timeout_s: float = 120.0  # of each attempt
+    # Folder of answers, shared by all processes that use it; None keeps none. Equal questions have the same
+    # answer forever, at any temperature.
+    cache_dir: str | Path | None = None
+    max_cache_bytes: int = MAX_CACHE_BYTES  # the answers that have not been read for longest are removed
+    temperature: float | None = 0.0  # None is the server's default
+    max_tokens: int | None = 512  # of an answer; None is the server's default
+    options: Mapping[str, Any] | None = None  # more fields of the request: `{"seed": 1}`
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"`base_url` must be like http://host:8000/v1, got {base_url!r}")
-        _check_minimum("max_concurrency", max_concurrency, 1)
-        _check_minimum("max_retries", max_retries, 0)
-        _check_minimum("max_cache_bytes", max_cache_bytes, 1)
-        if not timeout_s > 0:
-            raise ValueError(f"`timeout_s` must be above 0 seconds, got {timeout_s}")
-        self.base_url = base_url.rstrip("/")
-        self.model = model
-        self.api_key_env = api_key_env
-        self.max_concurrency = max_concurrency
-        self.max_retries = max_retries
-        self.timeout_s = timeout_s
-        own = {"temperature": temperature, "max_tokens": max_tokens}
-        self.parameters = {key: value for key, value in own.items() if value is not None} | dict(
-            options or {}
-        )
-        self._api_key = _read_key(api_key_env)
-        self._cache = AnswerCache(cache_dir, max_cache_bytes) if cache_dir is not None else None
+            raise ValueError(f"`base_url` must be like http://host:8000/v1, got {self.base_url!r}")
+        for name, minimum in (("max_concurrency", 1), ("max_retries", 0), ("max_cache_bytes", 1)):
+            if (value := getattr(self, name)) < minimum:
+                raise ValueError(f"`{name}` must be at least {minimum}, got {value}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"`timeout_s` must be above 0 seconds, got {self.timeout_s}")
+        self.base_url = self.base_url.rstrip("/")
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        self.parameters = {key: value for key, value in own.items() if value is not None}
+        self.parameters |= self.options or {}
+        self._api_key = _read_key(self.api_key_env)
+        self._cache = None if self.cache_dir is None else AnswerCache(self.cache_dir, self.max_cache_bytes)
         self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
 
     def __str__(self) -> str:
@@ -155,39 +138,30 @@ class Judge:
             except (openai.APIError, json.JSONDecodeError) as error:
                 raise self._explain(error) from error
         if not isinstance(completion, ChatCompletion) or not completion.choices:
-            raise RuntimeError(
-                f"{self} answered something other than a chat completion: {_excerpt(str(completion))}:"
-                " check `base_url`, which usually ends in /v1"
-            )
+            what = f"{self} answered something other than a chat completion: {_excerpt(str(completion))}"
+            raise RuntimeError(f"{what}: check `base_url`, which usually ends in /v1")
         choice = completion.choices[0]
         if not choice.message.content:
-            raise RuntimeError(
-                f"{self} answered without text (finish_reason {choice.finish_reason!r}): a model that thinks"
-                " needs a larger `max_tokens`"
-            )
+            what = f"{self} answered without text (finish_reason {choice.finish_reason!r})"
+            raise RuntimeError(f"{what}: a model that thinks needs a larger `max_tokens`")
         return choice.message.content
 
     def _explain(self, error: openai.APIError | json.JSONDecodeError) -> Exception:
         attempts = f"in up to {self.max_retries + 1} attempts"
         if isinstance(error, openai.APITimeoutError):
-            return TimeoutError(
-                f"{self} did not answer within `timeout_s` ({self.timeout_s:g} s) {attempts}:"
-                f" raise it, or lower {FEWER}"
-            )
+            what = f"{self} did not answer within `timeout_s` ({self.timeout_s:g} s) {attempts}"
+            return TimeoutError(f"{what}: raise it, or lower {FEWER}")
         if isinstance(error, openai.APIConnectionError):
-            return ConnectionError(
-                f"{self} cannot be reached {attempts} ({error.__cause__ or error}): start the server, or"
-                " correct `base_url`"
-            )
+            what = f"{self} cannot be reached {attempts} ({error.__cause__ or error})"
+            return ConnectionError(f"{what}: start the server, or correct `base_url`")
         if not isinstance(error, openai.APIStatusError):
             return RuntimeError(f"{self} answered unlike an OpenAI-compatible server: {error}")
         body = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
         reason = _excerpt(str(body or error.response.reason_phrase))
         status = f"{self} answered status {error.status_code}"
         if error.status_code in (408, 409, 429) or error.status_code >= 500:
-            return RuntimeError(
-                f"{status} {attempts}: {reason}: see the server's log, raise `max_retries`, or lower {FEWER}"
-            )
+            remedy = f"see the server's log, raise `max_retries`, or lower {FEWER}"
+            return RuntimeError(f"{status} {attempts}: {reason}: {remedy}")
         return ValueError(f"{status}: {reason}: {self._remedy(error.status_code)}")
 
     def _remedy(self, status: int) -> str:
@@ -242,11 +216,6 @@ class AnswerCache:
     def _make_room(self, coming: int) -> None:
         with self._lock:
             self._room.make(coming)
-
-
-def _check_minimum(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"`{name}` must be at least {minimum}, got {value}")
 
 
 def _read_key(api_key_env: str | None) -> str:

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ KERNEL_GRACE_S = 2  # CPU time between the alarm and the kernel's limit
 MEMORY_LIMIT = 4 << 30  # bytes of address space; symbolic mathematics itself takes a tenth
 MAX_ANSWER_LENGTH = 300  # characters; MATH-500 has at most 159, and parsing costs grow with the square
 BOXED = r"\boxed{"
+
+_Question = tuple[str, str, float]  # answer, ground truth, limit in seconds of CPU time
 
 
 def last_boxed(text: str) -> str | None:
@@ -56,9 +59,8 @@ def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT
     if not answer or _is_word(ground_truth) or _is_word(answer) or len(answer) > MAX_ANSWER_LENGTH:
         return False
     comparer = _comparer(os.getpid())
-    question = _Question(answer, ground_truth, time_limit_s)
     try:
-        return comparer.thread.submit(comparer.equal, question).result()
+        return comparer.thread.submit(comparer.equal, (answer, ground_truth, time_limit_s)).result()
     except ChildEndedError as error:
         if error.exit_code < 0:  # killed by the kernel: too much time or memory
             return False
@@ -73,12 +75,6 @@ def _plain(answer: str) -> str:
 
 def _is_word(answer: str) -> bool:
     return len(answer) > 1 and all(part.isalpha() for part in answer.split())
-
-
-class _Question(NamedTuple):
-    answer: str
-    ground_truth: str
-    time_limit_s: float
 
 
 class _Comparer(NamedTuple):
@@ -103,13 +99,14 @@ def _enter() -> None:
 
 
 def _equal(question: _Question) -> bool:
+    answer, ground_truth, time_limit_s = question
     from math_verify import parse, verify  # noqa: PLC0415 (takes a second, which only the child should pay)
 
-    _lower(resource.RLIMIT_CPU, math.ceil(_cpu_seconds() + question.time_limit_s) + KERNEL_GRACE_S)
+    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + time_limit_s) + KERNEL_GRACE_S)
     try:
-        with _time_limit(question.time_limit_s):
-            gold = parse(f"\\boxed{{{question.ground_truth}}}", parsing_timeout=0)
-            given = parse(f"\\boxed{{{question.answer}}}", parsing_timeout=0)
+        with _time_limit(time_limit_s):
+            gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=0)
+            given = parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
             return verify(gold, given, timeout_seconds=0)
     except (TimeLimitReached, RecursionError, MemoryError):
         return False
@@ -133,11 +130,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous)
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _lower(which: int, value: int) -> None:

@@ -121,9 +121,8 @@ def _unpacked(tests: Any) -> list[dict[str, Any]]:
         pickled = zlib.decompress(base64.b64decode(tests, validate=True))
         return json.loads(_TextUnpickler(io.BytesIO(pickled)).load())
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(
-            f"test cases must be a list, JSON or LiveCodeBench's packed form: {error}"
-        ) from error
+        known = "a list, JSON or LiveCodeBench's packed form"
+        raise ValueError(f"test cases must be {known}: {error}") from error
 
 
 class _TextUnpickler(pickle.Unpickler):
@@ -148,40 +147,34 @@ def _call(name: str, given: Any, wanted: Any) -> CallCase:
     return CallCase(name, arguments, wanted)
 
 
-def _assertions(code: str, before: str = "", prefix: str = "") -> Iterator[AssertCase]:
-    """Split code into assertions, each with the statements before it except assertions."""
-    yield from _assertions_of(ast.parse(code).body, code, before, prefix)
-
-
-def _assertions_of(body: list[ast.stmt], code: str, before: str, prefix: str) -> Iterator[AssertCase]:
-    nested = any(_holds_assertion(node) for node in body if not isinstance(node, ast.Assert))
-    if nested:
+def _assertions(
+    code: str, before: str = "", prefix: str = "", body: list[ast.stmt] | None = None
+) -> Iterator[AssertCase]:
+    """Split `body`, by default all the code, into assertions, each with the other statements before it."""
+    body = ast.parse(code).body if body is None else body
+    if any(_holds_assertion(node) for node in body if not isinstance(node, ast.Assert)):
         yield AssertCase(f"{before}\n{code}", "True", True, prefix)
         return
     for node in body:
         if isinstance(node, ast.Assert):
-            expression, expected = _expected(node.test)
-            yield AssertCase(before, expression, expected, prefix)
+            yield AssertCase(before, *_expected(node.test), prefix)
         else:
             before += f"\n{ast.unparse(node)}"
 
 
-def _checks(code: str, entry_point: str, prefix: str) -> Iterator[AssertCase]:
-    tree = ast.parse(code)
-    check = next(
-        (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None
-    )
-    if check is None:
-        yield from _assertions(code, prefix=prefix)
-        return
-    others = "\n".join(ast.unparse(node) for node in tree.body if node is not check)
-    before = f"{others}\n{check.args.args[0].arg} = {entry_point}"
-    call = f"{ast.unparse(check)}\ncheck({entry_point})"
-    yield from _assertions_of(check.body, call, before, prefix)
-
-
 def _holds_assertion(node: ast.AST) -> bool:
     return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
+
+
+def _checks(code: str, entry_point: str, prefix: str) -> Iterator[AssertCase]:
+    body = ast.parse(code).body
+    check = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
+    if check is None:
+        return _assertions(code, prefix=prefix)
+    others = "\n".join(ast.unparse(node) for node in body if node is not check)
+    before = f"{others}\n{check.args.args[0].arg} = {entry_point}"
+    call = f"{ast.unparse(check)}\ncheck({entry_point})"
+    return _assertions(call, before, prefix, check.body)
 
 
 def _expected(test: ast.expr) -> tuple[str, Any]:

@@ -2,10 +2,10 @@
 """Confine a process before it runs a program: drop privileges, limit resources, files and system calls."""
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
+import struct
 
 from verl.rewards.sandbox import filter, kernel
 
@@ -22,26 +22,10 @@ WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 ALL_OF_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights over files
 
 
-class CapabilityHeader(ctypes.Structure):
-    """`struct __user_cap_header_struct`."""
+def confine(limits: dict, user: int, readable: list[str] | None, num_threads: int) -> None:
+    """Drop all privileges, irrevocably, and become `user`, if this process may choose.
 
-    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
-
-
-class CapabilityData(ctypes.Structure):
-    """Two `struct __user_cap_data_struct`."""
-
-    _fields_ = [("words", ctypes.c_uint32 * 6)]
-
-
-def confine(limits: dict, user: int, *, readable: list[str] | None, num_threads: int) -> None:
-    """Drop all privileges, irrevocably.
-
-    Args:
-        limits: Fields of `Limits`.
-        user: User to switch to, if this process may choose.
-        readable: Paths that Landlock leaves readable; None if a separate root folder does that.
-        num_threads: Maximum number of threads of the user, in all processes.
+    Landlock leaves only the paths `readable` readable; with None a separate root folder does that.
     """
     _become(user, keep=READ_ANY_FILE if readable is not None else 0)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -66,12 +50,12 @@ def _become(user: int, keep: int) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
-    rights = CapabilityData((ctypes.c_uint32 * 6)(keep, keep))  # effective, permitted
-    kernel.syscall("capset", CapabilityHeader(kernel.CAPABILITY_VERSION_3, 0), rights)
+    header = struct.pack("Ii", kernel.CAPABILITY_VERSION_3, 0)  # `struct __user_cap_header_struct`
+    kernel.syscall("capset", header, struct.pack("6I", keep, keep, 0, 0, 0, 0))  # effective, permitted, ...
 
 
 def limit_resources(limits: dict, num_threads: int | None) -> None:
-    """Limit this process and its children. Lower existing limits stay."""
+    """Limit this process and its children; `num_threads` bounds all of the user's. Lower limits stay."""
     memory = limits["memory_mb"] * MIB
     wanted = {
         resource.RLIMIT_AS: memory,
@@ -97,19 +81,6 @@ def _lower(which: int, soft: int, hard: int) -> None:
     resource.setrlimit(which, (soft, hard))
 
 
-class Ruleset(ctypes.Structure):
-    """First version of `struct landlock_ruleset_attr`: rights over files."""
-
-    _fields_ = [("files", ctypes.c_uint64)]
-
-
-class PathRule(ctypes.Structure):
-    """`struct landlock_path_beneath_attr`."""
-
-    _pack_ = 1
-    _fields_ = [("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32)]
-
-
 def allow_reading_only(paths: list[str], devices: list[str]) -> None:
     """Restrict this process for good to reading files at or below `paths` and using devices.
 
@@ -118,8 +89,9 @@ def allow_reading_only(paths: list[str], devices: list[str]) -> None:
     version = kernel.syscall("landlock_create_ruleset", None, 0, CREATE_RULESET_VERSION)
     if version < OLDEST_VERSION:
         raise OSError(f"Landlock has version {version}, the sandbox needs {OLDEST_VERSION} (Linux 6.2)")
-    attributes = Ruleset(ALL_OF_VERSION[min(version, max(ALL_OF_VERSION))])
-    ruleset = kernel.syscall("landlock_create_ruleset", attributes, ctypes.sizeof(attributes), 0)
+    # The first version of `struct landlock_ruleset_attr`: rights over files.
+    attributes = struct.pack("Q", ALL_OF_VERSION[min(version, max(ALL_OF_VERSION))])
+    ruleset = kernel.syscall("landlock_create_ruleset", attributes, len(attributes), 0)
     for path in paths:
         _allow(ruleset, path, READ_FILE | (READ_DIR if os.path.isdir(path) else 0))
     for device in devices:
@@ -130,5 +102,6 @@ def allow_reading_only(paths: list[str], devices: list[str]) -> None:
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    kernel.syscall("landlock_add_rule", ruleset, RULE_PATH_BENEATH, PathRule(rights, opened), 0)
+    rule = struct.pack("=Qi", rights, opened)  # `struct landlock_path_beneath_attr`
+    kernel.syscall("landlock_add_rule", ruleset, RULE_PATH_BENEATH, rule, 0)
     os.close(opened)

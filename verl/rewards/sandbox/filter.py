@@ -26,17 +26,21 @@ AF_UNIX = 1
 SECCOMP_SET_MODE_FILTER = 1
 
 
-class Program(ctypes.Structure):
-    """`struct sock_fprog`."""
+def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return INSTRUCTION.pack(code, if_true, if_false, value)
 
-    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+
+ALLOWED = (_line(RETURN, ALLOW),)
+DENY_OR_ALLOW = (_line(RETURN, FAIL | errno.EPERM), *ALLOWED)
 
 
 def install(*, alone: bool) -> None:
     """Filter every later system call of this process and its children; `alone` forbids children."""
     code = build(alone=alone, pid=os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
-    program = Program(len(code) // INSTRUCTION.size, ctypes.addressof(buffer))
+    program = struct.pack(
+        "HP", len(code) // INSTRUCTION.size, ctypes.addressof(buffer)
+    )  # `struct sock_fprog`
     kernel.syscall("seccomp", SECCOMP_SET_MODE_FILTER, 0, program)
 
 
@@ -49,67 +53,46 @@ def build(*, alone: bool, pid: int) -> bytes:
         _line(JUMP_AT_LEAST, X32_BIT, 0, 1),
         _line(RETURN, KILL),
     ]
-    for name in kernel.FILES | kernel.MEMORY_AND_SIGNALS | kernel.PROCESS_AND_TIME:
-        lines += _rule(name, [_line(RETURN, ALLOW)])
-    lines += _rules_by_argument(alone=alone, pid=pid)
-    lines += [
-        _line(JUMP_AT_LEAST, FIRST_NEW_CALL, 0, 1),
-        _line(RETURN, FAIL | errno.ENOSYS),
-        _line(RETURN, FAIL | errno.EPERM),
-    ]
-    return b"".join(lines)
+    rules = dict.fromkeys(kernel.FREE, ALLOWED) | _rules_by_argument(alone=alone, pid=pid)
+    for name, body in rules.items():
+        number = kernel.number(name)
+        if number is not None:
+            lines += [_line(JUMP_EQUAL, number, 0, len(body)), *body]
+    lines += [_line(JUMP_AT_LEAST, FIRST_NEW_CALL, 0, 1), _line(RETURN, FAIL | errno.ENOSYS)]
+    return b"".join([*lines, _line(RETURN, FAIL | errno.EPERM)])
 
 
-def _rules_by_argument(*, alone: bool, pid: int) -> list[bytes]:
-    lines = _rule("ioctl", _one_of(1, IOCTLS)) + _rule("prctl", _one_of(0, (kernel.PR_SET_NAME,)))
-    lines += _rule("fcntl", _one_of(1, FCNTLS))
-    lines += _rule("prlimit64", _one_of(0, (0,))) + _rule("socketpair", _one_of(0, (AF_UNIX,)))
-    lines += _rule("sendto", _null(4))  # to the other end of a pair, not to an address
-    if not alone:
-        for name in ("clone", "fork", "vfork", "kill", "tgkill", "tkill"):
-            new = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
-            new |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
-            lines += _rule(name, _without_bits(new) if name == "clone" else [_line(RETURN, ALLOW)])
-        return lines
-    lines += _rule("clone", _with_bits(kernel.CLONE_THREAD))
-    for name in ("kill", "tgkill"):
-        lines += _rule(name, _one_of(0, (pid,)))
-    return lines
+def _rules_by_argument(*, alone: bool, pid: int) -> dict[str, tuple[bytes, ...]]:
+    """Return for each system call the instructions that decide on its arguments."""
+    rules = {
+        "ioctl": _one_of(1, IOCTLS),
+        "prctl": _one_of(0, (kernel.PR_SET_NAME,)),
+        "fcntl": _one_of(1, FCNTLS),
+        "prlimit64": _one_of(0, (0,)),
+        "socketpair": _one_of(0, (AF_UNIX,)),
+        "sendto": _null(4),  # to the other end of a pair, not to an address
+    }
+    if alone:
+        own_process = _one_of(0, (pid,))
+        return rules | {"clone": _bits(kernel.CLONE_THREAD, 1), "kill": own_process, "tgkill": own_process}
+    rules |= dict.fromkeys(("fork", "vfork", "kill", "tgkill", "tkill"), ALLOWED)
+    return rules | {"clone": _bits(kernel.NEW_NAMESPACES, 0)}
 
 
-def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    return INSTRUCTION.pack(code, if_true, if_false, value)
+# Each of the following allows a call or denies it; the last two instructions say so.
 
 
-def _rule(name: str, body: list[bytes]) -> list[bytes]:
-    """Instructions for one system call; `body` returns on every path."""
-    number = kernel.number(name)
-    return [] if number is None else [_line(JUMP_EQUAL, number, 0, len(body)), *body]
-
-
-def _one_of(argument: int, values: tuple[int, ...]) -> list[bytes]:
+def _one_of(argument: int, values: tuple[int, ...]) -> tuple[bytes, ...]:
     lines = [_line(LOAD, AT_ARGUMENTS + 8 * argument)]
     lines += [_line(JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
-    return [*lines, _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
+    return *lines, *DENY_OR_ALLOW
 
 
-def _null(argument: int) -> list[bytes]:
-    low, high = AT_ARGUMENTS + 8 * argument, AT_ARGUMENTS + 8 * argument + 4
-    return [
-        _line(LOAD, low),
-        _line(JUMP_EQUAL, 0, 0, 2),
-        _line(LOAD, high),
-        _line(JUMP_EQUAL, 0, 1, 0),
-        _line(RETURN, FAIL | errno.EPERM),
-        _line(RETURN, ALLOW),
-    ]
+def _null(argument: int) -> tuple[bytes, ...]:
+    low, high = (_line(LOAD, AT_ARGUMENTS + 8 * argument + half) for half in (0, 4))
+    return low, _line(JUMP_EQUAL, 0, 0, 2), high, _line(JUMP_EQUAL, 0, 1, 0), *DENY_OR_ALLOW
 
 
-def _with_bits(bits: int) -> list[bytes]:
-    load = _line(LOAD, AT_ARGUMENTS)
-    return [load, _line(JUMP_ANY_BIT, bits, 1, 0), _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
-
-
-def _without_bits(bits: int) -> list[bytes]:
-    load = _line(LOAD, AT_ARGUMENTS)
-    return [load, _line(JUMP_ANY_BIT, bits, 0, 1), _line(RETURN, FAIL | errno.EPERM), _line(RETURN, ALLOW)]
+def _bits(bits: int, wanted: int) -> tuple[bytes, ...]:
+    """Allow a call if any of `bits` is set in its first argument; with `wanted` 0 if none is."""
+    return _line(LOAD, AT_ARGUMENTS), _line(JUMP_ANY_BIT, bits, wanted, 1 - wanted), *DENY_OR_ALLOW

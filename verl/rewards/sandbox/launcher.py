@@ -24,8 +24,7 @@ from verl.rewards.sandbox import confinement, kernel, namespaces, program
 FIRST_FREE = 10  # file descriptors from here on are free for moving files
 VALUE, STATUS = 3, 4  # file descriptors of the program, after the standard three
 
-FILES = ("job", "stdin", "stdout", "stderr", "value", "status", "lifeline")  # inherited file descriptors
-Files = namedtuple("Files", FILES)
+Files = namedtuple("Files", "job stdin stdout stderr value status lifeline")  # inherited file descriptors
 
 
 def main() -> None:
@@ -64,13 +63,12 @@ def _prepare(files: Files) -> dict:
             importlib.import_module("verl.rewards.sandbox.values")
         if job["namespaces"]:
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # so that the caller may write the user mapping
-            kernel.unshare(namespaces.ALL)
+            kernel.unshare(kernel.NEW_NAMESPACES)
             _report(files.status, "unshared")
             if os.read(files.lifeline, 1) != b"!":
                 os._exit(1)
-            namespaces.build_root(
-                job["scratch"], job["readable"], files.stdin, job["limits"]["folder_mb"], job["user"]
-            )
+            size_mb = job["limits"]["folder_mb"]
+            namespaces.build_root(job["scratch"], job["readable"], files.stdin, size_mb, job["user"])
     except (OSError, ValueError, EOFError) as error:
         _fail(files.status, error)
     return job
@@ -85,8 +83,7 @@ def _supervise(child: int, files: Files, *, report: bool) -> None:
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(files.lifeline, 0)  # a hang-up is always reported
-    ready = [file for file, _ in poll.poll()]
-    if files.lifeline in ready:
+    if files.lifeline in dict(poll.poll()):
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)
     if report:
@@ -98,7 +95,6 @@ def _supervise(child: int, files: Files, *, report: bool) -> None:
 def _be_the_program(job: dict, files: Files) -> None:
     """Keep the program's files only, drop every privilege, and report the start."""
     try:
-        readable = None if job["namespaces"] else job["readable"]
         if job["namespaces"]:
             os.dup2(os.open("/dev/stdin", os.O_RDONLY), files.stdin)
         wanted = (files.stdin, files.stdout, files.stderr, files.value, files.status)
@@ -107,7 +103,8 @@ def _be_the_program(job: dict, files: Files) -> None:
             os.dup2(file, number)
         os.closerange(STATUS + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if job["confined"]:
-            confinement.confine(job["limits"], job["user"], readable=readable, num_threads=job["max_threads"])
+            readable = None if job["namespaces"] else job["readable"]
+            confinement.confine(job["limits"], job["user"], readable, job["max_threads"])
         else:
             confinement.limit_resources(job["limits"], job["max_threads"])
     except (OSError, ValueError) as error:

@@ -10,15 +10,6 @@ import shutil
 from verl.rewards.sandbox import kernel
 from verl.rewards.sandbox.confinement import DEVICES
 
-ALL = (
-    kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWCGROUP
-)
 NOBODY = 65534
 FOLDER = "/box"  # the program's working folder
 MAX_FILES = 4096  # in the working folder
@@ -28,12 +19,8 @@ ROOT_MB = 1  # for the tree of empty mount points
 def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, owner: int) -> None:
     """Replace the root folder.
 
-    Args:
-        scratch: Existing folder to mount the new root on.
-        readable: Real paths that the program may read, mounted at the same paths.
-        stdin: File descriptor whose content becomes /dev/stdin.
-        folder_mb: Size of the working folder in MiB.
-        owner: User of the working folder.
+    The new root is mounted on the folder `scratch`. It has the real paths `readable`, /dev/stdin with the
+    content of the file descriptor `stdin`, and a working folder of `folder_mb` MiB that belongs to `owner`.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     size = ROOT_MB * (1 << 20) + os.fstat(stdin).st_size
@@ -49,7 +36,9 @@ def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, ow
         _show(device, devices=True)
     with open("/dev/stdin", "wb") as copy, open(stdin, "rb", closefd=False) as given:
         shutil.copyfileobj(given, copy)
-    _make_folder(folder_mb, owner)
+    os.mkdir(FOLDER)
+    options = f"size={folder_mb}m,nr_inodes={MAX_FILES},mode=0700,uid={owner},gid={owner}"
+    kernel.mount("tmpfs", FOLDER, "tmpfs", flags | kernel.MS_NOEXEC, options)
     kernel.unmount("/old")
     os.rmdir("/old")
     kernel.protect_mount("/", recursive=False)
@@ -65,10 +54,3 @@ def _show(path: str, *, devices: bool = False) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC))
     kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.protect_mount(path, recursive=True, devices=devices)
-
-
-def _make_folder(size_mb: int, owner: int) -> None:
-    os.mkdir(FOLDER)
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    options = f"size={size_mb}m,nr_inodes={MAX_FILES},mode=0700,uid={owner},gid={owner}"
-    kernel.mount("tmpfs", FOLDER, "tmpfs", flags, options)

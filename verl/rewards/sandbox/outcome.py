@@ -24,7 +24,7 @@ class Isolation(StrEnum):
 
 
 class Status(StrEnum):
-    """How a program ended."""
+    """Ending of a program."""
 
     OK = "ok"  # it ended by itself with exit code 0
     WRONG_EXIT = "wrong_exit"  # it ended by itself with another exit code
@@ -38,11 +38,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one run.
+    """Resource limits of one run."""
 
-    CPU time decides, so that a busy machine fails no program; the wall clock ends programs that sleep.
-    """
-
+    # CPU time decides, so that a busy machine fails no program; the wall clock ends programs that sleep.
     cpu_s: int = 6  # of all threads of one process together
     wall_s: float = 15.0
     memory_mb: int = 1024  # address space of each process: code, data, stacks, mapped files

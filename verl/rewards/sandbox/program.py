@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute an untrusted program, in a process that has already dropped its privileges."""
+"""Execute an untrusted program, in a process that has already dropped its privileges.
+
+Every run imports this module: a heavy import here would slow down all of them.
+"""
 
 import os
 import sys
 from types import ModuleType, TracebackType
 
-from verl.rewards.sandbox import codes
-
 FILE_NAME = "solution.py"
+# Exit codes that say how a program ended. A program that uses them only renames its own failure.
+UNCAUGHT, OUT_OF_MEMORY, REJECTED = 121, 122, 123  # an exception, a MemoryError, an assertion of a test
 
 
 def execute(source: str, call: dict[str, str] | None, import_path: list[str], value_file: int) -> None:
-    """Run a program as a script, or as a module and then make a call (fields of a `Call`).
-
-    Its value is written to the file descriptor `value_file`.
-    """
+    """Run a program as a script, or as a module and then write the value of `call` to `value_file`."""
     values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before access to its folder was dropped
     _forget_launcher(import_path)
     module = ModuleType("__main__" if call is None else "solution")
@@ -26,13 +26,13 @@ def execute(source: str, call: dict[str, str] | None, import_path: list[str], va
     except SystemExit:
         raise
     except MemoryError:
-        sys.exit(codes.OUT_OF_MEMORY)
+        sys.exit(OUT_OF_MEMORY)
     except _RejectedError:
-        sys.exit(codes.REJECTED)
+        sys.exit(REJECTED)
     except BaseException as error:  # noqa: BLE001 (a program raises anything)
         error.__traceback__ = _without_own_frames(error.__traceback__)
         sys.__excepthook__(type(error), error, error.__traceback__)
-        sys.exit(codes.UNCAUGHT)
+        sys.exit(UNCAUGHT)
 
 
 class _RejectedError(Exception):
@@ -56,7 +56,7 @@ def _make_call(namespace: dict, call: dict[str, str], value_file: int, values: M
     except AssertionError as error:
         raise _RejectedError from error
     if call["arguments"] is not None:
-        value = value(*values.from_json(call["arguments"]))
+        value = value(*values.json.loads(call["arguments"]))
     with os.fdopen(value_file, "w") as file:
         file.write(values.to_text(value))
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from verl.rewards.sandbox import codes, kernel, library
+from verl.rewards.sandbox import kernel, launcher, library, program
 from verl.rewards.sandbox.namespaces import NOBODY
 from verl.rewards.sandbox.outcome import (
     REMEDY,
@@ -49,6 +49,12 @@ START_LIMIT_S = 20.0  # until the program starts, on the busiest machine
 END_LIMIT_S = 0.5  # for the launcher to kill the program and exit; then it is killed as well
 OVERHEAD_THREADS = 3  # launcher, init and the program's first
 STATUS_LIMIT = 1 << 16
+STATUS_OF_CODE = {
+    0: Status.OK,
+    program.UNCAUGHT: Status.CRASHED,
+    program.OUT_OF_MEMORY: Status.OUT_OF_MEMORY,
+    program.REJECTED: Status.REJECTED,
+}
 ENVIRONMENT = {
     "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
 }  # fmt: skip
@@ -65,13 +71,9 @@ def run(
 ) -> Outcome:
     """Run a program and return its outcome.
 
-    Args:
-        source: Python source; installed packages can be imported.
-        stdin: Text for the program to read.
-        limits: None is the default `Limits`.
-        call: Evaluated after the program has run as a module; None runs it as a script.
-        isolation: None selects the strongest isolation that works on this machine.
-        allow_unsafe: Run without isolation if there is none, as does VERL_SANDBOX_UNSAFE=1.
+    With a `call` it runs as a module, otherwise as a script. It can import installed packages. The strongest
+    isolation that works on this machine is used unless `isolation` names one; if none works, the program
+    runs only with `allow_unsafe` or VERL_SANDBOX_UNSAFE=1.
 
     Raises:
         SandboxError: The sandbox failed, and the program did not run.
@@ -138,18 +140,16 @@ def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -
 class _Stream:
     file: int
     limit: int
-    parts: list[bytes] = field(default_factory=list)
-    size: int = 0
+    content: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
         part = os.read(self.file, 1 << 16)
-        self.parts.append(part)
-        self.size += len(part)
+        self.content += part
         return bool(part)
 
     @property
     def text(self) -> str:
-        return b"".join(self.parts)[: self.limit].decode(errors="replace")
+        return self.content[: self.limit].decode(errors="replace")
 
 
 @dataclass
@@ -162,12 +162,9 @@ class _Run:
     ended_at: float = 0.0
     killed_for: Status | None = None
 
-    def lines(self) -> Iterator[list[str]]:
-        for line in self.streams["status"].text.splitlines():
-            yield line.split(" ", 1)
-
     def reported(self, word: str) -> str | None:
-        return next((rest[0] if rest else "" for first, *rest in self.lines() if first == word), None)
+        lines = (line.partition(" ") for line in self.streams["status"].text.splitlines())
+        return next((rest for first, _, rest in lines if first == word), None)
 
 
 @contextmanager
@@ -175,16 +172,16 @@ def _started(job: dict, stdin: bytes) -> Iterator[_Run]:
     limit = job["limits"]["output_bytes"]
     limits = {"stdout": limit, "stderr": limit, "value": limit, "status": STATUS_LIMIT}
     with ExitStack() as kept, ExitStack() as passed:
-        theirs = {name: _memory_file(name, data, passed) for name, data in
-                  (("job", marshal.dumps(job)), ("stdin", stdin))}  # fmt: skip
+        contents = {"job": marshal.dumps(job), "stdin": stdin}
+        theirs = {name: _memory_file(name, content, passed) for name, content in contents.items()}
         streams = {}
-        for name in limits:
-            streams[name], theirs[name] = _pipe(kept, passed)
+        for name, limit in limits.items():
+            ours, theirs[name] = _pipe(kept, passed)
+            streams[name] = _Stream(ours, limit)
         theirs["lifeline"], lifeline = _pipe(passed, kept)
         popen = _launch(theirs, job["folder"])
         passed.close()
-        outputs = {name: _Stream(streams[name], limits[name]) for name in limits}
-        run = _Run(popen, lifeline, job["confined"], outputs)
+        run = _Run(popen, lifeline, job["confined"], streams)
         try:
             yield run
         finally:
@@ -192,8 +189,7 @@ def _started(job: dict, stdin: bytes) -> Iterator[_Run]:
 
 
 def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
-    order = ("job", "stdin", "stdout", "stderr", "value", "status", "lifeline")
-    numbers = [str(files[name]) for name in order]
+    numbers = [str(files[name]) for name in launcher.Files._fields]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", "utf8", "-c", BOOT, *PACKAGES, *numbers],
         stdin=subprocess.DEVNULL,
@@ -235,7 +231,7 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
             for key, _ in selector.select(max(end - time.monotonic(), 0)):
                 if not key.data.read():
                     selector.unregister(key.fd)
-                elif key.data.size > key.data.limit:
+                elif len(key.data.content) > key.data.limit:
                     run.killed_for = Status.OUTPUT_LIMIT
                 elif key.data is run.streams["status"]:
                     _follow(run, job)
@@ -284,12 +280,10 @@ def _kill_group(run: _Run) -> None:
 
 def _outcome(run: _Run, limits: Limits) -> Outcome:
     if run.started_at is None:
-        why = (
-            run.reported("failed") or run.streams["stderr"].text.strip()[-2000:] or "it did not start in time"
-        )
+        stderr = run.streams["stderr"].text.strip()[-2000:]
+        why = run.reported("failed") or stderr or "it did not start in time"
         raise SandboxError(f"the sandbox could not be set up: {why}")
-    ended = run.reported("ended")
-    status, cpu_s, peak_kb = ended.split() if ended else ("9", "0", "0")
+    status, cpu_s, peak_kb = (run.reported("ended") or f"{signal.SIGKILL:d} 0 0").split()
     code = os.waitstatus_to_exitcode(int(status))
     return Outcome(
         status=run.killed_for or _status(code, float(cpu_s), limits),
@@ -309,6 +303,4 @@ def _status(code: int, cpu_s: float, limits: Limits) -> Status:
         return Status.TIMED_OUT
     if code == -signal.SIGKILL:  # not by us, so by the kernel: out of memory
         return Status.OUT_OF_MEMORY
-    own = {0: Status.OK, codes.UNCAUGHT: Status.CRASHED, codes.OUT_OF_MEMORY: Status.OUT_OF_MEMORY}
-    own |= {codes.REJECTED: Status.REJECTED}
-    return Status.CRASHED if code < 0 else own.get(code, Status.WRONG_EXIT)
+    return Status.CRASHED if code < 0 else STATUS_OF_CODE.get(code, Status.WRONG_EXIT)

@@ -24,14 +24,6 @@ def from_text(text: str) -> Any:
         raise ValueError(f"not an encoded value: {error}") from error
 
 
-def from_json(text: str) -> Any:
-    return json.loads(text)
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(value)
-
-
 def _tagged(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value

@@ -5,11 +5,13 @@ verdicts = judge(source, [{"input": "1 2", "output": "3"}])
 verdicts[0].kind     # VerdictKind.PASSED
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from verl.rewards.sandbox import values
@@ -55,19 +57,15 @@ def judge(
 ) -> list[Verdict]:
     """Run tests one after another, each in a new sandbox, so that none can prepare the next.
 
-    Args:
-        source: The program; names that solutions rely on (`List`, `deque`, `inf`) are defined.
-        tests: A row's tests in any format of `cases.py`, or a list of cases.
-        limits: Limits of each test.
-        max_failures: Number of failed tests after which no more are run; None runs all.
-        budget_s: Seconds for all tests; no test starts later.
-        allow_unsafe: Run without isolation if there is none.
+    `tests` are those of a row in any format of `cases.py`, or a list of cases. No test starts after
+    `max_failures` tests have failed or `budget_s` seconds have passed. `limits` apply to each test.
 
     Raises:
         ValueError: The tests cannot be read.
         SandboxError: The sandbox failed, or no isolation works on this machine (`SandboxRefusedError`).
     """
-    cases = _read(tests)
+    is_read = isinstance(tests, Sequence) and tests and isinstance(tests[0], Case)
+    cases = tests if is_read else read_cases(tests)
     verdicts: list[Verdict] = []
     failures, begin = 0, time.monotonic()
     for case in cases:
@@ -80,22 +78,10 @@ def judge(
     return verdicts
 
 
-def _read(tests: Any) -> Sequence[Case]:
-    if isinstance(tests, Sequence) and tests and isinstance(tests[0], StdinCase | CallCase | AssertCase):
-        return tests
-    return read_cases(tests)
-
-
 def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdict:
-    prefix = case.prefix if isinstance(case, AssertCase) else ""
+    source = _in_front(source, PRELUDE, case.prefix if isinstance(case, AssertCase) else "")
     stdin = case.stdin if isinstance(case, StdinCase) else ""
-    outcome = run(
-        _in_front(source, PRELUDE, prefix),
-        stdin=stdin,
-        limits=limits,
-        call=_call_of(case),
-        allow_unsafe=allow_unsafe,
-    )
+    outcome = run(source, stdin=stdin, limits=limits, call=_call_of(case), allow_unsafe=allow_unsafe)
     if outcome.status is Status.REFUSED:
         raise SandboxRefusedError(outcome.detail)
     kinds = {Status.REJECTED: VerdictKind.WRONG, Status.TIMED_OUT: VerdictKind.TIMED_OUT}
@@ -116,7 +102,7 @@ def _call_of(case: Case) -> Call | None:
     if isinstance(case, StdinCase):
         return None
     if isinstance(case, CallCase):
-        return Call(case.function, values.to_json(case.arguments))
+        return Call(case.function, json.dumps(case.arguments))
     return Call(case.expression, None, case.before)
 
 
@@ -129,9 +115,7 @@ def _is_right(case: Case, outcome: Outcome) -> bool:
         value = values.from_text(outcome.value)
     except ValueError:
         return False
-    if isinstance(case, CallCase):
-        return _plain(value) == _plain(case.expected)
-    return bool(value == case.expected)
+    return _plain(value) == _plain(case.expected) if isinstance(case, CallCase) else value == case.expected
 
 
 def _plain(value: Any) -> Any:
@@ -141,17 +125,11 @@ def _plain(value: Any) -> Any:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Compare outputs line by line: words must be equal as text or as numbers.
-
-    Spaces between words, spaces around lines and empty lines at the end are ignored.
-    """
-    lines, wanted = output.rstrip().split("\n"), expected.rstrip().split("\n")
-    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
-
-
-def _same_line(line: str, wanted: str) -> bool:
-    words, expected = line.split(), wanted.split()
-    return len(words) == len(expected) and all(map(_same_word, words, expected))
+    """Compare outputs word by word as text or numbers, ignoring other spaces and empty lines at the end."""
+    lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
+    if [len(words) for words in lines] != [len(words) for words in wanted]:
+        return False
+    return all(map(_same_word, chain.from_iterable(lines), chain.from_iterable(wanted)))
 
 
 def _same_word(word: str, expected: str) -> bool:
