@@ -6,7 +6,7 @@ in a second tensor, `StochasticAdamW` rounds at random. All arithmetic is float3
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,18 +32,13 @@ class LocalAdamW(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
         number = 0  # of the parameter in the optimizer
         for group in self.param_groups:
             for param in group["params"]:
                 number += 1
                 if param.grad is not None:
                     self._update(param, param.grad, group, number)
-        return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         raise NotImplementedError

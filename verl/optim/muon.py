@@ -50,11 +50,7 @@ class Muon(Optimizer):
         self._adamw.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
         self._adamw.step()
         for group in self._matrices:
             trained = [param for param in group["params"] if param.grad is not None]
@@ -65,7 +61,6 @@ class Muon(Optimizer):
                 self._update(matrices[start : start + at_once], group)
             for stack in (param for param in trained if param.dim() == 3):
                 self._update_stack(stack, group)
-        return loss
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         # One matrix for each rank that shares them: a rank orthogonalizes one and holds up to three full

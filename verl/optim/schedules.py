@@ -9,11 +9,12 @@ To add a schedule, register a function in `SCHEDULES` that returns the height.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.config.model import OptimConfig
 from verl.utils.registry import Registry
 
 SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in [0, 1]
@@ -21,28 +22,6 @@ SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in 
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-
-
-class ScheduleOptions(Protocol):
-    """The options of `worker.*.optim` that are read here."""
-
-    @property
-    def lr_warmup_ratio(self) -> float: ...
-
-    @property
-    def lr_warmup_steps(self) -> int | None: ...
-
-    @property
-    def min_lr_ratio(self) -> float | None: ...
-
-    @property
-    def lr_scheduler_type(self) -> str: ...
-
-    @property
-    def lr_decay_ratio(self) -> float: ...
-
-    @property
-    def lr_decay_shape(self) -> str: ...
 
 
 class Position(NamedTuple):
@@ -58,27 +37,27 @@ class Position(NamedTuple):
         return min(1.0, max(0, self.step - start) / max(1, self.total - start))
 
 
-SCHEDULES: Registry[Callable[[Position, ScheduleOptions], float]] = Registry("optim.lr_scheduler_type")
+SCHEDULES: Registry[Callable[[Position, OptimConfig], float]] = Registry("optim.lr_scheduler_type")
 
 
 @SCHEDULES.register("constant")
-def constant(position: Position, config: ScheduleOptions) -> float:
+def constant(position: Position, config: OptimConfig) -> float:
     return 1.0
 
 
 @SCHEDULES.register("linear")
-def linear(position: Position, config: ScheduleOptions) -> float:
+def linear(position: Position, config: OptimConfig) -> float:
     return SHAPES["linear"](position.progress(position.warmup))
 
 
 @SCHEDULES.register("cosine")
-def cosine(position: Position, config: ScheduleOptions) -> float:
+def cosine(position: Position, config: OptimConfig) -> float:
     """Half a cosine. Source: SGDR, equation 5 without restarts (https://arxiv.org/abs/1608.03983)."""
     return SHAPES["cosine"](position.progress(position.warmup))
 
 
 @SCHEDULES.register("wsd")
-def wsd(position: Position, config: ScheduleOptions) -> float:
+def wsd(position: Position, config: OptimConfig) -> float:
     """Warm-up, stable, decay: the peak, then a decay in the last steps of the run.
 
     Source: MiniCPM, section 4 (https://arxiv.org/abs/2404.06395); the shape `sqrt`: Scaling Laws and
@@ -108,7 +87,7 @@ class WarmupSchedule(LambdaLR):
         self._last_lr = rates
 
 
-def build_scheduler(optimizer: Optimizer, config: ScheduleOptions, training_steps: int) -> WarmupSchedule:
+def build_scheduler(optimizer: Optimizer, config: OptimConfig, training_steps: int) -> WarmupSchedule:
     """Build the schedule of `optim.lr_scheduler_type`, to be stepped once per training step."""
     height = SCHEDULES[config.lr_scheduler_type]
     warmup = config.lr_warmup_steps  # takes precedence over the ratio
