@@ -19,7 +19,7 @@ SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class _Described:
-    """Stores the pickled arguments and state of an object."""
+    """Stores the pickled arguments and state of an object: a mesh, its layout, a tensor's spec or shape."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.given = args
@@ -30,17 +30,6 @@ class _Described:
         self.__dict__.update(slots or {})
 
 
-class _Mesh(_Described): ...
-
-
-class _Spec(_Described):
-    mesh: _Mesh
-    placements: tuple[Any, ...]
-
-
-class _Meta(_Described): ...
-
-
 class _Shard(_Described):
     dim: int
 
@@ -48,18 +37,9 @@ class _Shard(_Described):
 class _Replicate(_Described): ...
 
 
-class _Layout(_Described):  # of a mesh or of one axis; newer versions store `axes` instead
-    axes: tuple[Any, ...]
-    shape: Any
-    stride: Any
-
-
-class _ShardOrder(_Described): ...
-
-
 class _ShardedTensor(Tensor):
     _local_tensor: Tensor  # the data
-    _spec: _Spec
+    _spec: Any  # has `mesh` and `placements`
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,22 +53,19 @@ STAND_INS = [
     (_ShardedTensor, "torch.distributed.tensor.DTensor"),
     (_ShardedTensor, "torch.distributed._tensor.api.DTensor"),
     (_ShardedTensor, "torch.distributed.tensor._api.DTensor"),
-    (_Spec, "torch.distributed.tensor._dtensor_spec.DTensorSpec"),
-    (_Spec, "torch.distributed._tensor.placement_types.DTensorSpec"),
-    (_Spec, "torch.distributed._tensor._dtensor_spec.DTensorSpec"),
-    (_Meta, "torch.distributed.tensor._dtensor_spec.TensorMeta"),
-    (_Meta, "torch.distributed._tensor.placement_types.TensorMeta"),
-    (_Meta, "torch.distributed._tensor._dtensor_spec.TensorMeta"),
-    (_ShardOrder, "torch.distributed.tensor._dtensor_spec.ShardOrderEntry"),
     (_Shard, "torch.distributed.tensor.placement_types.Shard"),
     (_Shard, "torch.distributed._tensor.placement_types.Shard"),
     (_Replicate, "torch.distributed.tensor.placement_types.Replicate"),
     (_Replicate, "torch.distributed._tensor.placement_types.Replicate"),
-    (_Layout, "torch.distributed._mesh_layout._MeshLayout"),
-    (_Layout, "torch.distributed._mesh_layout._FlatLayout"),
-    (_Mesh, "torch.distributed.device_mesh.DeviceMesh"),
-    (_Mesh, "torch.distributed._tensor.device_mesh.DeviceMesh"),
-]
+    *((_Described, f"torch.distributed.{name}") for name in (
+        "tensor._dtensor_spec.DTensorSpec", "tensor._dtensor_spec.TensorMeta",
+        "tensor._dtensor_spec.ShardOrderEntry",
+        "_tensor.placement_types.DTensorSpec", "_tensor.placement_types.TensorMeta",
+        "_tensor._dtensor_spec.DTensorSpec", "_tensor._dtensor_spec.TensorMeta",
+        "_mesh_layout._MeshLayout", "_mesh_layout._FlatLayout",
+        "device_mesh.DeviceMesh", "_tensor.device_mesh.DeviceMesh",
+    )),
+]  # fmt: skip
 
 
 @contextmanager
@@ -178,8 +155,8 @@ def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
     return tuple(spec.placements), mesh["_rank_map"][index]
 
 
-def _axes(layout: _Layout) -> list[tuple[Any, Any]]:  # (shape, stride)
-    if hasattr(layout, "axes"):
+def _axes(layout: Any) -> list[tuple[Any, Any]]:  # (shape, stride)
+    if hasattr(layout, "axes"):  # in newer versions
         return [(axis.shape, axis.stride) for axis in layout.axes]
     if isinstance(layout.shape, int):
         return [(layout.shape, layout.stride)]

@@ -22,28 +22,18 @@ MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
 
 
 def merge_checkpoint(
-    local_dir: Path | str,
+    local_dir: Path | str,  # a role's folder: …/global_step_N/actor
     *,
-    dtype: torch.dtype | None = None,
-    base_model: str | None = None,
+    dtype: torch.dtype | None = None,  # None keeps the checkpoint's, or for adapters the base model's
+    base_model: str | None = None,  # folder or hub name; None takes the one in the adapter's config
     trust_remote_code: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write the weights of a checkpoint as safetensors under hub names, next to its config and tokenizer.
+    """Write the weights of a checkpoint as safetensors under hub names; return the folder `huggingface`.
 
     A value model becomes a sequence-classification model with one label, or a token-classification model if
     its score has a bias. LoRA adapters are folded into the weights of their base, which is then held in
     memory.
-
-    Args:
-        local_dir: A role's folder: `…/global_step_N/actor`.
-        dtype: Of the written weights; None keeps the checkpoint's, or for adapters the base model's.
-        base_model: Folder or hub name of the adapters' base; None takes the one in the adapter's config.
-        trust_remote_code: Allow Python code that came with the model to run.
-        max_file_bytes: Maximum size of a file of weights.
-
-    Returns:
-        `local_dir/huggingface`.
     """
     local_dir = Path(local_dir)
     folder = local_dir / HUGGINGFACE

@@ -94,19 +94,10 @@ class DeferredLogits:
         reference: HeadLogits | None = None,  # compute the KL divergence from these logits
     ) -> TokenLogProbs:
         """Compute log-probabilities of `targets` (M,) as predicted by the packed tokens `rows` (M,)."""
-        hidden, weight, bias, transform = self.head_logits(rows, temperature)
-        result = linear_log_probs(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            transform=transform,
-            with_entropy=with_entropy,
-            with_sum_squares=with_sum_squares,
-        )
-        if reference is None:
-            return result
-        return result._replace(kl=linear_kl(hidden, weight, reference, bias=bias, transform=transform))
+        policy = self.head_logits(rows, temperature)
+        options = {"with_entropy": with_entropy, "with_sum_squares": with_sum_squares}
+        result = linear_log_probs(policy, targets, **options)
+        return result if reference is None else result._replace(kl=linear_kl(policy, reference))
 
     def values(self, rows: Tensor) -> Tensor:
         """Compute float32 scores of the packed tokens `rows` (M,), without the model's logit transform."""

@@ -98,9 +98,7 @@ def head_gradients(
     ctx: Any,  # of an autograd function with these three inputs first; has `rows`, the size of a chunk
     heads: Sequence[HeadLogits],  # of the policy first; the others' products are needed too
     accurate: torch.dtype,  # of sums over chunks
-    block_grad: Callable[
-        ..., Tensor
-    ],  # (slice of tokens, products of heads) to gradient of the first product
+    block_grad: Callable[..., Tensor],  # (tokens, products of heads) to gradient of the first product
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of the policy's hidden states, weight and bias."""
     hidden, weight, bias, _ = heads[0]

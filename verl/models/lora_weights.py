@@ -111,11 +111,7 @@ def fold_weight(
 def fold(
     named_tensors: Iterable[tuple[str, Tensor]], scale: float, *, has_magnitude: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the plain model: adapted weights folded, in float32, and the others unchanged.
-
-    Raises:
-        ValueError: A weight or a part of its adapter is missing.
-    """
+    """Yield the tensors of the plain model: adapted weights folded, in float32, and the others unchanged."""
     wanted = {BASE, DOWN, UP} | ({MAGNITUDE} if has_magnitude else set())
     waiting: dict[str, dict[str, Tensor]] = {}  # incomplete modules; peft keeps a weight next to its adapter
     for name, tensor in named_tensors:
@@ -131,18 +127,14 @@ def fold(
         parts[part] = tensor
         if wanted <= parts.keys():
             del waiting[module]
-            weight = fold_weight(parts[BASE], parts[DOWN], parts[UP], scale, parts.get(MAGNITUDE))
-            yield f"{module}.weight", weight
+            folded = fold_weight(parts[BASE], parts[DOWN], parts[UP], scale, parts.get(MAGNITUDE))
+            yield f"{module}.weight", folded
     if waiting:
         raise ValueError(f"adapters are incomplete: {sorted(waiting)[:3]} of {len(waiting)}")
 
 
 def read_adapter_config(folder: Path, where: str) -> AdapterConfig:
-    """Read `adapter_config.json`; `where` names the adapter in errors.
-
-    Raises:
-        ValueError: The file is missing or damaged, or asks for another method than LoRA.
-    """
+    """Read `adapter_config.json`; `where` names the adapter in errors."""
     try:
         values = json.loads((folder / CONFIG).read_text())
         if values["peft_type"] != "LORA":

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
-from verl.models.attention.layouts import SharedLayout
+from verl.models.attention.layouts import unsupported
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.monkey_patch import (
@@ -67,7 +67,7 @@ def model_type_of(config: PretrainedConfig) -> ModelType:
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
     """Return why a model's attention does not support shared prompts; None if it does."""
     text = config.get_text_config()
-    return SharedLayout.of([(text.max_position_embeddings, ())]).unsupported(_attention_rule(text))
+    return unsupported(_attention_rule(text), text.max_position_embeddings)
 
 
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
@@ -112,9 +112,6 @@ def prepare_model(model: PreTrainedModel) -> None:
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is
     `lambda logits: logits.values(rows)`.
-
-    Raises:
-        NotImplementedError: The model does something that would be dropped.
     """
     obstacle = _obstacle(model)
     if obstacle is not None:
@@ -150,12 +147,9 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 def check_model(model: PreTrainedModel) -> float:
     """Compare packed log-probabilities with the model's own padded forward; return their mean difference.
 
-    Detects model behavior that this project does not handle. Runs on any device; under FSDP all ranks call
-    it. A scalar model, whose score may be zero everywhere, is checked at the score's input: hidden states
-    projected on fixed random directions, relative to their size.
-
-    Raises:
-        NotImplementedError: The two differ by more than rounding.
+    Raises NotImplementedError if they differ by more than rounding: the model does something unsupported.
+    Under FSDP all ranks call it. A scalar model, whose score may be zero everywhere, is checked at the
+    score's input: hidden states projected on fixed random directions, relative to their size.
     """
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
@@ -186,12 +180,8 @@ def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
     if model_type_of(config).media_owner is None:
         return rows, {}
-    markers = (
-        config.image_token_id,
-        config.video_token_id,
-        config.vision_start_token_id,
-        config.vision_end_token_id,
-    )
+    names = ("image", "video", "vision_start", "vision_end")
+    markers = [getattr(config, f"{name}_token_id") for name in names]
     ordinary = min(set(range(len(markers) + 1)) - set(markers))
     rows = [row.masked_fill(torch.isin(row, torch.tensor(markers)), ordinary) for row in rows]
     image = dummy_row(config, 2, 3)

@@ -41,14 +41,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,  # (B + 1,) of a vision tower
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over packed sequences, with the signature that transformers expects.
-
-    Returns:
-        (1, N, H, D), and no attention weights.
-
-    Raises:
-        NotImplementedError: The model asks for something that packed attention does not support.
-    """
+    """Compute attention over packed sequences, (1, N, H, D), with the signature that transformers expects."""
     name = type(module).__name__
     obstacle = _obstacle(module, attention_mask, dropout, sliding_window, others)
     if obstacle is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from verl.models.attention.kernels import MAX_SCORES, has_flash
+from verl.models.attention.kernels import MAX_SCORES, RowRun, has_flash
 
 MASKED_CHUNK = 1024  # queries at once under a soft cap, whose scores are held: chunk x keys
 VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
@@ -36,13 +36,13 @@ def attend_rows(
     key: Tensor,  # (1, Hkv, N, D); Hkv divides H
     value: Tensor,  # (1, Hkv, N, D)
     cu_seqlens: Tensor,  # (B + 1,) int32
-    runs: Sequence[tuple[int, int]],  # (number, length) of the same sequences, without empty ones
-    max_length: int,
+    runs: Sequence[RowRun],  # of the same sequences
     rule: AttentionRule,
 ) -> Tensor:  # (1, N, H, D)
     """Compute attention of every token to the tokens of its own sequence."""
     if has_flash(query, value) and rule.softcap is None:
-        return _attend_flash(query, key, value, cu_seqlens, max_length, rule)
+        longest = max((run.q_length for run in runs), default=0)
+        return _attend_flash(query, key, value, cu_seqlens, longest, rule)
     return _attend_by_run(query, key, value, runs, rule)
 
 
@@ -65,14 +65,14 @@ def _attend_flash(
 
 
 def _attend_by_run(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]], rule: AttentionRule
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[RowRun], rule: AttentionRule
 ) -> Tensor:
-    sizes = [rows * length for rows, length in runs]
+    sizes = [run.rows * run.q_length for run in runs]
     parts = zip(runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     outs = []
-    for (rows, _), *tensors in parts:
+    for run, *tensors in parts:
         # (rows, H, length, D) each
-        q, k, v = (tensor[0].unflatten(1, (rows, -1)).transpose(0, 1) for tensor in tensors)
+        q, k, v = (tensor[0].unflatten(1, (run.rows, -1)).transpose(0, 1) for tensor in tensors)
         outs.append(_attend_dense(q, k, v, rule).transpose(1, 2).flatten(0, 1))  # (rows * length, H, D)
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
@@ -112,15 +112,13 @@ def _attend_in_chunks(
         last = stop if rule.is_causal else length
         mask = None
         if rule.is_causal:
-            behind = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(
-                first, last, device=query.device
+            queries, keys = (
+                torch.arange(*span, device=query.device) for span in ((start, stop), (first, last))
             )
+            behind = queries[:, None] - keys
             mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)  # (chunk, keys) bool
-        outs.append(
-            _attend_masked(
-                query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last], mask, rule
-            )
-        )
+        q, k, v = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        outs.append(_attend_masked(q, k, v, mask, rule))
     return torch.cat(outs, 2)
 
 
