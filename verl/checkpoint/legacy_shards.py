@@ -130,8 +130,8 @@ def join_shards(name: str, parts: list[Tensor]) -> Tensor:
     ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # of the first replica, in order
     if isinstance(placements[-1], _Replicate):
         return parts[ranks[0]]._local_tensor
-    size = parts[0].shape
-    dim = _dim(placements[-1])
+    size, place = parts[0].shape, placements[-1]
+    dim = place.dim if hasattr(place, "dim") else place.given[0]
     shards = [parts[rank]._local_tensor for rank in ranks]
     whole = torch.cat([shard for shard in shards if shard.numel()], dim=dim) if len(shards) > 1 else shards[0]
     if whole.shape != size:
@@ -171,7 +171,3 @@ def _offsets(axis: tuple[Any, Any]) -> Tensor:  # in ranks
     for size, step in zip(shape, stride, strict=True):
         offsets = (offsets.unsqueeze(-1) + torch.arange(size) * step).flatten()
     return offsets
-
-
-def _dim(placement: _Shard) -> int:
-    return placement.dim if hasattr(placement, "dim") else placement.given[0]

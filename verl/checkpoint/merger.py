@@ -49,7 +49,9 @@ def merge_checkpoint(
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
         dtype = dtype or shards.base_dtype
     tensors = _hub_tensors(shards, names, local_dir)
-    _set_dtype(folder, config, _write_files(folder, _cast(tensors, dtype), max_file_bytes))
+    if dtype is not None:
+        tensors = ((name, part.to(dtype) if part.is_floating_point() else part) for name, part in tensors)
+    _set_dtype(folder, config, _write_files(folder, tensors, max_file_bytes))
     return folder
 
 
@@ -77,12 +79,6 @@ def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[t
         )
     yield from ((name, shards.read(name)) for name in as_on_hub)
     yield from names.convert((name, shards.read(name)) for name in in_memory)
-
-
-def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        is_cast = dtype is not None and tensor.is_floating_point()
-        yield name, tensor.to(dtype) if is_cast else tensor
 
 
 def _write_files(

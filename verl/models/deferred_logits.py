@@ -27,10 +27,7 @@ class DeferredLogits:
         self.hidden, self.head, self.transform = hidden, head, transform
 
     def __mul__(self, factor: float) -> "DeferredLogits":
-        if not isinstance(factor, int | float):
-            raise NotImplementedError(
-                f"the model multiplies its logits with a {type(factor).__name__}; only numbers are supported"
-            )
+        _check_number(factor, "multiplies its logits with")
         scale, softcap, _ = self.transform
         if softcap is None:
             return self._with(LogitTransform(scale * factor))
@@ -40,10 +37,7 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> "DeferredLogits":
-        if not isinstance(divisor, int | float):
-            raise NotImplementedError(
-                f"the model divides its logits by a {type(divisor).__name__}; only numbers are supported"
-            )
+        _check_number(divisor, "divides its logits by")
         return self * (1.0 / divisor)
 
     def tanh(self) -> "DeferredLogits":
@@ -105,6 +99,11 @@ class DeferredLogits:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         values = torch.mv(hidden.to(dtype), weight[0].to(dtype))  # not a column: FSDP does not support views
         return values if bias is None else values + bias.to(dtype)
+
+
+def _check_number(value: Any, action: str) -> None:
+    if not isinstance(value, int | float):
+        raise NotImplementedError(f"the model {action} a {type(value).__name__}; only numbers are supported")
 
 
 class DeferringHead(nn.Linear):

@@ -30,8 +30,8 @@ class LogitTransform(NamedTuple):
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
-        capped = z * (self.temperature / self.softcap)  # tanh
-        return capped.square_().neg_().add_(1).mul_(slope)
+        tanh = z * (self.temperature / self.softcap)
+        return tanh.square_().neg_().add_(1).mul_(slope)
 
 
 class HeadLogits(NamedTuple):

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 ALL_LINEAR = "all-linear"
 NAMES = re.compile(r"[\w.]+(,[\w.]+)*")  # names and commas; everything else is a regular expression
-MOST_NAMED = 6  # modules listed in an error
+MOST_NAMED = 6
 
 
 def attach_adapters(
@@ -80,9 +80,9 @@ def set_adapter(
     model: PreTrainedModel,
     tensors: Mapping[str, Tensor],  # by names inside a model
     hub_module: Callable[[str], str],  # hub name of a module in memory; older adapters use hub names
-    where: str,  # names the adapter in errors
+    where: str,
 ) -> None:
-    """Copy saved adapters into a model with the same modules."""
+    """Copy saved adapters into a model with the same modules; `where` names them in errors."""
     own = {name: param for name, param in model.named_parameters() if is_adapter(name)}
     given = dict(tensors)
     if not own.keys() & given.keys():
@@ -179,7 +179,7 @@ def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    kinds = sorted({name.rpartition(".")[2] for name in names})  # q_proj, ...
+    kinds = sorted({name.rpartition(".")[2] for name in names})
     return ", ".join(kinds[:MOST_NAMED]) + (" ..." if len(kinds) > MOST_NAMED else "")
 
 

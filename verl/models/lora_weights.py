@@ -90,15 +90,11 @@ def tensors_to_save(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def fold_weight(
-    weight: Tensor,  # (out, in)
-    down: Tensor,  # (rank, in), `lora_A`
-    up: Tensor,  # (out, rank), `lora_B`
-    scale: float,
-    magnitude: Tensor | None = None,  # (out,), for DoRA
+    weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None = None
 ) -> Tensor:
-    """Fold an adapter into its base weight, in float32.
+    """Fold an adapter, A (rank, in) and B (out, rank), into its base weight W (out, in), in float32.
 
-    LoRA:  W + scale B A                                (https://arxiv.org/abs/2106.09685, section 4.1)
+    LoRA:  W + scale B A                                  (https://arxiv.org/abs/2106.09685, section 4.1)
     DoRA:  m (W + scale B A) / ||W + scale B A||, by row  (https://arxiv.org/abs/2402.09353, equation 5)
     """
     adapted = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)

@@ -40,15 +40,14 @@ class MropeConstants:
 
 
 PositionIds = Callable[..., Tensor]
-Grids = Tensor | None  # (images or videos, 3) patches before merging
 
 
 def qwen2_vl(
     input_ids: Tensor,  # (L,) one prompt with expanded media tokens, without padding
     constants: MropeConstants,
-    image_grid_thw: Grids = None,
-    video_grid_thw: Grids = None,
-    **_: Any,
+    image_grid_thw: Tensor | None = None,  # (images, 3) patches before merging
+    video_grid_thw: Tensor | None = None,  # (videos, 3) patches before merging
+    second_per_grid_ts: Tensor | None = None,  # (videos,) seconds of a temporal patch; None counts patches
 ) -> Tensor:  # (4, L) int64: text, time, height, width
     """Return positions (4, L) of Qwen2-VL: a video is one grid with a time step for each temporal patch.
 
@@ -60,9 +59,9 @@ def qwen2_vl(
 def qwen2_5_vl(
     input_ids: Tensor,
     constants: MropeConstants,
-    image_grid_thw: Grids = None,
-    video_grid_thw: Grids = None,
-    second_per_grid_ts: Tensor | None = None,  # (videos,) seconds of a temporal patch; None counts patches
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:
     """Return positions of Qwen2.5-VL: as Qwen2-VL, with time in steps of `tokens_per_second`.
 
@@ -81,9 +80,9 @@ def qwen2_5_vl(
 def qwen3_vl(
     input_ids: Tensor,
     constants: MropeConstants,
-    image_grid_thw: Grids = None,
-    video_grid_thw: Grids = None,
-    **_: Any,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:
     """Return positions of Qwen3-VL: each temporal patch is a grid between timestamps in the text."""
     frames = [(1, height, width) for time, height, width in _blocks(video_grid_thw) for _ in range(time)]

@@ -6,7 +6,6 @@ that reads images or videos needs an entry in `MODEL_TYPES`, and its positions i
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +77,7 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
-    rule = _attention_rule(text)
-    if sp.ring_size > 1 and (
-        rule.softcap is not None or (rule.window or math.inf) < text.max_position_embeddings
-    ):
+    if sp.ring_size > 1 and unsupported(_attention_rule(text), text.max_position_embeddings) is not None:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
             " window or a soft cap: use `ulysses_size`"
@@ -180,8 +176,8 @@ def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
     if model_type_of(config).media_owner is None:
         return rows, {}
-    names = ("image", "video", "vision_start", "vision_end")
-    markers = [getattr(config, f"{name}_token_id") for name in names]
+    parts = ("image", "video", "vision_start", "vision_end")
+    markers = [getattr(config, f"{part}_token_id") for part in parts]
     ordinary = min(set(range(len(markers) + 1)) - set(markers))
     rows = [row.masked_fill(torch.isin(row, torch.tensor(markers)), ordinary) for row in rows]
     image = dummy_row(config, 2, 3)
@@ -196,10 +192,7 @@ def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
 
 
 def _packed(
-    model: PreTrainedModel,
-    rows: list[Tensor],
-    media: dict[str, Tensor],
-    read: Callable[[DeferredLogits, Tensor, Tensor], Tensor],
+    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor], read: Callable[..., Tensor]
 ) -> Tensor:
     """Return `read` of the predictions of the last tokens of each row: (rows x CHECKED_TOKENS, ...)."""
     tokens = torch.cat(rows)
@@ -219,8 +212,7 @@ def _log_probs(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
     return logits.log_probs(targets, rows, temperature=1.0).log_probs
 
 
-def _projections(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
-    del targets  # unused by a score
+def _projections(logits: DeferredLogits, rows: Tensor, _targets: Tensor) -> Tensor:
     return _project(logits.hidden.flatten(0, 1)[rows])
 
 

@@ -159,12 +159,6 @@ def build_config(family: Family, tokenizer: PreTrainedTokenizerFast, **overrides
     )
 
 
-def media_token_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the ids of the media placeholder tokens and their delimiters."""
-    tokens = [token for token in SPECIAL_TOKENS if token[2:].startswith(("vision", "image", "video"))]
-    return [tokenizer.vocab[token] for token in tokens]
-
-
 def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> Path:
     """Write a tiny random model of a family in `FAMILIES`, with tokenizer and processor.
 
@@ -178,11 +172,12 @@ def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int =
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=torch.float32)
+    media = [tokenizer.vocab[token] for token in SPECIAL_TOKENS[SPECIAL_TOKENS.index("<|vision_start|>") :]]
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
         # As rollouts do. Random weights may prefer media placeholder tokens.
-        suppress_tokens=None if chosen.vision is None else media_token_ids(tokenizer),
+        suppress_tokens=None if chosen.vision is None else media,
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -101,11 +101,9 @@ def _joined_media(media: dict[str, Tensor]) -> tuple[list[Tensor], Tensor, int]:
 
 
 def share_media(
-    config: Any,
-    media: dict[str, Tensor],  # the same on all ranks that share a packed sequence
-    sp: SequenceParallel,
+    config: Any, media: dict[str, Tensor], sp: SequenceParallel
 ) -> tuple[dict[str, Tensor], MediaShare]:
-    """Select this rank's frames, so that the largest number of patches of a rank is minimal.
+    """Select this rank's frames of the media of a packed sequence: the largest share of patches is minimal.
 
     Returns `pixel_values` and `image_grid_thw` of this rank, for images and videos alike.
     """

@@ -76,11 +76,7 @@ def parameter_groups(
     factors: Mapping[str, float],  # `lr_factors`
     option: str,  # config section, for errors
 ) -> Groups:
-    """Divide the trained parameters into groups with `params`, `lr` and `pattern`.
-
-    The first pattern found anywhere in a parameter's name decides. The first group has the rate `lr` and the
-    pattern None.
-    """
+    """Divide the trained parameters by the first pattern found in their names; the first group has none."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not trained:
         raise ValueError("the model has no parameter to train: everything is frozen")

@@ -75,7 +75,7 @@ class Muon(Optimizer):
             _apply(weight, orthogonalize(direction), stack.shape[1:], group)
 
     def _direction(self, param: Tensor) -> Tensor:
-        """Update the momentum and return this rank's part of the Nesterov direction in bfloat16."""
+        # This rank's part of the Nesterov direction.
         state, grad = self.state[param], local_part(param.grad)  # pyright: ignore[reportArgumentType] - it has one
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
@@ -84,7 +84,7 @@ class Muon(Optimizer):
 
 
 def layer_matrices(model: nn.Module) -> Callable[[Tensor], bool]:
-    """Return a predicate for Muon's parameters: matrices and stacks of them, except embeddings and head."""
+    """Return a predicate for Muon's parameters: all matrices and stacks except embeddings and head."""
     outer = {
         id(param) for part in model.modules() if isinstance(part, nn.Embedding) for param in part.parameters()
     }
@@ -95,10 +95,7 @@ def layer_matrices(model: nn.Module) -> Callable[[Tensor], bool]:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Approximate the nearest matrix whose singular values are 1; the results lie between 0.7 and 1.2.
-
-    Newton-Schulz iteration X <- a X + (b X X' + c (X X')^2) X on the wider of the matrix and its transpose.
-    """
+    """Move the singular values to between 0.7 and 1.2: X <- a X + (b X X' + c (X X')^2) X, Newton-Schulz."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

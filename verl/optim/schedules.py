@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules: a linear warm-up from 0, then a curve from the peak to `min_lr_ratio` of it.
 
-    warm-up:   lr * step / warmup_steps
-    after it:  lr * (min + (1 - min) * height),    height from 1 to 0
-
-To add a schedule, register a function in `SCHEDULES` that returns the height.
+The curve is lr * (min + (1 - min) * height). To add one, register a function for the height in `SCHEDULES`.
 """
 
 import math
@@ -25,14 +22,13 @@ SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in 
 
 
 class Position(NamedTuple):
-    """A step after the warm-up, counted from 0."""
+    """A step after the warm-up."""
 
     step: int
     warmup: int  # steps
     total: int  # steps of the run
 
-    def progress(self, start: int) -> float:
-        """Return the progress in [0, 1] from `start`, or the end of the warm-up, to the end of the run."""
+    def progress(self, start: int) -> float:  # in [0, 1], from `start` or the end of the warm-up
         start = max(start, self.warmup)
         return min(1.0, max(0, self.step - start) / max(1, self.total - start))
 

@@ -54,16 +54,11 @@ def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> 
 
 
 def partial_forward(
-    q: Tensor,  # (Nq, H, D) concatenated rows; any strides
-    k: Tensor,  # (Nk, Hkv, D); each of the Hkv key heads serves H / Hkv neighboring query heads
-    v: Tensor,  # (Nk, Hkv, D)
-    cu_q: Tensor,  # (B + 1,) int32 row boundaries from 0 to Nq, on the device of q
-    cu_k: Tensor,  # (B + 1,) int32 row boundaries from 0 to Nk
-    is_causal: bool,  # query t of a row attends to its first t + 1 keys; needs equal lengths
-    scale: float,  # of the scores
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of each row of queries to its row of keys, and the log-sum-exp of the scores.
+    """Compute attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), any strides.
 
+    The row boundaries are (B + 1,) int32. If causal, query t of a row attends to its first t + 1 keys.
     Returns `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf without keys.
     """
     rows = _rows_of(cu_q, cu_k, is_causal, scale)
@@ -80,18 +75,18 @@ def partial_forward(
 
 
 def partial_backward(
-    grad_out: Tensor,  # (Nq, H, D) gradient of the merged attention
+    grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,  # (Nq, H, D) *merged* over all parts, in q's dtype
-    lse: Tensor,  # (H, Nq) *merged* over all parts
+    out: Tensor,
+    lse: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this part's contribution to the gradients of q, k and v; arguments as in `partial_forward`."""
+    """Compute this part's contribution to the gradients of q, k and v, given the *merged* `out` and `lse`."""
     rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
         return flash_backward(grad_out, q, k, v, out, lse, rows)
@@ -116,14 +111,8 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
     return torch.lerp(out.to(lse.dtype), new_out.to(lse.dtype), weight), torch.logaddexp(lse, new_lse)
 
 
-def attend_calls(
-    q: Tensor,  # (N, H, D)
-    k: Tensor,  # (Nk, Hkv, D)
-    v: Tensor,  # (Nk, Hkv, D)
-    calls: Sequence[AttentionCall],  # no key of a query may appear twice
-    scale: float,
-) -> Tensor:
-    """Compute attention (N, H, D) of each query to the keys of all calls together."""
+def attend_calls(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], scale: float) -> Tensor:
+    """Compute attention (N, H, D) of each query to the keys of all calls, which are all different."""
     return _AttendCalls.apply(q, k, v, tuple(calls), scale)  # pyright: ignore[reportReturnType] (untyped)
 
 

@@ -32,14 +32,9 @@ class AttentionRule:
 
 
 def attend_rows(
-    query: Tensor,  # (1, H, N, D)
-    key: Tensor,  # (1, Hkv, N, D); Hkv divides H
-    value: Tensor,  # (1, Hkv, N, D)
-    cu_seqlens: Tensor,  # (B + 1,) int32
-    runs: Sequence[RowRun],  # of the same sequences
-    rule: AttentionRule,
-) -> Tensor:  # (1, N, H, D)
-    """Compute attention of every token to the tokens of its own sequence."""
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, runs: Sequence[RowRun], rule: AttentionRule
+) -> Tensor:
+    """Compute attention (1, N, H, D) of (1, H, N, D) queries to (1, Hkv, N, D) keys of their own sequence."""
     if has_flash(query, value) and rule.softcap is None:
         longest = max((run.q_length for run in runs), default=0)
         return _attend_flash(query, key, value, cu_seqlens, longest, rule)
@@ -59,7 +54,7 @@ def _attend_flash(
         options["enable_gqa"] = key.shape[1] != query.shape[1]
     else:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # (N, H, D)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     options |= {"scale": rule.scale, "window_size": window}
     return flash(q, k, v, bounds, bounds, longest, longest, **options).unsqueeze(0)
 
