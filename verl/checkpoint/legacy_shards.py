@@ -2,7 +2,7 @@
 """Reader of EasyR1's and verl's `model_world_size_W_rank_R.pt` files: a dictionary of DTensors for each rank.
 
 The files are read without a process group and without the classes that wrote them, whose pickled form changes
-between torch versions: stand-in classes receive the pickled tensors, meshes and placements.
+between torch versions: substitute classes receive the pickled tensors, meshes and placements.
 """
 
 import pickle
@@ -49,7 +49,7 @@ class _ShardedTensor(Tensor):
 
 
 # Each class under its old and new import paths.
-STAND_INS = [
+SUBSTITUTES = [
     (_ShardedTensor, "torch.distributed.tensor.DTensor"),
     (_ShardedTensor, "torch.distributed._tensor.api.DTensor"),
     (_ShardedTensor, "torch.distributed.tensor._api.DTensor"),
@@ -69,11 +69,11 @@ STAND_INS = [
 
 
 @contextmanager
-def _stand_ins_only() -> Iterator[None]:
-    """Let torch.load build the stand-ins, and nothing that other code declared safe."""
+def _substitutes_only() -> Iterator[None]:
+    """Let torch.load build the substitutes, and nothing that other code declared safe."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(STAND_INS)
+    torch.serialization.add_safe_globals(SUBSTITUTES)
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ def find_shard_files(folder: Path) -> list[Path]:
 def load_shard_file(path: Path) -> dict[str, Tensor]:
     """Load the tensors of one rank, with memory mapping."""
     try:
-        with _stand_ins_only():
+        with _substitutes_only():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}): copy it again from its source") from error

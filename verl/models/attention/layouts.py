@@ -4,7 +4,7 @@
 - `PackedLayout`: concatenated sequences that attend to themselves.
 - `SharedLayout`: groups of a prompt and its responses; a response attends to the prompt and itself.
 
-To add a layout, write a class with `attend`; `sequence_parallel_layouts` has those that span processes.
+To add a layout, write a class with `attend`; `sequence_parallel_layouts` has the layouts that span processes.
 """
 
 from collections.abc import Sequence
