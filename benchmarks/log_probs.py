@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from verl.models.fused_log_probs import linear_log_probs
+from verl.models.logit_chunks import HeadLogits
 
 
 def peak_mib() -> float:
@@ -58,7 +59,7 @@ def main() -> None:
     if args.full_logits:
         log_probs, entropy, *_ = full_logits(hidden, weight, targets)
     else:
-        log_probs, entropy, *_ = linear_log_probs(hidden, weight, targets, with_entropy=True)
+        log_probs, entropy, *_ = linear_log_probs(HeadLogits(hidden, weight), targets, with_entropy=True)
     (log_probs.mean() + 0.1 * entropy.mean()).backward()
     seconds = time.perf_counter() - started
     print(

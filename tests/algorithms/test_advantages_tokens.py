@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.algorithms.advantage_batches import make_inputs
-from verl.algorithms.advantages import (
+from verl.algorithms.prime import prime
+from verl.algorithms.token_advantages import (
     gae,
     optimal_token_baseline,
-    prime,
     reinforce_plus_plus,
     remax,
     tir_optimal_token_baseline,

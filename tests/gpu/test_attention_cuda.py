@@ -6,7 +6,8 @@ import torch
 
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
-from verl.models.fused_log_probs import LogitTransform, linear_log_probs
+from verl.models.fused_log_probs import linear_log_probs
+from verl.models.logit_chunks import HeadLogits, LogitTransform
 
 pytestmark = [
     pytest.mark.gpu(1),
@@ -61,7 +62,7 @@ def shared_results(device, dtype, working):
     """Groups with several, one, empty and no responses; inputs rounded to `dtype`, computed in `working`."""
     layout = SharedLayout.of([(130, [40, 1, 0, 77]), (5, [3]), (64, []), (9, [8, 8])], device)
     generator = torch.Generator().manual_seed(0)
-    size = int(layout.cu_segments[-1])
+    size = layout.calls[0].queries.tokens.stop
     tensors = [torch.randn(1, heads, size, 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
     tensors = [tensor.to(device, working).requires_grad_() for tensor in tensors]
     out = layout.attend(*tensors, AttentionRule(0.125))
@@ -89,9 +90,8 @@ def test_log_probs_on_cuda_equal_the_cpu(dtype, chunk_bytes):
     for device, working in (("cuda", dtype), ("cpu", torch.float32)):
         inputs = [tensor.to(device, working).requires_grad_() for tensor in (hidden, weight)]
         result = linear_log_probs(
-            *inputs,
+            HeadLogits(*inputs, transform=LogitTransform(temperature=0.7)),
             targets.to(device),
-            transform=LogitTransform(temperature=0.7),
             with_entropy=True,
             chunk_bytes=chunk_bytes,
         )

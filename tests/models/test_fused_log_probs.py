@@ -4,10 +4,11 @@ import math
 import pytest
 import torch
 
-from verl.models.fused_log_probs import linear_kl, linear_log_probs
+from verl.models import fused_log_probs
 from verl.models.logit_chunks import HeadLogits, LogitTransform
 
 ROWS, HIDDEN, VOCABULARY = 37, 12, 50
+PLAIN = LogitTransform()
 
 
 def inputs(dtype=torch.float32, bias=False):
@@ -17,6 +18,15 @@ def inputs(dtype=torch.float32, bias=False):
     offset = torch.randn(VOCABULARY, generator=generator, dtype=dtype).requires_grad_() if bias else None
     targets = torch.randint(VOCABULARY, (ROWS,), generator=generator)
     return hidden, weight, offset, targets
+
+
+def linear_log_probs(hidden, weight, targets, bias=None, transform=PLAIN, **options):
+    policy = HeadLogits(hidden, weight, bias, transform)
+    return fused_log_probs.linear_log_probs(policy, targets, **options)
+
+
+def linear_kl(hidden, weight, other, bias=None, transform=PLAIN, **options):
+    return fused_log_probs.linear_kl(HeadLogits(hidden, weight, bias, transform), other, **options)
 
 
 def plain(hidden, weight, bias, targets, transform):

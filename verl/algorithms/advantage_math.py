@@ -4,7 +4,7 @@
 Rows without a response token are excluded from every statistic; their own values are meaningless.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -66,10 +66,7 @@ def count_tokens(kept: Tensor) -> Tensor:
 
 def broadcast_to_tokens(values: Tensor, kept: Tensor) -> Advantages:
     """Give every response token its sequence's value, (B, R) float32 from (B,)."""
-    columns = values.float().unsqueeze(-1)  # (B, 1)
-    advantages = torch.empty_like(kept, dtype=torch.float32)  # (B, R)
-    for rows in row_blocks(kept):
-        zero_outside(columns[rows], kept[rows], out=advantages[rows])
+    advantages = by_rows(lambda columns: columns, kept, values.float().unsqueeze(-1))
     return Advantages(advantages, returns=advantages)
 
 
@@ -85,11 +82,15 @@ def discounted_returns(rewards: Tensor, kept: Tensor, gamma: float = 1.0) -> Ten
         return discounted_advantages(
             rewards, torch.zeros_like(rewards[:1]).expand_as(rewards), kept, gamma, 1.0
         )
-    returns = torch.empty_like(kept, dtype=torch.float32)
+    return by_rows(lambda reward, keep: reverse_cumsum(zero_outside(reward, keep)), kept, rewards, kept)
+
+
+def by_rows(function: Callable[..., Tensor], kept: Tensor, *tensors: Tensor) -> Tensor:
+    """Apply a function to blocks of rows; (B, R) float32, zero outside of `kept`."""
+    results = torch.empty_like(kept, dtype=torch.float32)
     for rows in row_blocks(kept):
-        sums = reverse_cumsum(zero_outside(rewards[rows], kept[rows]))
-        zero_outside(sums, kept[rows], out=returns[rows])
-    return returns
+        zero_outside(function(*(tensor[rows] for tensor in tensors)), kept[rows], out=results[rows])
+    return results
 
 
 def reverse_cumsum(values: Tensor) -> Tensor:

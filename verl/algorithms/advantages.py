@@ -11,6 +11,7 @@ and their advantages are zero.
 
 import torch
 
+from verl.algorithms import prime, token_advantages  # noqa: F401 (registers their estimators)
 from verl.algorithms.advantage_math import (
     STD_EPS,
     broadcast_to_tokens,
@@ -22,43 +23,8 @@ from verl.algorithms.advantage_math import (
     top_two,
     whiten_sequences,
 )
-from verl.algorithms.advantage_types import (
-    ADV_ESTIMATORS,
-    AdvantageEstimator,
-    AdvantageInputs,
-    Advantages,
-    require_field,
-)
-from verl.algorithms.prime import prime
-from verl.algorithms.token_advantages import (
-    gae,
-    optimal_token_baseline,
-    reinforce_plus_plus,
-    remax,
-    tir_optimal_token_baseline,
-)
+from verl.algorithms.advantage_types import ADV_ESTIMATORS, AdvantageInputs, Advantages, require_field
 from verl.utils.masking import check_same_shape
-
-__all__ = [
-    "ADV_ESTIMATORS",
-    "AdvantageEstimator",
-    "AdvantageInputs",
-    "Advantages",
-    "gae",
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "opo",
-    "optimal_token_baseline",
-    "prime",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "sppo",
-    "tir_optimal_token_baseline",
-]
 
 
 @ADV_ESTIMATORS.register("grpo")

@@ -2,34 +2,13 @@
 """Controllers of the entropy bonus: a fixed weight, or one that keeps the entropy from collapsing."""
 
 import math
-from typing import Protocol
-
-
-class EntropyController(Protocol):
-    """Holds the weight of the entropy bonus; its state belongs in checkpoints."""
-
-    @property
-    def coef(self) -> float:
-        """Weight to use now; 0 disables the bonus."""
-        ...
-
-    def update(self, entropy: float) -> None:
-        """Adapt the weight after a step with a mean entropy of `entropy` nats per response token."""
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
 
 
 class FixedEntropyController:
     """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
 
     def __init__(self, coef: float) -> None:
-        self._coef = coef
-
-    @property
-    def coef(self) -> float:
-        return self._coef
+        self.coef = coef
 
     def update(self, entropy: float) -> None: ...
 
@@ -65,10 +44,10 @@ class AdaptiveEntropyController:
         self._is_needed = True
 
     @property
-    def coef(self) -> float:
+    def coef(self) -> float:  # 0 disables the bonus
         return self._reached if self._is_needed else 0.0
 
-    def update(self, entropy: float) -> None:
+    def update(self, entropy: float) -> None:  # mean nats per response token
         if math.isnan(entropy):  # all updates of the step were skipped
             return
         self._is_needed = entropy < self.target
@@ -82,3 +61,6 @@ class AdaptiveEntropyController:
         # The state of a fixed controller is empty: keep the weight of the options.
         self._reached = state.get("entropy_coef", self._reached)
         self._is_needed = bool(state.get("entropy_is_needed", self._is_needed))
+
+
+EntropyController = FixedEntropyController | AdaptiveEntropyController  # the state belongs in checkpoints

@@ -8,7 +8,6 @@ Background: "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,21 +25,13 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl_penalty")
 
 
 def kl_divergence(
-    log_probs: Tensor,
-    ref_log_probs: Tensor | None,
-    response_mask: Tensor,
-    kind: str,
-    full_kl: Tensor | None = None,
+    log_probs: Tensor,  # (B, R), sampled tokens under the policy
+    ref_log_probs: Tensor | None,  # (B, R), under the reference; `full` does not need it
+    response_mask: Tensor,  # (B, R), one on response tokens
+    kind: str,  # a name in `KL_ESTIMATORS`
+    full_kl: Tensor | None = None,  # (B, R), KL over the vocabulary from `linear_kl`; only for `full`
 ) -> Tensor:
-    """KL(policy || reference) at each response token, in nats; zero and without gradient outside of the mask.
-
-    Args:
-        log_probs: (B, R), sampled tokens under the policy.
-        ref_log_probs: (B, R), sampled tokens under the reference; `full` does not need it.
-        response_mask: (B, R), one on response tokens.
-        kind: A name in `KL_ESTIMATORS`.
-        full_kl: (B, R), KL over the vocabulary from `verl.models.fused_log_probs.linear_kl`; only for `full`.
-    """
+    """KL(policy || reference) at each response token, in nats; zero without gradient outside the mask."""
     estimator = KL_ESTIMATORS[kind]
     check_same_shape(
         log_probs=log_probs, ref_log_probs=ref_log_probs, response_mask=response_mask, full_kl=full_kl
@@ -117,26 +108,12 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-class KLController(Protocol):
-    """Holds the weight of the KL penalty in the rewards; its state belongs in checkpoints."""
-
-    kl_coef: float
-    kl_penalty: str | None  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt the weight after `n_steps` sequences with a mean KL of `current_kl` nats per token."""
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
 class FixedKLController:
     """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
 
     def __init__(self, kl_coef: float, kl_penalty: str | None = "kl") -> None:
         self.kl_coef = kl_coef
-        self.kl_penalty = kl_penalty
+        self.kl_penalty = kl_penalty  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
 
     def update(self, current_kl: float, n_steps: int) -> None: ...
 
@@ -162,7 +139,7 @@ class AdaptiveKLController:
         self.horizon = horizon  # sequences
         self.kl_penalty: str | None = kl_penalty
 
-    def update(self, current_kl: float, n_steps: int) -> None:
+    def update(self, current_kl: float, n_steps: int) -> None:  # mean nats per token, sequences
         if math.isnan(current_kl):  # a weight of NaN could never recover
             return
         error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
@@ -174,3 +151,6 @@ class AdaptiveKLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         # The state of a fixed controller is empty: keep the weight of the options.
         self.kl_coef = state.get("kl_coef", self.kl_coef)
+
+
+KLController = FixedKLController | AdaptiveKLController  # the state belongs in checkpoints

@@ -101,17 +101,13 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 def policy_loss(terms: PolicyTerms, per_token: Tensor, **statistics: Tensor) -> PolicyLoss:
     """Build the result of a token-level loss; `ppo_kl`, -log(ratio), estimates KL(old || new)."""
     clamped = terms.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return PolicyLoss(
-        per_token,
-        {name: values.detach().float() for name, values in statistics.items()} | {"ppo_kl": -clamped},
-    )
+    detached = {name: values.detach().float() for name, values in statistics.items()}
+    return PolicyLoss(per_token, detached | {"ppo_kl": -clamped})
 
 
 def sequence_loss(terms: PolicyTerms, per_sequence: Tensor, **statistics: Tensor) -> PolicyLoss:
     """Build the result of a sequence-level loss (B,), repeated at every response token."""
-    per_token = (
-        per_sequence.unsqueeze(-1).expand_as(terms.log_ratio).masked_fill(terms.mask == 0, 0)
-    )  # (B, R)
+    per_token = per_sequence.unsqueeze(-1).expand_as(terms.log_ratio).masked_fill(terms.mask == 0, 0)
     return policy_loss(terms, per_token, **statistics)._replace(is_sequence_level=True)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.advantage_math import (
     Sequences,
+    by_rows,
     count_tokens,
     group_sizes,
     group_sums,
@@ -110,11 +111,12 @@ def prime(inputs: AdvantageInputs) -> Advantages:
     offsets = (-inputs.process_coef * baselines).float().unsqueeze(-1)
     ends = at_the_end.float().unsqueeze(-1)
 
-    returns = torch.empty_like(kept, dtype=torch.float32)
-    for rows in row_blocks(kept):
-        mixed = zero_outside(torch.addcmul(offsets[rows], slopes[rows], rewards[rows]), kept[rows])
-        mixed[:, -1:] += ends[rows]  # at or after the last response token: the sums are the same
-        zero_outside(reverse_cumsum(mixed), kept[rows], out=returns[rows])
+    def sums_to_the_end(rewards: Tensor, offset: Tensor, slope: Tensor, end: Tensor, keep: Tensor) -> Tensor:
+        mixed = zero_outside(torch.addcmul(offset, slope, rewards), keep)
+        mixed[:, -1:] += end  # at or after the last response token: the sums are the same
+        return reverse_cumsum(mixed)
+
+    returns = by_rows(sums_to_the_end, kept, rewards, offsets, slopes, ends, kept)
     return Advantages(whiten(returns, kept, "prime"), returns)
 
 

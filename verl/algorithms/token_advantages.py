@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.advantage_math import (
     Sequences,
+    by_rows,
     count_tokens,
     discounted_advantages,
     discounted_returns,
@@ -43,9 +44,7 @@ def gae(inputs: AdvantageInputs) -> Advantages:
     kept = response_tokens(inputs)
     values = require_field(inputs, "gae", "values", like=kept)
     advantages = discounted_advantages(inputs.token_level_rewards, values, kept, inputs.gamma, inputs.lam)
-    returns = torch.empty_like(advantages)
-    for rows in row_blocks(kept):
-        zero_outside(advantages[rows] + values[rows], kept[rows], out=returns[rows])
+    returns = by_rows(torch.add, kept, advantages, values)
     return Advantages(whiten(advantages, kept, "gae"), returns)
 
 
@@ -79,12 +78,8 @@ def remax(inputs: AdvantageInputs) -> Advantages:
     """
     kept = response_tokens(inputs)
     baselines = require_field(inputs, "remax", "reward_baselines", like=inputs.group_ids)
-    baselines = baselines.float().unsqueeze(-1)  # (B, 1)
     returns = discounted_returns(inputs.token_level_rewards, kept)
-    advantages = torch.empty_like(returns)
-    for rows in row_blocks(kept):
-        zero_outside(returns[rows] - baselines[rows], kept[rows], out=advantages[rows])
-    return Advantages(advantages, returns)
+    return Advantages(by_rows(torch.sub, kept, returns, baselines.float().unsqueeze(-1)), returns)
 
 
 @ADV_ESTIMATORS.register("optimal_token_baseline")
@@ -150,13 +145,11 @@ def _token_baseline(inputs: AdvantageInputs, kept: Tensor, lengths: Tensor, esti
         positions < ends.unsqueeze(-1), weighted_returns / (weights + WEIGHT_EPS), 0.0
     )  # (G, R)
 
-    advantages = torch.empty_like(returns)
-    for rows in row_blocks(kept):
-        baseline = baselines[ids[rows]]  # (b, R)
-        if by_own_tokens:
-            baseline = spread(baseline, kept[rows])
-        zero_outside(returns[rows] - baseline, kept[rows], out=advantages[rows])
-    return Advantages(advantages, returns)
+    def advantage(returns: Tensor, ids: Tensor, kept: Tensor) -> Tensor:  # of a block of rows
+        baseline = baselines[ids]
+        return returns - (spread(baseline, kept) if by_own_tokens else baseline)
+
+    return Advantages(by_rows(advantage, kept, returns, ids, kept), returns)
 
 
 def _cumulative_weights(inputs: AdvantageInputs, kept: Tensor, rows: slice, estimator: str) -> Tensor:

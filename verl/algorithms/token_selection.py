@@ -88,13 +88,8 @@ def covariances(inputs: SelectionInputs) -> Tensor:
 
     cov = (A - mean(A)) (log_prob - mean(log_prob))    means over the mini batch
     """
-    check_same_shape(
-        log_probs=inputs.log_probs,
-        old_log_probs=inputs.old_log_probs,
-        advantages=inputs.advantages,
-        row_ids=inputs.row_ids,
-        positions=inputs.positions,
-    )
+    names = ("log_probs", "old_log_probs", "advantages", "row_ids", "positions")
+    check_same_shape(**{name: getattr(inputs, name) for name in names})
     by_position = inputs.positions.argsort(stable=True)
     order = by_position[inputs.row_ids[by_position].argsort(stable=True)]  # (N,) by row, then position
     advantages, log_probs = inputs.advantages.double(), inputs.log_probs.double()

@@ -2,7 +2,7 @@
 """Reader of EasyR1's and verl's `model_world_size_W_rank_R.pt` files: a dictionary of DTensors for each rank.
 
 The files are read without a process group and without the classes that wrote them, whose pickled form changes
-between torch versions: stand-in classes receive the pickled tensors, meshes and placements.
+between torch versions: substitute classes receive the pickled tensors, meshes and placements.
 """
 
 import pickle
@@ -19,7 +19,7 @@ SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class _Described:
-    """Stores the pickled arguments and state of an object."""
+    """Stores the pickled arguments and state of an object: a mesh, its layout, a tensor's spec or shape."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.given = args
@@ -30,17 +30,6 @@ class _Described:
         self.__dict__.update(slots or {})
 
 
-class _Mesh(_Described): ...
-
-
-class _Spec(_Described):
-    mesh: _Mesh
-    placements: tuple[Any, ...]
-
-
-class _Meta(_Described): ...
-
-
 class _Shard(_Described):
     dim: int
 
@@ -48,18 +37,9 @@ class _Shard(_Described):
 class _Replicate(_Described): ...
 
 
-class _Layout(_Described):  # of a mesh or of one axis; newer versions store `axes` instead
-    axes: tuple[Any, ...]
-    shape: Any
-    stride: Any
-
-
-class _ShardOrder(_Described): ...
-
-
 class _ShardedTensor(Tensor):
     _local_tensor: Tensor  # the data
-    _spec: _Spec
+    _spec: Any  # has `mesh` and `placements`
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,34 +49,31 @@ class _ShardedTensor(Tensor):
 
 
 # Each class under its old and new import paths.
-STAND_INS = [
+SUBSTITUTES = [
     (_ShardedTensor, "torch.distributed.tensor.DTensor"),
     (_ShardedTensor, "torch.distributed._tensor.api.DTensor"),
     (_ShardedTensor, "torch.distributed.tensor._api.DTensor"),
-    (_Spec, "torch.distributed.tensor._dtensor_spec.DTensorSpec"),
-    (_Spec, "torch.distributed._tensor.placement_types.DTensorSpec"),
-    (_Spec, "torch.distributed._tensor._dtensor_spec.DTensorSpec"),
-    (_Meta, "torch.distributed.tensor._dtensor_spec.TensorMeta"),
-    (_Meta, "torch.distributed._tensor.placement_types.TensorMeta"),
-    (_Meta, "torch.distributed._tensor._dtensor_spec.TensorMeta"),
-    (_ShardOrder, "torch.distributed.tensor._dtensor_spec.ShardOrderEntry"),
     (_Shard, "torch.distributed.tensor.placement_types.Shard"),
     (_Shard, "torch.distributed._tensor.placement_types.Shard"),
     (_Replicate, "torch.distributed.tensor.placement_types.Replicate"),
     (_Replicate, "torch.distributed._tensor.placement_types.Replicate"),
-    (_Layout, "torch.distributed._mesh_layout._MeshLayout"),
-    (_Layout, "torch.distributed._mesh_layout._FlatLayout"),
-    (_Mesh, "torch.distributed.device_mesh.DeviceMesh"),
-    (_Mesh, "torch.distributed._tensor.device_mesh.DeviceMesh"),
-]
+    *((_Described, f"torch.distributed.{name}") for name in (
+        "tensor._dtensor_spec.DTensorSpec", "tensor._dtensor_spec.TensorMeta",
+        "tensor._dtensor_spec.ShardOrderEntry",
+        "_tensor.placement_types.DTensorSpec", "_tensor.placement_types.TensorMeta",
+        "_tensor._dtensor_spec.DTensorSpec", "_tensor._dtensor_spec.TensorMeta",
+        "_mesh_layout._MeshLayout", "_mesh_layout._FlatLayout",
+        "device_mesh.DeviceMesh", "_tensor.device_mesh.DeviceMesh",
+    )),
+]  # fmt: skip
 
 
 @contextmanager
-def _stand_ins_only() -> Iterator[None]:
-    """Let torch.load build the stand-ins, and nothing that other code declared safe."""
+def _substitutes_only() -> Iterator[None]:
+    """Let torch.load build the substitutes, and nothing that other code declared safe."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(STAND_INS)
+    torch.serialization.add_safe_globals(SUBSTITUTES)
     try:
         yield
     finally:
@@ -129,7 +106,7 @@ def find_shard_files(folder: Path) -> list[Path]:
 def load_shard_file(path: Path) -> dict[str, Tensor]:
     """Load the tensors of one rank, with memory mapping."""
     try:
-        with _stand_ins_only():
+        with _substitutes_only():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}): copy it again from its source") from error
@@ -153,8 +130,8 @@ def join_shards(name: str, parts: list[Tensor]) -> Tensor:
     ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # of the first replica, in order
     if isinstance(placements[-1], _Replicate):
         return parts[ranks[0]]._local_tensor
-    size = parts[0].shape
-    dim = _dim(placements[-1])
+    size, place = parts[0].shape, placements[-1]
+    dim = place.dim if hasattr(place, "dim") else place.given[0]
     shards = [parts[rank]._local_tensor for rank in ranks]
     whole = torch.cat([shard for shard in shards if shard.numel()], dim=dim) if len(shards) > 1 else shards[0]
     if whole.shape != size:
@@ -178,8 +155,8 @@ def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
     return tuple(spec.placements), mesh["_rank_map"][index]
 
 
-def _axes(layout: _Layout) -> list[tuple[Any, Any]]:  # (shape, stride)
-    if hasattr(layout, "axes"):
+def _axes(layout: Any) -> list[tuple[Any, Any]]:  # (shape, stride)
+    if hasattr(layout, "axes"):  # in newer versions
         return [(axis.shape, axis.stride) for axis in layout.axes]
     if isinstance(layout.shape, int):
         return [(layout.shape, layout.stride)]
@@ -194,7 +171,3 @@ def _offsets(axis: tuple[Any, Any]) -> Tensor:  # in ranks
     for size, step in zip(shape, stride, strict=True):
         offsets = (offsets.unsqueeze(-1) + torch.arange(size) * step).flatten()
     return offsets
-
-
-def _dim(placement: _Shard) -> int:
-    return placement.dim if hasattr(placement, "dim") else placement.given[0]

@@ -37,12 +37,7 @@ def write_manifest(folder: Path, content: dict[str, Any], files: dict[str, FileE
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder and check the sizes of its files.
-
-    Raises:
-        FileNotFoundError: The folder, its manifest or a file is missing.
-        ValueError: The manifest cannot be read, or a file has a different size.
-    """
+    """Read the manifest of a folder and check the sizes of its files."""
     foreign = next(folder.glob("model_world_size_*_rank_*.pt"), None)
     if foreign is not None and not (folder / MANIFEST).is_file():
         raise FileNotFoundError(

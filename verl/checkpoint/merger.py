@@ -22,28 +22,18 @@ MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
 
 
 def merge_checkpoint(
-    local_dir: Path | str,
+    local_dir: Path | str,  # a role's folder: …/global_step_N/actor
     *,
-    dtype: torch.dtype | None = None,
-    base_model: str | None = None,
+    dtype: torch.dtype | None = None,  # None keeps the checkpoint's, or for adapters the base model's
+    base_model: str | None = None,  # folder or hub name; None takes the one in the adapter's config
     trust_remote_code: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write the weights of a checkpoint as safetensors under hub names, next to its config and tokenizer.
+    """Write the weights of a checkpoint as safetensors under hub names; return the folder `huggingface`.
 
     A value model becomes a sequence-classification model with one label, or a token-classification model if
     its score has a bias. LoRA adapters are folded into the weights of their base, which is then held in
     memory.
-
-    Args:
-        local_dir: A role's folder: `…/global_step_N/actor`.
-        dtype: Of the written weights; None keeps the checkpoint's, or for adapters the base model's.
-        base_model: Folder or hub name of the adapters' base; None takes the one in the adapter's config.
-        trust_remote_code: Allow Python code that came with the model to run.
-        max_file_bytes: Maximum size of a file of weights.
-
-    Returns:
-        `local_dir/huggingface`.
     """
     local_dir = Path(local_dir)
     folder = local_dir / HUGGINGFACE
@@ -59,7 +49,9 @@ def merge_checkpoint(
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
         dtype = dtype or shards.base_dtype
     tensors = _hub_tensors(shards, names, local_dir)
-    _set_dtype(folder, config, _write_files(folder, _cast(tensors, dtype), max_file_bytes))
+    if dtype is not None:
+        tensors = ((name, part.to(dtype) if part.is_floating_point() else part) for name, part in tensors)
+    _set_dtype(folder, config, _write_files(folder, tensors, max_file_bytes))
     return folder
 
 
@@ -87,12 +79,6 @@ def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[t
         )
     yield from ((name, shards.read(name)) for name in as_on_hub)
     yield from names.convert((name, shards.read(name)) for name in in_memory)
-
-
-def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        is_cast = dtype is not None and tensor.is_floating_point()
-        yield name, tensor.to(dtype) if is_cast else tensor
 
 
 def _write_files(

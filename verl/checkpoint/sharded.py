@@ -28,13 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl.checkpoint.manifest import (
-    FileEntry,
-    check_digests,
-    file_entries,
-    read_manifest,
-    write_manifest,
-)
+from verl.checkpoint.manifest import FileEntry, check_digests, file_entries, read_manifest, write_manifest
 from verl.checkpoint.storage import ShardReader, read_tensors
 from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_sharded_like
 from verl.models.lora_weights import tensors_to_save
@@ -83,7 +77,9 @@ def take_snapshot(
     copies: bool = False,  # copy tensors to host memory, so that training may continue
 ) -> Snapshot:
     """Collect the training state of this rank."""
-    tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
+    tensors = _model_tensors(model)
+    if optimizer is not None:
+        tensors |= _named_state(model, optimizer.state)
     if copies:
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
     manifest = {
@@ -96,13 +92,10 @@ def take_snapshot(
 
 
 def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
-    """Write the snapshots of all ranks into one role's folder; every rank calls it and waits for the others.
+    """Write the snapshots of all ranks into one role's folder, on a file system that all ranks share.
 
-    The folder must be on a file system that all ranks share. `group` needs a CPU backend and must not be used
-    by others meanwhile; None is the default group.
-
-    Raises:
-        NotWrittenError: A rank could not write its files.
+    Every rank calls it and waits for the others. `group` needs a CPU backend and must not be used by others
+    meanwhile; None is the default group.
     """
     path, rank = Path(path), dist.get_rank()
     problem, entries = None, {}
@@ -126,10 +119,6 @@ def load_shards(
 
     Random generators and `extra` belong to a rank: they are restored only if the world size is the same. The
     schedule keeps the shape given by this run's config and moves to the saved position.
-
-    Raises:
-        FileNotFoundError: The folder is missing or incomplete.
-        ValueError: A file is damaged, or model or optimizer differ from the saved ones; on every rank.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -205,10 +194,15 @@ def _write_files(
     return file_entries(path, own)
 
 
+def _of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def _gather_values(problem: str | None, value: Any, path: Path, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the value of every rank; raise on every rank if any has a problem."""
-    both: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(both, (problem, value), group=group)
+    both = _of_all_ranks((problem, value), group)
     found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(both) if text is not None]
     if found:
         raise NotWrittenError(f"{path} cannot be written: {'; '.join(found)}")
@@ -228,9 +222,7 @@ def _check_files(path: Path, manifest: dict[str, Any]) -> None:
         check_digests(path, manifest, names)
     except (OSError, ValueError) as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    damaged = next(filter(None, problems), None)
+    damaged = next(filter(None, _of_all_ranks(problem)), None)
     if damaged is not None:
         raise ValueError(damaged)
 
@@ -238,10 +230,6 @@ def _check_files(path: Path, manifest: dict[str, Any]) -> None:
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = tensors_to_save(model, sharded_parameters(model) | persistent_buffers(model))
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    return {} if optimizer is None else _named_state(model, optimizer.state)
 
 
 def _named_state(model: nn.Module, state: dict[Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -121,9 +121,8 @@ class AdaptedShards:
         return list(self._base | self._own)
 
     def shape(self, name: str) -> torch.Size:
-        if name in self._own:
-            return self._source.shape(self._saved[self._own[name]])
-        return self._base[name].shape
+        own = self._own.get(name)
+        return self._base[name].shape if own is None else self._source.shape(self._saved[own])
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor, in float32 if it is adapted."""

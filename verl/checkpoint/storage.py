@@ -42,7 +42,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """Reader of shards that reads the metadata once, and safely."""
+    """Reader of shards that reads the metadata once."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

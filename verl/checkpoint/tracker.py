@@ -18,14 +18,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from verl.checkpoint.manifest import (
-    STEP_FOLDER,
-    check_digests,
-    is_whole,
-    read_manifest,
-    remedy,
-    write_json,
-)
+from verl.checkpoint.manifest import STEP_FOLDER, check_digests, is_whole, read_manifest, remedy, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +112,7 @@ def read_record(root: Path | str) -> CheckpointRecord | None:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
-        record = CheckpointRecord(
-            **{entry.name: content.get(entry.name) for entry in fields(CheckpointRecord)}
-        )
+        record = CheckpointRecord(*(content.get(entry.name) for entry in fields(CheckpointRecord)))
         _check_record(record)
         return record
     except (OSError, ValueError, RecursionError) as error:
@@ -132,11 +123,7 @@ def read_record(root: Path | str) -> CheckpointRecord | None:
 
 
 def find_last_checkpoint(root: Path | str) -> Path | None:
-    """Return the newest complete checkpoint in a folder; None if nothing was saved there.
-
-    Raises:
-        FileNotFoundError: The checkpoint that the tracker names is missing.
-    """
+    """Return the newest complete checkpoint in a folder; None if nothing was saved there."""
     record = read_record(root)
     if record is None or record.last_global_step is None:
         return None
@@ -159,10 +146,6 @@ def checkpoint_to_resume(
     """Return the checkpoint to resume from, after verifying all of its files; None to start from scratch.
 
     `load_checkpoint_path` takes precedence over the newest checkpoint in `root`.
-
-    Raises:
-        FileNotFoundError: A folder or a file of the checkpoint is missing.
-        ValueError: A file is damaged, or the name is not `global_step_N`.
     """
     if load_checkpoint_path is not None:
         folder = Path(load_checkpoint_path)

@@ -27,10 +27,7 @@ class DeferredLogits:
         self.hidden, self.head, self.transform = hidden, head, transform
 
     def __mul__(self, factor: float) -> "DeferredLogits":
-        if not isinstance(factor, int | float):
-            raise NotImplementedError(
-                f"the model multiplies its logits with a {type(factor).__name__}; only numbers are supported"
-            )
+        _check_number(factor, "multiplies its logits with")
         scale, softcap, _ = self.transform
         if softcap is None:
             return self._with(LogitTransform(scale * factor))
@@ -40,10 +37,7 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> "DeferredLogits":
-        if not isinstance(divisor, int | float):
-            raise NotImplementedError(
-                f"the model divides its logits by a {type(divisor).__name__}; only numbers are supported"
-            )
+        _check_number(divisor, "divides its logits by")
         return self * (1.0 / divisor)
 
     def tanh(self) -> "DeferredLogits":
@@ -94,19 +88,10 @@ class DeferredLogits:
         reference: HeadLogits | None = None,  # compute the KL divergence from these logits
     ) -> TokenLogProbs:
         """Compute log-probabilities of `targets` (M,) as predicted by the packed tokens `rows` (M,)."""
-        hidden, weight, bias, transform = self.head_logits(rows, temperature)
-        result = linear_log_probs(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            transform=transform,
-            with_entropy=with_entropy,
-            with_sum_squares=with_sum_squares,
-        )
-        if reference is None:
-            return result
-        return result._replace(kl=linear_kl(hidden, weight, reference, bias=bias, transform=transform))
+        policy = self.head_logits(rows, temperature)
+        options = {"with_entropy": with_entropy, "with_sum_squares": with_sum_squares}
+        result = linear_log_probs(policy, targets, **options)
+        return result if reference is None else result._replace(kl=linear_kl(policy, reference))
 
     def values(self, rows: Tensor) -> Tensor:
         """Compute float32 scores of the packed tokens `rows` (M,), without the model's logit transform."""
@@ -114,6 +99,11 @@ class DeferredLogits:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         values = torch.mv(hidden.to(dtype), weight[0].to(dtype))  # not a column: FSDP does not support views
         return values if bias is None else values + bias.to(dtype)
+
+
+def _check_number(value: Any, action: str) -> None:
+    if not isinstance(value, int | float):
+        raise NotImplementedError(f"the model {action} a {type(value).__name__}; only numbers are supported")
 
 
 class DeferringHead(nn.Linear):

@@ -98,19 +98,9 @@ class FlopsCounter:
         text = 3 * self.text.forward(lengths, num_response_tokens)
         return text + (3 if self.trains_vision else 1) * self._vision_forward(grids)
 
-    def mfu(
-        self,
-        lengths: Sequence[int],
-        seconds: float,
-        *,
-        num_response_tokens: int | None = None,
-        grids: Iterable[Grid] = (),
-    ) -> float | None:
-        """Return the share of this device's peak that forward and backward reached; None without a peak."""
-        if self.peak is None:
-            return None
-        flops = self.training(lengths, num_response_tokens=num_response_tokens, grids=grids)
-        return flops / (seconds * self.peak)
+    def mfu(self, lengths: Sequence[int], seconds: float, **options: Any) -> float | None:
+        """Return the share of this device's peak that `training` reached in a time; None without a peak."""
+        return None if self.peak is None else self.training(lengths, **options) / (seconds * self.peak)
 
     def _vision_forward(self, grids: Iterable[Grid]) -> float:
         return 0.0 if self.vision is None else sum(self.vision.forward(*grid) for grid in grids)
@@ -148,15 +138,12 @@ class VisionShape:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.vision_config
         (tower,) = vision_towers(model)
-        merged = {
-            id(weight)
-            for name, weight in tower.named_parameters()
-            if "merger" in name  # the layers after adjacent patches are merged
-        }
-        weights = matrices(tower)
+        # The layers after adjacent patches are merged.
+        merged = {id(weight) for name, weight in tower.named_parameters() if "merger" in name}
+        sizes = [(id(weight) in merged, weight.numel()) for weight in matrices(tower)]
         self.merge = config.spatial_merge_size**2
-        self.for_each_token = sum(weight.numel() for weight in weights if id(weight) in merged)
-        self.for_each_patch = sum(weight.numel() for weight in weights if id(weight) not in merged)
+        self.for_each_token = sum(size for is_merged, size in sizes if is_merged)
+        self.for_each_patch = sum(size for is_merged, size in sizes if not is_merged)
         self.channels = [
             weight.shape[0] // 3 for name, weight in tower.named_parameters() if name.endswith("qkv.weight")
         ]

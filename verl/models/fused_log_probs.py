@@ -33,12 +33,9 @@ class TokenLogProbs(NamedTuple):
 
 
 def linear_log_probs(
-    hidden: Tensor,  # (N, hidden size); N may be zero
-    weight: Tensor,  # (V, hidden size), in the dtype of `hidden`
+    policy: HeadLogits,  # of N tokens; N may be zero
     targets: Tensor,  # (N,) int64
     *,
-    bias: Tensor | None = None,  # (V,)
-    transform: LogitTransform = LogitTransform(),  # noqa: B008 (immutable)
     with_entropy: bool = False,
     with_sum_squares: bool = False,
     chunk_bytes: int | None = None,  # bytes of logits held at once; None is the device's default
@@ -52,22 +49,17 @@ def linear_log_probs(
     Gradients of log-probabilities and entropy reach `hidden`, `weight` and `bias`; `sum_squared_probs` has
     none.
     """
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"one target per hidden state: targets {tuple(targets.shape)}, hidden {tuple(hidden.shape)}"
-        )
-    policy = autocast_head(HeadLogits(hidden, weight, bias, transform))
+    if targets.shape != policy.hidden.shape[:1]:
+        shapes = f"targets {tuple(targets.shape)}, hidden {tuple(policy.hidden.shape)}"
+        raise ValueError(f"one target per hidden state: {shapes}")
+    policy = autocast_head(policy)
     rows = chunk_rows([policy], chunk_bytes)
     return TokenLogProbs(*_LinearLogProbs.apply(*policy, targets, with_entropy, with_sum_squares, rows))
 
 
 def linear_kl(
-    hidden: Tensor,  # (N, hidden size); N may be zero
-    weight: Tensor,  # (V, hidden size), in the dtype of `hidden`
+    policy: HeadLogits,  # of N tokens; N may be zero
     reference: HeadLogits,  # same tokens and vocabulary; must stay unchanged until the backward pass
-    *,
-    bias: Tensor | None = None,  # (V,)
-    transform: LogitTransform = LogitTransform(),  # noqa: B008 (immutable)
     chunk_bytes: int | None = None,  # bytes of both models' logits held at once
 ) -> Tensor:
     """Compute the KL divergence of a policy's distribution from a reference's, for each token.
@@ -77,13 +69,13 @@ def linear_kl(
 
     Returns (N,) float32 nats, never negative. Gradients do not reach the reference.
     """
-    if len(hidden) != len(reference.hidden) or len(weight) != len(reference.weight):
+    (hidden, weight, *_), (ref_hidden, ref_weight, *_) = policy, reference
+    if len(hidden) != len(ref_hidden) or len(weight) != len(ref_weight):
         raise ValueError(
             f"policy and reference need the same tokens and vocabulary: hidden {tuple(hidden.shape)} and"
-            f" {tuple(reference.hidden.shape)}, weight {tuple(weight.shape)} and"
-            f" {tuple(reference.weight.shape)}"
+            f" {tuple(ref_hidden.shape)}, weight {tuple(weight.shape)} and {tuple(ref_weight.shape)}"
         )
-    policy = autocast_head(HeadLogits(hidden, weight, bias, transform))
+    policy = autocast_head(policy)
     with torch.no_grad():
         reference = autocast_head(reference)
     return _LinearKL.apply(*policy, reference, chunk_rows([policy, reference], chunk_bytes))

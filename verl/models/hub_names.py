@@ -107,12 +107,7 @@ class HubNames:
 
 def tied_names(model: PreTrainedModel) -> set[str]:
     """Return weights that share another weight's memory: `lm_head.weight` with tied embeddings."""
-    first = {
-        id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))
-    }
-    return {
-        name for name, tensor in model.named_parameters(remove_duplicate=False) if first[id(tensor)] != name
-    }
+    return dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
 
 
 def _find_groups(

@@ -30,8 +30,8 @@ class LogitTransform(NamedTuple):
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
-        capped = z * (self.temperature / self.softcap)  # tanh
-        return capped.square_().neg_().add_(1).mul_(slope)
+        tanh = z * (self.temperature / self.softcap)
+        return tanh.square_().neg_().add_(1).mul_(slope)
 
 
 class HeadLogits(NamedTuple):
@@ -98,9 +98,7 @@ def head_gradients(
     ctx: Any,  # of an autograd function with these three inputs first; has `rows`, the size of a chunk
     heads: Sequence[HeadLogits],  # of the policy first; the others' products are needed too
     accurate: torch.dtype,  # of sums over chunks
-    block_grad: Callable[
-        ..., Tensor
-    ],  # (slice of tokens, products of heads) to gradient of the first product
+    block_grad: Callable[..., Tensor],  # (tokens, products of heads) to gradient of the first product
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of the policy's hidden states, weight and bias."""
     hidden, weight, bias, _ = heads[0]

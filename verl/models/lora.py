@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import ADAPTER, AdapterConfig, is_adapter
+from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
 ALL_LINEAR = "all-linear"
 NAMES = re.compile(r"[\w.]+(,[\w.]+)*")  # names and commas; everything else is a regular expression
-MOST_NAMED = 6  # modules listed in an error
+MOST_NAMED = 6
 
 
 def attach_adapters(
@@ -37,9 +38,6 @@ def attach_adapters(
 
     The model is changed in place, in memory or on the meta device; its output does not change. peft freezes
     all other parameters.
-
-    Raises:
-        ValueError: A pattern is not a regular expression, or selects no linear module.
     """
     names = _adapted_modules(model, adapter, option, tuple(frozen))
     config = LoraConfig(
@@ -82,13 +80,9 @@ def set_adapter(
     model: PreTrainedModel,
     tensors: Mapping[str, Tensor],  # by names inside a model
     hub_module: Callable[[str], str],  # hub name of a module in memory; older adapters use hub names
-    where: str,  # names the adapter in errors
+    where: str,
 ) -> None:
-    """Copy saved adapters into a model.
-
-    Raises:
-        ValueError: The adapter has different modules or sizes.
-    """
+    """Copy saved adapters into a model with the same modules; `where` names them in errors."""
     own = {name: param for name, param in model.named_parameters() if is_adapter(name)}
     given = dict(tensors)
     if not own.keys() & given.keys():
@@ -109,15 +103,10 @@ def set_adapter(
 def _adapted_modules(
     model: PreTrainedModel, adapter: AdapterConfig, option: str, frozen: tuple[str, ...]
 ) -> list[str]:
-    head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and name != "score"
-        and not name.startswith(tuple(f"{module}." for module in frozen))
-    ]
+    head, parts = model.get_output_embeddings(), tuple(f"{module}." for module in frozen)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    modules = {name: module for name, module in modules.items() if module is not head and name != SCORE}
+    linear = [name for name in modules if not name.startswith(parts)]
     target = _matcher(adapter.target_modules, f"{option}.target_modules")
     names = [name for name in linear if target(name)]
     if not names:
@@ -190,7 +179,7 @@ def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    kinds = sorted({name.rpartition(".")[2] for name in names})  # q_proj, ...
+    kinds = sorted({name.rpartition(".")[2] for name in names})
     return ", ".join(kinds[:MOST_NAMED]) + (" ..." if len(kinds) > MOST_NAMED else "")
 
 

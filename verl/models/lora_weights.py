@@ -90,15 +90,11 @@ def tensors_to_save(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def fold_weight(
-    weight: Tensor,  # (out, in)
-    down: Tensor,  # (rank, in), `lora_A`
-    up: Tensor,  # (out, rank), `lora_B`
-    scale: float,
-    magnitude: Tensor | None = None,  # (out,), for DoRA
+    weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None = None
 ) -> Tensor:
-    """Fold an adapter into its base weight, in float32.
+    """Fold an adapter, A (rank, in) and B (out, rank), into its base weight W (out, in), in float32.
 
-    LoRA:  W + scale B A                                (https://arxiv.org/abs/2106.09685, section 4.1)
+    LoRA:  W + scale B A                                  (https://arxiv.org/abs/2106.09685, section 4.1)
     DoRA:  m (W + scale B A) / ||W + scale B A||, by row  (https://arxiv.org/abs/2402.09353, equation 5)
     """
     adapted = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
@@ -111,11 +107,7 @@ def fold_weight(
 def fold(
     named_tensors: Iterable[tuple[str, Tensor]], scale: float, *, has_magnitude: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the plain model: adapted weights folded, in float32, and the others unchanged.
-
-    Raises:
-        ValueError: A weight or a part of its adapter is missing.
-    """
+    """Yield the tensors of the plain model: adapted weights folded, in float32, and the others unchanged."""
     wanted = {BASE, DOWN, UP} | ({MAGNITUDE} if has_magnitude else set())
     waiting: dict[str, dict[str, Tensor]] = {}  # incomplete modules; peft keeps a weight next to its adapter
     for name, tensor in named_tensors:
@@ -131,18 +123,14 @@ def fold(
         parts[part] = tensor
         if wanted <= parts.keys():
             del waiting[module]
-            weight = fold_weight(parts[BASE], parts[DOWN], parts[UP], scale, parts.get(MAGNITUDE))
-            yield f"{module}.weight", weight
+            folded = fold_weight(parts[BASE], parts[DOWN], parts[UP], scale, parts.get(MAGNITUDE))
+            yield f"{module}.weight", folded
     if waiting:
         raise ValueError(f"adapters are incomplete: {sorted(waiting)[:3]} of {len(waiting)}")
 
 
 def read_adapter_config(folder: Path, where: str) -> AdapterConfig:
-    """Read `adapter_config.json`; `where` names the adapter in errors.
-
-    Raises:
-        ValueError: The file is missing or damaged, or asks for another method than LoRA.
-    """
+    """Read `adapter_config.json`; `where` names the adapter in errors."""
     try:
         values = json.loads((folder / CONFIG).read_text())
         if values["peft_type"] != "LORA":

@@ -134,7 +134,7 @@ def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iter
     """Make `get_image_features` and `get_video_features` return precomputed features."""
     # Newer transformers take the features as `mm_encoder_outputs`; 5.5 has no such argument.
     for kind, encoded in features.items():
-        setattr(owner, f"get_{kind}_features", functools.partial(_give, encoded))
+        setattr(owner, f"get_{kind}_features", lambda *_, encoded=encoded, **__: encoded)
     try:
         yield
     finally:
@@ -149,10 +149,6 @@ def _pixel_arguments(features: dict[str, EncodedMedia], media: dict[str, Tensor]
     pixels = next(given, torch.empty(0))
     arguments = {"pixel_values": "image", "pixel_values_videos": "video"}
     return {key: media.get(key, pixels) if kind in features else None for key, kind in arguments.items()}
-
-
-def _give(encoded: EncodedMedia, *_: Any, **__: Any) -> EncodedMedia:
-    return encoded
 
 
 @contextlib.contextmanager
@@ -174,10 +170,9 @@ def _take_tokens(
             f"{type(decoder).__name__} is called with positional inputs, so a packed sequence cannot be"
             " sharded over ranks"
         )
-    taken = dict(kwargs)
-    for name in ("input_ids", "inputs_embeds", "visual_pos_masks"):  # (1, N, ...)
-        if kwargs.get(name) is not None:
-            taken[name] = kwargs[name].index_select(1, tokens)
+    names = ("input_ids", "inputs_embeds", "visual_pos_masks")  # (1, N, ...)
+    given = [name for name in names if kwargs.get(name) is not None]
+    taken = kwargs | {name: kwargs[name].index_select(1, tokens) for name in given}
     taken["position_ids"] = kwargs["position_ids"].index_select(-1, tokens)
     levels = kwargs.get("deepstack_visual_embeds")  # Qwen3-VL only: (media tokens, D) each
     if levels is not None:

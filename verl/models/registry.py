@@ -6,7 +6,6 @@ that reads images or videos needs an entry in `MODEL_TYPES`, and its positions i
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
-from verl.models.attention.layouts import SharedLayout
+from verl.models.attention.layouts import unsupported
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.monkey_patch import (
@@ -67,7 +66,7 @@ def model_type_of(config: PretrainedConfig) -> ModelType:
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
     """Return why a model's attention does not support shared prompts; None if it does."""
     text = config.get_text_config()
-    return SharedLayout.of([(text.max_position_embeddings, ())]).unsupported(_attention_rule(text))
+    return unsupported(_attention_rule(text), text.max_position_embeddings)
 
 
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
@@ -78,10 +77,7 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
-    rule = _attention_rule(text)
-    if sp.ring_size > 1 and (
-        rule.softcap is not None or (rule.window or math.inf) < text.max_position_embeddings
-    ):
+    if sp.ring_size > 1 and unsupported(_attention_rule(text), text.max_position_embeddings) is not None:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
             " window or a soft cap: use `ulysses_size`"
@@ -112,9 +108,6 @@ def prepare_model(model: PreTrainedModel) -> None:
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is
     `lambda logits: logits.values(rows)`.
-
-    Raises:
-        NotImplementedError: The model does something that would be dropped.
     """
     obstacle = _obstacle(model)
     if obstacle is not None:
@@ -150,12 +143,9 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 def check_model(model: PreTrainedModel) -> float:
     """Compare packed log-probabilities with the model's own padded forward; return their mean difference.
 
-    Detects model behavior that this project does not handle. Runs on any device; under FSDP all ranks call
-    it. A scalar model, whose score may be zero everywhere, is checked at the score's input: hidden states
-    projected on fixed random directions, relative to their size.
-
-    Raises:
-        NotImplementedError: The two differ by more than rounding.
+    Raises NotImplementedError if they differ by more than rounding: the model does something unsupported.
+    Under FSDP all ranks call it. A scalar model, whose score may be zero everywhere, is checked at the
+    score's input: hidden states projected on fixed random directions, relative to their size.
     """
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
@@ -186,12 +176,8 @@ def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
     if model_type_of(config).media_owner is None:
         return rows, {}
-    markers = (
-        config.image_token_id,
-        config.video_token_id,
-        config.vision_start_token_id,
-        config.vision_end_token_id,
-    )
+    parts = ("image", "video", "vision_start", "vision_end")
+    markers = [getattr(config, f"{part}_token_id") for part in parts]
     ordinary = min(set(range(len(markers) + 1)) - set(markers))
     rows = [row.masked_fill(torch.isin(row, torch.tensor(markers)), ordinary) for row in rows]
     image = dummy_row(config, 2, 3)
@@ -206,10 +192,7 @@ def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
 
 
 def _packed(
-    model: PreTrainedModel,
-    rows: list[Tensor],
-    media: dict[str, Tensor],
-    read: Callable[[DeferredLogits, Tensor, Tensor], Tensor],
+    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor], read: Callable[..., Tensor]
 ) -> Tensor:
     """Return `read` of the predictions of the last tokens of each row: (rows x CHECKED_TOKENS, ...)."""
     tokens = torch.cat(rows)
@@ -229,8 +212,7 @@ def _log_probs(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
     return logits.log_probs(targets, rows, temperature=1.0).log_probs
 
 
-def _projections(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
-    del targets  # unused by a score
+def _projections(logits: DeferredLogits, rows: Tensor, _targets: Tensor) -> Tensor:
     return _project(logits.hidden.flatten(0, 1)[rows])
 
 

@@ -26,11 +26,8 @@ def is_scalar(config: PreTrainedConfig) -> bool:
 
 def make_scalar(config: PreTrainedConfig, *, has_bias: bool) -> None:
     """Turn a config into that of a scalar model, in place."""
-    mapping = (
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-        if has_bias
-        else modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    )
+    kind = "TOKEN" if has_bias else "SEQUENCE"
+    mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING_NAMES")
     given = (config.architectures or [config.model_type])[0]
     derived = re.sub(r"For[A-Z]\w*$", "", given) + (WITH_BIAS if has_bias else WITHOUT_BIAS)
     config.architectures = [mapping.get(config.model_type, derived)]

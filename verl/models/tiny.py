@@ -5,7 +5,6 @@
 second and without a network. To add a family, add an entry to `FAMILIES`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+
+from verl.models.hub_names import auto_class
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -69,14 +70,9 @@ def _mrope(section: list[int], **extra: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, **extra}}
 
 
-_VISION_2_5 = dict(
-    depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, window_size=56,
-    fullatt_block_indexes=[1], patch_size=14,
-)  # fmt: skip
-_VISION_3 = dict(
-    depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, patch_size=16,
-    deepstack_visual_indexes=[0], num_position_embeddings=64,
-)  # fmt: skip
+_VISION = dict(depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128)
+_VISION_2_5 = _VISION | dict(window_size=56, fullatt_block_indexes=[1], patch_size=14)
+_VISION_3 = _VISION | dict(patch_size=16, deepstack_visual_indexes=[0], num_position_embeddings=64)
 _QWEN3_VL: dict[str, Any] = dict(
     patch_size=16, video_processor="Qwen3VLVideoProcessor", processor="Qwen3VLProcessor"
 )
@@ -156,22 +152,11 @@ def build_config(family: Family, tokenizer: PreTrainedTokenizerFast, **overrides
     text = family.text | special | overrides | {"tie_word_embeddings": tied}
     if family.vision is None:
         return AutoConfig.for_model(family.model_type, **text)
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")
-    }
-    ids |= {
-        f"vision_{edge}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{edge}|>")
-        for edge in ("start", "end")
-    }
+    ids = {f"{name}_token_id": tokenizer.vocab[f"<|{name}_pad|>"] for name in ("image", "video")}
+    ids |= {f"{name}_token_id": tokenizer.vocab[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
     return AutoConfig.for_model(
         family.model_type, text_config=text, vision_config=family.vision, tie_word_embeddings=tied, **ids
     )
-
-
-def media_token_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the ids of the media placeholder tokens and their delimiters."""
-    tokens = [token for token in SPECIAL_TOKENS if token[2:].startswith(("vision", "image", "video"))]
-    return [tokenizer.vocab[token] for token in tokens]
 
 
 def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> Path:
@@ -179,26 +164,20 @@ def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int =
 
     `overrides` are options of the language model's config, for example `num_hidden_layers=4`.
     """
-    import transformers  # noqa: PLC0415 - its names are looked up by family
-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     chosen = FAMILIES[family]
     tokenizer = train_tokenizer()
     config = build_config(chosen, tokenizer, **overrides)
-    auto: Callable = (
-        transformers.AutoModelForCausalLM
-        if chosen.vision is None
-        else transformers.AutoModelForImageTextToText
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
+    media = [tokenizer.vocab[token] for token in SPECIAL_TOKENS[SPECIAL_TOKENS.index("<|vision_start|>") :]]
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
         # As rollouts do. Random weights may prefer media placeholder tokens.
-        suppress_tokens=None if chosen.vision is None else media_token_ids(tokenizer),
+        suppress_tokens=None if chosen.vision is None else media,
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

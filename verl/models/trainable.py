@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of the trained parameters of a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,6 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
     """Freeze and adapt a model in place, so that `requires_grad` marks the trained parameters.
 
     `option` is the config section named in errors.
-
-    Raises:
-        ValueError: A pattern is invalid or matches nothing, or nothing is left to train.
     """
     tower = model_type_of(model.config).vision_tower
     if options.freeze_vision_tower and tower is None:
@@ -40,18 +37,17 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
             "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
         )
     frozen = [tower] if options.freeze_vision_tower and tower is not None else []
-    names = [name for name, _ in model.named_parameters()]
+    names = list(dict(model.named_parameters()))
     trained = set(_matching(names, options.train, f"{option}.train_modules"))
     if options.adapter is None:
         trained = trained or set(names)
     else:
         attach_adapters(model, options.adapter, f"{option}.lora", frozen)
-        trained = {name for name, _ in model.named_parameters() if is_adapter(name) or name in trained}
+        names = list(dict(model.named_parameters()))  # with adapters
+        trained = {name for name in names if is_adapter(name) or name in trained}
     # A value model's score starts without useful values: it is trained unless it is frozen by name.
-    trained |= {name for name, _ in model.named_parameters() if name.startswith(f"{SCORE}.")}
-    trained -= set(
-        _matching([name for name, _ in model.named_parameters()], options.freeze, f"{option}.freeze_modules")
-    )
+    trained |= {name for name in names if name.startswith(f"{SCORE}.")}
+    trained -= set(_matching(names, options.freeze, f"{option}.freeze_modules"))
     trained -= {name for name in trained if name.startswith(tuple(f"{module}." for module in frozen))}
     if not trained:
         raise ValueError(
@@ -64,8 +60,8 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
             param.data = param.data.to(torch.float32)
 
 
-def _matching(names: Iterable[str], patterns: Sequence[str], option: str) -> list[str]:
-    names, found = list(names), []
+def _matching(names: list[str], patterns: Sequence[str], option: str) -> list[str]:
+    found = []
     for pattern in patterns:
         regex = compile_pattern(pattern, option)
         matches = [name for name in names if regex.search(name)]

@@ -72,12 +72,10 @@ def encode_media(
     share: MediaShare | None = None,  # `media` are this rank's share, from `share_media`
 ) -> dict[str, EncodedMedia]:
     """Encode all images and videos in one vision-tower call; return features of "image" and "video"."""
-    pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
-    grids = [media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]
-    encoded = owner.get_image_features(torch.cat(pixels), torch.cat(grids), return_dict=True)
+    pixels, grids, images = _joined_media(media)
+    encoded = owner.get_image_features(torch.cat(pixels), grids, return_dict=True)
     pooled = encoded.pooler_output
     levels = getattr(encoded, "deepstack_features", None)  # Qwen3-VL only
-    images = len(media["image_grid_thw"]) if "image_grid_thw" in media else 0
     if share is not None:
         images, pooled = share.images, share.gather(pooled)
         levels = None if levels is None else [share.gather(level) for level in levels]
@@ -95,27 +93,28 @@ def encode_media(
     return features
 
 
+def _joined_media(media: dict[str, Tensor]) -> tuple[list[Tensor], Tensor, int]:
+    """Return the pixels and the grids of images, then of videos, and the number of images."""
+    pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
+    grids = [media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]
+    return pixels, torch.cat(grids), len(media.get("image_grid_thw", ()))
+
+
 def share_media(
-    config: Any,
-    media: dict[str, Tensor],  # the same on all ranks that share a packed sequence
-    sp: SequenceParallel,
+    config: Any, media: dict[str, Tensor], sp: SequenceParallel
 ) -> tuple[dict[str, Tensor], MediaShare]:
-    """Select this rank's frames, so that the largest number of patches of a rank is minimal.
+    """Select this rank's frames of the media of a packed sequence: the largest share of patches is minimal.
 
     Returns `pixel_values` and `image_grid_thw` of this rank, for images and videos alike.
     """
-    grids = torch.cat([media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]).cpu()
-    pixels = [media[key] for key in ("pixel_values", "pixel_values_videos") if key in media]
+    pixels, grids, images = _joined_media(media)
+    grids = grids.cpu()
     merged = config.vision_config.spatial_merge_size**2  # patches of a token
     frames = grids[:, 1:].prod(-1).repeat_interleave(grids[:, 0])  # (F,): patches of each
     bounds = split_evenly(frames.tolist(), sp.size)
     ends = torch.nn.functional.pad(frames.cumsum(0), (1, 0))[bounds]  # (size + 1,): in patches
-    share = MediaShare(
-        len(media["image_grid_thw"]) if "image_grid_thw" in media else 0,
-        tuple((grids.prod(-1) // merged).tolist()),
-        tuple((ends.diff() // merged).tolist()),
-        sp,
-    )
+    tokens, counts = (tuple((patches // merged).tolist()) for patches in (grids.prod(-1), ends.diff()))
+    share = MediaShare(images, tokens, counts, sp)
     first, last = bounds[sp.index : sp.index + 2]
     if first == last:  # every rank runs the tower
         return dummy_row(config).media, share
@@ -139,15 +138,10 @@ def dummy_row(config: Any, rows: int = 1, columns: int = 1) -> DummyRow:
     """Build a row that contains only a blank image of `rows` x `columns` tokens."""
     vision = config.vision_config
     merge = vision.spatial_merge_size
-    patches = rows * columns * merge * merge
-    channels = getattr(vision, "in_channels", 3)
-    tokens = (
-        [config.vision_start_token_id]
-        + [config.image_token_id] * (rows * columns)
-        + [config.vision_end_token_id]
-    )
+    values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    image = [config.image_token_id] * (rows * columns)
     return DummyRow(
-        torch.tensor(tokens),
-        torch.zeros(patches, channels * vision.temporal_patch_size * vision.patch_size**2),
+        torch.tensor([config.vision_start_token_id, *image, config.vision_end_token_id]),
+        torch.zeros(len(image) * merge * merge, values),
         torch.tensor([[1, rows * merge, columns * merge]]),
     )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW for bfloat16 weights, and the base class of optimizers that update each shard independently.
 
-bfloat16 has 8 bits: a weight of 1 loses any update below 2^-9. `AnyPrecisionAdamW` keeps the rounding error
-in a second tensor, `StochasticAdamW` rounds at random. All arithmetic is float32.
+bfloat16 has 8 bits: a weight of 1 loses any update below 2^-9. All arithmetic here is float32.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,25 +31,19 @@ class LocalAdamW(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
         number = 0  # of the parameter in the optimizer
         for group in self.param_groups:
             for param in group["params"]:
                 number += 1
                 if param.grad is not None:
                     self._update(param, param.grad, group, number)
-        return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         raise NotImplementedError
 
 
 def seed_of_update(param: Tensor, step: float, number: int) -> int:
-    """Return a random seed for one update of one shard."""
     # The seed follows from the contents of a checkpoint: a resumed run draws the same numbers. So do replicas
     # of a shard (hybrid sharding), which therefore stay equal.
     text = f"{int(step)} {number} {shard_index(param)}"
@@ -91,7 +84,7 @@ class AnyPrecisionAdamW(LocalAdamW):
 
 
 class StochasticAdamW(LocalAdamW):
-    """AdamW that rounds weights and moments stochastically, so that they are correct on average.
+    """AdamW that rounds weights and moments at random, so that they are correct on average.
 
         m = R(b1 m + (1 - b1) g)       v = R(b2 v + (1 - b2) g^2)
         p = R(p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p))

@@ -30,8 +30,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 class AdamW8bit(LocalAdamW):
     """AdamW with both moments in blocks of 8-bit numbers and a float32 scale for each block.
 
-    The update is computed in float32. Parameters without a `block_size` keep float32 moments. bfloat16
-    weights are rounded stochastically.
+    Parameters without a `block_size` keep float32 moments. bfloat16 weights are rounded stochastically.
 
     Source: 8-bit Optimizers via Block-wise Quantization (https://arxiv.org/abs/2110.02861).
     """

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers that `optim.strategy` selects, and their parameter groups.
 
-To add an optimizer, register a function in `OPTIMIZERS` that takes the model, its parameter groups (each with
-a learning rate) and the options.
+To add an optimizer, register a function in `OPTIMIZERS`.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from verl.config.model import OptimConfig
 from verl.optim.adamw import AnyPrecisionAdamW, StochasticAdamW
 from verl.optim.muon import Muon, layer_matrices
 from verl.utils.rank_logger import get_logger
@@ -23,63 +23,41 @@ logger = get_logger(__name__)
 Groups = list[dict[str, Any]]
 
 
-class OptimOptions(Protocol):
-    """The options of `worker.*.optim` that are read here."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def lr_factors(self) -> Mapping[str, float]: ...
-
-    @property
-    def betas(self) -> tuple[float, float]: ...
-
-    @property
-    def weight_decay(self) -> float: ...
-
-    @property
-    def strategy(self) -> str: ...
-
-
-OPTIMIZERS: Registry[Callable[[nn.Module, Groups, OptimOptions], Optimizer]] = Registry("optim.strategy")
+# Functions of the model, its parameter groups, each with a learning rate, and the options.
+OPTIMIZERS: Registry[Callable[[nn.Module, Groups, OptimConfig], Optimizer]] = Registry("optim.strategy")
 
 
 @OPTIMIZERS.register("adamw")
-def adamw(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
+def adamw(model: nn.Module, groups: Groups, config: OptimConfig) -> Optimizer:
     return torch.optim.AdamW(groups, betas=config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 @OPTIMIZERS.register("adamw_bf16")
-def adamw_bf16(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
+def adamw_bf16(model: nn.Module, groups: Groups, config: OptimConfig) -> Optimizer:
     return AnyPrecisionAdamW(groups, betas=config.betas, weight_decay=config.weight_decay)
 
 
 @OPTIMIZERS.register("adamw_bf16_sr")
-def adamw_bf16_sr(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
+def adamw_bf16_sr(model: nn.Module, groups: Groups, config: OptimConfig) -> Optimizer:
     return StochasticAdamW(groups, betas=config.betas, weight_decay=config.weight_decay)
 
 
 @OPTIMIZERS.register("adamw_8bit")
-def adamw_8bit(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
+def adamw_8bit(model: nn.Module, groups: Groups, config: OptimConfig) -> Optimizer:
     from verl.optim.adamw_8bit import AdamW8bit  # noqa: PLC0415 - torchao is optional; `OptimConfig` checks
 
     return AdamW8bit(groups, betas=config.betas, weight_decay=config.weight_decay)
 
 
 @OPTIMIZERS.register("muon")
-def muon(model: nn.Module, groups: Groups, config: OptimOptions) -> Optimizer:
+def muon(model: nn.Module, groups: Groups, config: OptimConfig) -> Optimizer:
     return Muon(groups, layer_matrices(model), config.betas, config.weight_decay)
 
 
-def build_optimizer(model: nn.Module, config: OptimOptions, option: str = "optim") -> Optimizer:
-    """Build the optimizer of `optim.strategy` over every trained parameter of the model.
+def build_optimizer(model: nn.Module, config: OptimConfig, option: str = "optim") -> Optimizer:
+    """Build the optimizer of `optim.strategy` over every trained parameter, norms and biases included.
 
-    Weight decay applies to all of them, including norms and biases. `option` is the config section named in
-    errors.
-
-    Raises:
-        ValueError: Nothing is trained, a pattern of `lr_factors` has no effect, or the strategy is unknown.
+    `option` is the config section named in errors.
     """
     make = OPTIMIZERS[config.strategy]
     groups = parameter_groups(model, config.lr, config.lr_factors, option)
@@ -98,11 +76,7 @@ def parameter_groups(
     factors: Mapping[str, float],  # `lr_factors`
     option: str,  # config section, for errors
 ) -> Groups:
-    """Divide the trained parameters into groups with `params`, `lr` and `pattern`.
-
-    The first pattern found anywhere in a parameter's name decides. The first group has the rate `lr` and the
-    pattern None.
-    """
+    """Divide the trained parameters by the first pattern found in their names; the first group has none."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not trained:
         raise ValueError("the model has no parameter to train: everything is frozen")

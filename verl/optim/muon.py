@@ -50,11 +50,7 @@ class Muon(Optimizer):
         self._adamw.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
         self._adamw.step()
         for group in self._matrices:
             trained = [param for param in group["params"] if param.grad is not None]
@@ -65,7 +61,6 @@ class Muon(Optimizer):
                 self._update(matrices[start : start + at_once], group)
             for stack in (param for param in trained if param.dim() == 3):
                 self._update_stack(stack, group)
-        return loss
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         # One matrix for each rank that shares them: a rank orthogonalizes one and holds up to three full
@@ -80,7 +75,7 @@ class Muon(Optimizer):
             _apply(weight, orthogonalize(direction), stack.shape[1:], group)
 
     def _direction(self, param: Tensor) -> Tensor:
-        """Update the momentum and return this rank's part of the Nesterov direction in bfloat16."""
+        # This rank's part of the Nesterov direction.
         state, grad = self.state[param], local_part(param.grad)  # pyright: ignore[reportArgumentType] - it has one
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
@@ -89,7 +84,7 @@ class Muon(Optimizer):
 
 
 def layer_matrices(model: nn.Module) -> Callable[[Tensor], bool]:
-    """Return a predicate for Muon's parameters: matrices and stacks of them, except embeddings and head."""
+    """Return a predicate for Muon's parameters: all matrices and stacks except embeddings and head."""
     outer = {
         id(param) for part in model.modules() if isinstance(part, nn.Embedding) for param in part.parameters()
     }
@@ -100,10 +95,7 @@ def layer_matrices(model: nn.Module) -> Callable[[Tensor], bool]:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Approximate the nearest matrix whose singular values are 1; the results lie between 0.7 and 1.2.
-
-    Newton-Schulz iteration X <- a X + (b X X' + c (X X')^2) X on the wider of the matrix and its transpose.
-    """
+    """Move the singular values to between 0.7 and 1.2: X <- a X + (b X X' + c (X X')^2) X, Newton-Schulz."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules: a linear warm-up from 0, then a curve from the peak to `min_lr_ratio` of it.
 
-    warm-up:   lr * step / warmup_steps
-    after it:  lr * (min + (1 - min) * height),    height from 1 to 0
-
-To add a schedule, register a function in `SCHEDULES` that returns the height.
+The curve is lr * (min + (1 - min) * height). To add one, register a function for the height in `SCHEDULES`.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.config.model import OptimConfig
 from verl.utils.registry import Registry
 
 SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in [0, 1]
@@ -23,62 +21,39 @@ SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in 
 }
 
 
-class ScheduleOptions(Protocol):
-    """The options of `worker.*.optim` that are read here."""
-
-    @property
-    def lr_warmup_ratio(self) -> float: ...
-
-    @property
-    def lr_warmup_steps(self) -> int | None: ...
-
-    @property
-    def min_lr_ratio(self) -> float | None: ...
-
-    @property
-    def lr_scheduler_type(self) -> str: ...
-
-    @property
-    def lr_decay_ratio(self) -> float: ...
-
-    @property
-    def lr_decay_shape(self) -> str: ...
-
-
 class Position(NamedTuple):
-    """A step after the warm-up, counted from 0."""
+    """A step after the warm-up."""
 
     step: int
     warmup: int  # steps
     total: int  # steps of the run
 
-    def progress(self, start: int) -> float:
-        """Return the progress in [0, 1] from `start`, or the end of the warm-up, to the end of the run."""
+    def progress(self, start: int) -> float:  # in [0, 1], from `start` or the end of the warm-up
         start = max(start, self.warmup)
         return min(1.0, max(0, self.step - start) / max(1, self.total - start))
 
 
-SCHEDULES: Registry[Callable[[Position, ScheduleOptions], float]] = Registry("optim.lr_scheduler_type")
+SCHEDULES: Registry[Callable[[Position, OptimConfig], float]] = Registry("optim.lr_scheduler_type")
 
 
 @SCHEDULES.register("constant")
-def constant(position: Position, config: ScheduleOptions) -> float:
+def constant(position: Position, config: OptimConfig) -> float:
     return 1.0
 
 
 @SCHEDULES.register("linear")
-def linear(position: Position, config: ScheduleOptions) -> float:
+def linear(position: Position, config: OptimConfig) -> float:
     return SHAPES["linear"](position.progress(position.warmup))
 
 
 @SCHEDULES.register("cosine")
-def cosine(position: Position, config: ScheduleOptions) -> float:
+def cosine(position: Position, config: OptimConfig) -> float:
     """Half a cosine. Source: SGDR, equation 5 without restarts (https://arxiv.org/abs/1608.03983)."""
     return SHAPES["cosine"](position.progress(position.warmup))
 
 
 @SCHEDULES.register("wsd")
-def wsd(position: Position, config: ScheduleOptions) -> float:
+def wsd(position: Position, config: OptimConfig) -> float:
     """Warm-up, stable, decay: the peak, then a decay in the last steps of the run.
 
     Source: MiniCPM, section 4 (https://arxiv.org/abs/2404.06395); the shape `sqrt`: Scaling Laws and
@@ -108,7 +83,7 @@ class WarmupSchedule(LambdaLR):
         self._last_lr = rates
 
 
-def build_scheduler(optimizer: Optimizer, config: ScheduleOptions, training_steps: int) -> WarmupSchedule:
+def build_scheduler(optimizer: Optimizer, config: OptimConfig, training_steps: int) -> WarmupSchedule:
     """Build the schedule of `optim.lr_scheduler_type`, to be stepped once per training step."""
     height = SCHEDULES[config.lr_scheduler_type]
     warmup = config.lr_warmup_steps  # takes precedence over the ratio

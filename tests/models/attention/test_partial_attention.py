@@ -8,6 +8,7 @@ import torch
 from verl.models.attention import kernels as partial_kernels
 from verl.models.attention.partial_attention import (
     AttentionCall,
+    Span,
     attend_calls,
     merge,
     partial_backward,
@@ -123,11 +124,11 @@ def test_bfloat16_parts_are_merged_in_float32():
 
 def example_calls():
     """Rows of 4, 3 and 5 tokens see themselves; tokens 4-8 see row 0 as well, tokens 7-11 row 1 as well."""
-    rows = bounds(4, 3, 5)
+    rows = Span.of(0, [4, 3, 5], "cpu")
     return [
-        AttentionCall(0, 12, 0, 12, rows, rows, True),
-        AttentionCall(4, 9, 0, 4, bounds(5), bounds(4), False),
-        AttentionCall(7, 12, 4, 7, bounds(5), bounds(3), False),
+        AttentionCall(rows, rows, True),
+        AttentionCall(Span.of(4, [5], "cpu"), Span.of(0, [4], "cpu"), False),
+        AttentionCall(Span.of(7, [5], "cpu"), Span.of(4, [3], "cpu"), False),
     ]
 
 
@@ -148,7 +149,8 @@ def test_the_order_of_calls_does_not_matter():
 
 def test_queries_without_keys_have_zero_results_and_gradients():
     inputs = [randn(6, 2, 8, seed=seed).requires_grad_() for seed in range(3)]
-    call = AttentionCall(1, 6, 0, 4, bounds(2, 3), bounds(4, 0), False)  # tokens 1 and 2 see the first four
+    # Tokens 1 and 2 see the first four.
+    call = AttentionCall(Span.of(1, [2, 3], "cpu"), Span.of(0, [4, 0], "cpu"), False)
 
     out = attend_calls(*inputs, [call], SCALE)
     grads = torch.autograd.grad(out.sum(), inputs)

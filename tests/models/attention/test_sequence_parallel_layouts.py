@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout, SharedLayout, unsupported
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout, UlyssesLayout, sequence_layout
 
@@ -123,10 +123,11 @@ def count_pairs(groups, ring_size):
     for plan, sp in zip(plans, ranks, strict=True):
         for other, calls in zip(plans, RingLayout.of(plan, sp).calls, strict=True):
             for call in calls:
-                rows_q, rows_k = call.cu_q.tolist(), call.cu_k.tolist()
+                queries, keys = plan.local[call.queries.tokens], other.local[call.keys.tokens]
+                rows_q, rows_k = call.queries.cu_rows.tolist(), call.keys.cu_rows.tolist()
                 for row in range(len(rows_q) - 1):
-                    q = plan.local[call.q_start + rows_q[row] : call.q_start + rows_q[row + 1]]
-                    k = other.local[call.k_start + rows_k[row] : call.k_start + rows_k[row + 1]]
+                    q = queries[rows_q[row] : rows_q[row + 1]]
+                    k = keys[rows_k[row] : rows_k[row + 1]]
                     seen = torch.ones(len(q), len(k), dtype=torch.int64)
                     times[q[:, None], k] += seen.tril() if call.is_causal else seen
     return times
@@ -157,7 +158,10 @@ def test_ring_ranks_have_the_same_work():
     for sp in ranks:
         layout = RingLayout.of(shard_plan(groups, sp), sp)
         calls = [call for source in layout.calls for call in source]
-        rows = [(call.cu_q.diff() * call.cu_k.diff()).sum().item() / (1 + call.is_causal) for call in calls]
+        rows = [
+            (call.queries.cu_rows.diff() * call.keys.cu_rows.diff()).sum().item() / (1 + call.is_causal)
+            for call in calls
+        ]
         pairs.append(sum(rows))
 
     assert max(pairs) < 1.02 * min(pairs)
@@ -178,7 +182,7 @@ def test_a_ring_refuses_rules_that_need_scores_or_windows(rule, reason):
 
     with pytest.raises(NotImplementedError, match=f"{reason}.*use `ulysses_size` instead of `ring_size`"):
         layout.attend(inputs, inputs, inputs, rule)
-    assert layout.unsupported(AttentionRule(0.3, window=35)) is None
+    assert unsupported(AttentionRule(0.3, window=35), layout.longest_row) is None
 
 
 def test_an_indivisible_number_of_heads_is_refused():

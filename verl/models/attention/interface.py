@@ -27,9 +27,9 @@ HARMLESS = frozenset({
 
 def packed_attention(
     module: nn.Module,
-    query: Tensor,  # (1, H, N, D)
-    key: Tensor,  # (1, Hkv, N, D); Hkv divides H
-    value: Tensor,  # (1, Hkv, N, D)
+    query: Tensor,  # (1, H, N, D); keys and values (1, Hkv, N, D)
+    key: Tensor,
+    value: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,  # 1 / sqrt(D) by default
@@ -41,14 +41,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,  # (B + 1,) of a vision tower
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over packed sequences, with the signature that transformers expects.
-
-    Returns:
-        (1, N, H, D), and no attention weights.
-
-    Raises:
-        NotImplementedError: The model asks for something that packed attention does not support.
-    """
+    """Compute attention over packed sequences, (1, N, H, D), with the signature that transformers expects."""
     name = type(module).__name__
     obstacle = _obstacle(module, attention_mask, dropout, sliding_window, others)
     if obstacle is not None:
@@ -67,14 +60,10 @@ def packed_attention(
 
 
 def _obstacle(
-    module: nn.Module,
-    attention_mask: Tensor | None,
-    dropout: float,
-    sliding_window: int | None,
-    others: dict[str, Any],
+    module: nn.Module, mask: Tensor | None, dropout: float, window: int | None, others: dict[str, Any]
 ) -> str | None:
     """Describe an unsupported request, which would otherwise be dropped silently."""
-    if attention_mask is not None:
+    if mask is not None:
         return "builds an attention mask of its own, which packed attention would drop"
     if dropout > 0:
         return (
@@ -90,7 +79,7 @@ def _obstacle(
     kind = "full_attention" if layer_types is None or index is None else layer_types[index]
     if kind not in ("full_attention", "sliding_attention"):
         return f"uses {kind} in layer {index}, which packed attention does not support"
-    if kind == "sliding_attention" and sliding_window is None:
+    if kind == "sliding_attention" and window is None:
         return f"does not pass the sliding window of layer {index}, which would be dropped"
     return None
 

@@ -10,9 +10,9 @@ lse_i)` is the final weight of key j, so the gradients of the parts are correct 
 Ring attention does this across ranks (https://arxiv.org/abs/2310.01889), `attend_calls` within a process.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,41 +30,36 @@ from verl.models.attention.kernels import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class Span(NamedTuple):
+    """Adjacent rows of tokens."""
+
+    tokens: slice
+    cu_rows: Tensor  # (B + 1,) int32 row boundaries, counted from the first token
+
+    @classmethod
+    def of(cls, start: int, lengths: Sequence[int], device: torch.device | str | None) -> "Span":
+        return cls(slice(start, start + sum(lengths)), cu_seqlens_of(lengths, device))
+
+
+class AttentionCall(NamedTuple):
     """Rows of queries that attend to rows of keys: row b to row b, to all keys or only to earlier ones."""
 
-    q_start: int  # first and last + 1 token of the queries
-    q_stop: int
-    k_start: int
-    k_stop: int
-    cu_q: Tensor  # (B + 1,) int32 row boundaries, counted from q_start
-    cu_k: Tensor  # (B + 1,) int32 row boundaries, counted from k_start
+    queries: Span
+    keys: Span
     is_causal: bool
 
-    @property
-    def q_slice(self) -> slice:
-        return slice(self.q_start, self.q_stop)
 
-    @property
-    def k_slice(self) -> slice:
-        return slice(self.k_start, self.k_stop)
+def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def partial_forward(
-    q: Tensor,  # (Nq, H, D) concatenated rows; any strides
-    k: Tensor,  # (Nk, Hkv, D); each of the Hkv key heads serves H / Hkv neighboring query heads
-    v: Tensor,  # (Nk, Hkv, D)
-    cu_q: Tensor,  # (B + 1,) int32 row boundaries from 0 to Nq, on the device of q
-    cu_k: Tensor,  # (B + 1,) int32 row boundaries from 0 to Nk
-    is_causal: bool,  # query t of a row attends to its first t + 1 keys; needs equal lengths
-    scale: float,  # of the scores
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of each row of queries to its row of keys, and the log-sum-exp of the scores.
+    """Compute attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), any strides.
 
-    Returns:
-        `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf for a query without
-        keys.
+    The row boundaries are (B + 1,) int32. If causal, query t of a row attends to its first t + 1 keys.
+    Returns `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf without keys.
     """
     rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
@@ -80,33 +75,27 @@ def partial_forward(
 
 
 def partial_backward(
-    grad_out: Tensor,  # (Nq, H, D) gradient of the merged attention
+    grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,  # (Nq, H, D) *merged* over all parts, in q's dtype
-    lse: Tensor,  # (H, Nq) *merged* over all parts
+    out: Tensor,
+    lse: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this part's contribution to the gradients of q, k and v; arguments as in `partial_forward`."""
+    """Compute this part's contribution to the gradients of q, k and v, given the *merged* `out` and `lse`."""
     rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
         return flash_backward(grad_out, q, k, v, out, lse, rows)
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for run in rows.runs:
         run_lse = lse[:, run.q_slice].unflatten(1, (run.rows, -1)).transpose(0, 1)  # (rows, H, Lq)
-        run_dq, run_dk, run_dv = run_backward(
-            _queries(grad_out, run),
-            _queries(q, run),
-            _keys(k, q, run),
-            _keys(v, q, run),
-            _queries(out, run),
-            run_lse,
-            rows,
-        )
+        queries, run_out = (_queries(tensor, run) for tensor in (q, out))
+        tensors = queries, _keys(k, q, run), _keys(v, q, run), run_out, run_lse
+        run_dq, run_dk, run_dv = run_backward(_queries(grad_out, run), *tensors, rows)
         dq[run.q_slice] = _tokens(run_dq)
         dk[run.k_slice], dv[run.k_slice] = (_sum_heads(_tokens(grad), k) for grad in (run_dk, run_dv))
     return dq, dk, dv
@@ -122,14 +111,8 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
     return torch.lerp(out.to(lse.dtype), new_out.to(lse.dtype), weight), torch.logaddexp(lse, new_lse)
 
 
-def attend_calls(
-    q: Tensor,  # (N, H, D)
-    k: Tensor,  # (Nk, Hkv, D)
-    v: Tensor,  # (Nk, Hkv, D)
-    calls: Sequence[AttentionCall],  # no key of a query may appear twice
-    scale: float,
-) -> Tensor:
-    """Compute attention (N, H, D) of each query to the keys of all calls together."""
+def attend_calls(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], scale: float) -> Tensor:
+    """Compute attention (N, H, D) of each query to the keys of all calls, which are all different."""
     return _AttendCalls.apply(q, k, v, tuple(calls), scale)  # pyright: ignore[reportReturnType] (untyped)
 
 
@@ -137,8 +120,8 @@ def add_attention(
     out: Tensor, lse: Tensor, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> None:
     """Merge the attention of a call into `out` and `lse`, in place."""
-    at, keys = call.q_slice, call.k_slice
-    part = partial_forward(q[at], k[keys], v[keys], call.cu_q, call.cu_k, call.is_causal, scale)
+    (at, cu_q), (keys, cu_k), is_causal = call
+    part = partial_forward(q[at], k[keys], v[keys], cu_q, cu_k, is_causal, scale)
     out[at], lse[:, at] = merge(out[at], lse[:, at], *part)
 
 
@@ -150,10 +133,10 @@ def add_gradients(
     scale: float,
 ) -> None:
     """Add the gradients of a call."""
-    at, keys = call.q_slice, call.k_slice
+    (at, cu_q), (keys, cu_k), is_causal = call
     q, k, v, out, lse = tensors
-    bounds = call.cu_q, call.cu_k, call.is_causal, scale
-    parts = partial_backward(grad_out[at], q[at], k[keys], v[keys], out[at], lse[:, at], *bounds)
+    own = q[at], k[keys], v[keys], out[at], lse[:, at]
+    parts = partial_backward(grad_out[at], *own, cu_q, cu_k, is_causal, scale)
     for total, part in zip((totals[0][at], totals[1][keys], totals[2][keys]), parts, strict=True):
         total += part
 
@@ -166,10 +149,9 @@ class _AttendCalls(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[AttentionCall, ...], scale: float
     ) -> Tensor:
         assert calls, "attention takes at least one call"
-        first = calls[0]
-        if first.q_slice == slice(0, len(q)):  # usual: every token attends to its own sequence
-            keys = first.k_slice
-            out, lse = partial_forward(q, k[keys], v[keys], first.cu_q, first.cu_k, first.is_causal, scale)
+        (at, cu_q), (keys, cu_k), is_causal = calls[0]
+        if at == slice(0, len(q)):  # usual: every token attends to its own sequence
+            out, lse = partial_forward(q, k[keys], v[keys], cu_q, cu_k, is_causal, scale)
             others = calls[1:]
         else:
             lse = _empty_lse(q)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from verl.models.attention.kernels import MAX_SCORES, has_flash
+from verl.models.attention.kernels import MAX_SCORES, RowRun, has_flash
 
 MASKED_CHUNK = 1024  # queries at once under a soft cap, whose scores are held: chunk x keys
 VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
@@ -32,17 +32,12 @@ class AttentionRule:
 
 
 def attend_rows(
-    query: Tensor,  # (1, H, N, D)
-    key: Tensor,  # (1, Hkv, N, D); Hkv divides H
-    value: Tensor,  # (1, Hkv, N, D)
-    cu_seqlens: Tensor,  # (B + 1,) int32
-    runs: Sequence[tuple[int, int]],  # (number, length) of the same sequences, without empty ones
-    max_length: int,
-    rule: AttentionRule,
-) -> Tensor:  # (1, N, H, D)
-    """Compute attention of every token to the tokens of its own sequence."""
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, runs: Sequence[RowRun], rule: AttentionRule
+) -> Tensor:
+    """Compute attention (1, N, H, D) of (1, H, N, D) queries to (1, Hkv, N, D) keys of their own sequence."""
     if has_flash(query, value) and rule.softcap is None:
-        return _attend_flash(query, key, value, cu_seqlens, max_length, rule)
+        longest = max((run.q_length for run in runs), default=0)
+        return _attend_flash(query, key, value, cu_seqlens, longest, rule)
     return _attend_by_run(query, key, value, runs, rule)
 
 
@@ -59,20 +54,20 @@ def _attend_flash(
         options["enable_gqa"] = key.shape[1] != query.shape[1]
     else:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # (N, H, D)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     options |= {"scale": rule.scale, "window_size": window}
     return flash(q, k, v, bounds, bounds, longest, longest, **options).unsqueeze(0)
 
 
 def _attend_by_run(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]], rule: AttentionRule
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[RowRun], rule: AttentionRule
 ) -> Tensor:
-    sizes = [rows * length for rows, length in runs]
+    sizes = [run.rows * run.q_length for run in runs]
     parts = zip(runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     outs = []
-    for (rows, _), *tensors in parts:
+    for run, *tensors in parts:
         # (rows, H, length, D) each
-        q, k, v = (tensor[0].unflatten(1, (rows, -1)).transpose(0, 1) for tensor in tensors)
+        q, k, v = (tensor[0].unflatten(1, (run.rows, -1)).transpose(0, 1) for tensor in tensors)
         outs.append(_attend_dense(q, k, v, rule).transpose(1, 2).flatten(0, 1))  # (rows * length, H, D)
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
@@ -112,15 +107,13 @@ def _attend_in_chunks(
         last = stop if rule.is_causal else length
         mask = None
         if rule.is_causal:
-            behind = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(
-                first, last, device=query.device
+            queries, keys = (
+                torch.arange(*span, device=query.device) for span in ((start, stop), (first, last))
             )
+            behind = queries[:, None] - keys
             mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)  # (chunk, keys) bool
-        outs.append(
-            _attend_masked(
-                query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last], mask, rule
-            )
-        )
+        q, k, v = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        outs.append(_attend_masked(q, k, v, mask, rule))
     return torch.cat(outs, 2)
 
 

@@ -19,8 +19,14 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
 from verl.models.attention.kernels import row_runs
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, cu_seqlens_of
-from verl.models.attention.partial_attention import AttentionCall, add_attention, add_gradients
+from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, unsupported
+from verl.models.attention.partial_attention import (
+    AttentionCall,
+    Span,
+    add_attention,
+    add_gradients,
+    cu_seqlens_of,
+)
 from verl.models.attention.row_attention import AttentionRule
 
 
@@ -69,41 +75,20 @@ class RingLayout:
         calls = tuple(_calls(spans[own], spans[source], source - own) for source in range(sp.ring_size))
         return cls(sp, calls, max(group.prompt + max(group.responses, default=0) for group in plan.groups))
 
-    def unsupported(self, rule: AttentionRule) -> str | None:
-        """Return why this layout cannot follow a rule; None if it can."""
-        if not rule.is_causal:
-            return "attention to later tokens is not supported"
-        if rule.softcap is not None:
-            return "a soft cap of the scores is not supported"
-        if rule.window is not None and rule.window < self.longest_row:
-            return (
-                f"a sliding window of {rule.window} tokens is not supported for longer sequences (the longest"
-                f" has {self.longest_row})"
-            )
-        return None
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        refusal = self.unsupported(rule)
+        refusal = unsupported(rule, self.longest_row)
         if refusal is not None:
             raise NotImplementedError(f"in a ring, {refusal}: use `ulysses_size` instead of `ring_size`")
         tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (n, heads, D) each
         return _AttendRing.apply(*tokens, self, rule.scale).unsqueeze(0)  # pyright: ignore (untyped)
 
 
-class _Span(NamedTuple):
-    """Concatenated rows."""
-
-    start: int
-    stop: int
-    cu_seqlens: Tensor  # (rows + 1,) int32, relative to start
-
-
 class _ChunkSpans(NamedTuple):
     """The first or the second chunks of all segments."""
 
-    segments: _Span  # a row for each segment
-    prompts: _Span  # a row for each group
-    responses: _Span  # a row for each group: all of its responses
+    segments: Span  # a row for each segment
+    prompts: Span  # a row for each group
+    responses: Span  # a row for each group: all of its responses
 
 
 def _chunk_spans(shard: RingShard, device: torch.device) -> tuple[_ChunkSpans, _ChunkSpans]:
@@ -113,12 +98,12 @@ def _chunk_spans(shard: RingShard, device: torch.device) -> tuple[_ChunkSpans, _
         responses = [length for group in groups for length in group.responses]
         joined = [sum(group.responses) for group in groups]
         chunk = _ChunkSpans(
-            _span(start, prompts + responses, device),
-            _span(start, prompts, device),
-            _span(start + sum(prompts), joined, device),
+            Span.of(start, prompts + responses, device),
+            Span.of(start, prompts, device),
+            Span.of(start + sum(prompts), joined, device),
         )
         chunks.append(chunk)
-        start = chunk.segments.stop
+        start = chunk.segments.tokens.stop
     first, second = chunks
     return first, second
 
@@ -137,14 +122,10 @@ def _calls(
         attends.append((q_second.segments, k_second.segments, ahead == 0))
     attends += [(queries.responses, keys.prompts, False) for queries in own for keys in other]
     return tuple(
-        AttentionCall(q.start, q.stop, k.start, k.stop, q.cu_seqlens, k.cu_seqlens, is_causal)
-        for q, k, is_causal in attends
-        if row_runs(q.cu_seqlens, k.cu_seqlens)
+        AttentionCall(queries, keys, is_causal)
+        for queries, keys, is_causal in attends
+        if row_runs(queries.cu_rows, keys.cu_rows)
     )
-
-
-def _span(start: int, lengths: list[int], device: torch.device) -> _Span:
-    return _Span(start, start + sum(lengths), cu_seqlens_of(lengths, device))
 
 
 def _ring_steps(
