@@ -33,7 +33,7 @@ from verl.workers.packing.vision_features import FrozenTower
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """What all models of a worker share."""
+    """Settings that all models of a worker share."""
 
     device: torch.device
     world_size: int

@@ -19,7 +19,7 @@ MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vi
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to sample responses."""
+    """Options for sampling responses."""
 
     n: int = 1  # responses to each prompt
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token
