@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may import what."""
 
+import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.architecture.source import PACKAGE, ROOT, imports_of, source_files
+from tests.architecture.source import PACKAGE, ROOT, imports_of, source_files, tree_of
 
 LAYERS = [  # top first
     {"cli"},
@@ -29,6 +32,9 @@ CONFIG_MODULES = (
 ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.config.schema")
 
 
+MAX_FILES = 17  # of a folder: more ask for a cut, see CONTRIBUTING.md
+
+
 def layer_of(unit):
     return next(index for index, units in enumerate(LAYERS) if unit in units)
 
@@ -48,6 +54,52 @@ def test_each_layer_imports_only_layers_below_it():
             if other not in (unit, "__version__") and layer_of(other) <= layer_of(unit):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {unit} must not import {other}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in source_files()}
+    graph = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): {
+            name
+            for module, _ in imports_of(path)
+            for name in (module, module.rpartition(".")[0])
+            if name in names
+        }
+        for path in source_files()
+    }
+
+    assert len(list(TopologicalSorter(graph).static_order())) == len(names)
+
+
+def test_the_config_depends_on_nothing_of_the_package():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in source_files(PACKAGE / "config")
+        for module, line in imports_of(path)
+        if is_or_is_inside(module, "verl") and not is_or_is_inside(module, "verl.config")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_folder_is_crowded():
+    files = Counter(path.parent for path in source_files() if path.name != "__init__.py")
+
+    assert {str(folder): count for folder, count in files.items() if count > MAX_FILES} == {}
+
+
+def test_a_section_of_the_config_is_handed_out_and_not_the_whole():
+    takers = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path in source_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(
+            "PPOConfig" in ast.unparse(arg.annotation or ast.Constant("")).split(".")
+            for arg in node.args.args
+        )
+    ]
+    # The commands, the two plans of a step, and what builds and runs a trainer.
+    assert len(takers) <= 8, "\n".join(takers)
 
 
 @pytest.mark.parametrize("package", HOMES)
