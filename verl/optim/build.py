@@ -4,19 +4,23 @@
 To add an optimizer, register a function in `OPTIMIZERS`.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from verl.config.model import OptimConfig
 from verl.optim.adamw import AnyPrecisionAdamW, StochasticAdamW
 from verl.optim.muon import Muon, layer_matrices
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry
+
+if TYPE_CHECKING:  # optimizers are built without a config file too, and need no YAML reader
+    from verl.config.model import OptimConfig
 
 logger = get_logger(__name__)
 

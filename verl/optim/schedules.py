@@ -4,15 +4,19 @@
 The curve is lr * (min + (1 - min) * height). To add one, register a function for the height in `SCHEDULES`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.config.model import OptimConfig
 from verl.utils.registry import Registry
+
+if TYPE_CHECKING:  # optimizers are built without a config file too, and need no YAML reader
+    from verl.config.model import OptimConfig
 
 SHAPES: dict[str, Callable[[float], float]] = {  # heights by progress, both in [0, 1]
     "linear": lambda progress: 1 - progress,

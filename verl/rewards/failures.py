@@ -56,9 +56,11 @@ class FailedCalls:
         if failed <= limit * num_responses:
             return None
         reasons = "\n\n".join(reason(call) for call in self.calls[:NUM_REASONS])
-        rule = f"more than `worker.reward.max_failure_ratio` ({limit:g}) allows"
-        what = f"the reward function failed for {failed} of {num_responses} responses, {rule}"
-        return Failure(RuntimeError, f"{what}. The first reasons:\n\n{reasons}")
+        message = (
+            f"the reward function failed for {failed} of {num_responses} responses, more than"
+            f" `worker.reward.max_failure_ratio` ({limit:g}) allows. The first reasons:\n\n{reasons}"
+        )
+        return Failure(RuntimeError, message)
 
     def report(self) -> None:
         new = self.calls[self._num_reported :]
