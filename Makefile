@@ -44,8 +44,8 @@ demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement lea
 test: $(INSTALLED)        ## all CPU tests, with real training runs (20 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-fast: $(INSTALLED)   ## tests that start no engine and no Ray (4 minutes)
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not heavy'
+test-fast: $(INSTALLED)   ## tests without engines, Ray, browsers and groups of ranks (4 minutes)
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not heavy and not browser'
 
 test-slow: $(INSTALLED)   ## the same promises on more models, ranks and combinations (hours)
 	$(RUN) -m pytest -m slow

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_NEEDED = ("ray", "vllm", "tensordict", "omegaconf", "datasets", "torchdata", "qwen_vl_utils", "peft")
 # Runs the script as its command does, and says what it imported.

@@ -26,6 +26,8 @@ from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import build_model
 
+pytestmark = pytest.mark.heavy
+
 OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=3, lr_scheduler_type="cosine")
 
 

@@ -31,6 +31,8 @@ from verl.trainer.setup import running_trainer
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
+pytestmark = pytest.mark.heavy
+
 REWARD = "def compute_score(inputs):\n    return [{'overall': 0.0} for _ in inputs]\n"
 IMAGE = {"problem": "<image>What colour?", "answer": "red"}
 VIDEO = {"problem": "<video>What colour?", "answer": "red"}

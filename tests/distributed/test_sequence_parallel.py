@@ -11,6 +11,8 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.distributed.ulysses import gather_rows, heads_to_tokens, tokens_to_heads
 
+pytestmark = pytest.mark.heavy
+
 M_MMAP_THRESHOLD = -3  # of malloc.h
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 3)]
 PACKED = {

@@ -24,6 +24,8 @@ from verl.algorithms.aggregation import AGGREGATIONS
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 
+pytestmark = pytest.mark.heavy
+
 CLIP_RANGE = 0.3
 
 

@@ -25,6 +25,8 @@ from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 
+pytestmark = pytest.mark.heavy
+
 N = 3  # responses to each of 4 prompts, all of them one mini batch
 MAX_RESPONSE_LENGTH = 10
 ETA, BETA, KL_COV_COEF = 0.7, 0.3, 0.4

@@ -25,6 +25,8 @@ from verl.workers.packing import vision_features as frozen_tower
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.vision_features import FrameRange, FrozenTower, _tower_calls
 
+pytestmark = pytest.mark.heavy
+
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 ROWS = [  # media, responses
     (("small.png", "film.mp4"), (3, 5)),

@@ -17,6 +17,8 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import BaseForward, PackedForward
 
+pytestmark = pytest.mark.heavy
+
 FP32 = FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32")
 METHODS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 FAMILIES = {"text": "qwen2", "images": "qwen2_5_vl"}

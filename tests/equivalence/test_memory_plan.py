@@ -6,6 +6,8 @@ import pytest
 from tests.helpers.memory import PPO, SFT, SHAPES, Rows, make_case, measure_phases, planned_phases
 from verl.models.tiny import save_tiny_model
 
+pytestmark = pytest.mark.heavy
+
 TOLERANCE = 0.15
 
 

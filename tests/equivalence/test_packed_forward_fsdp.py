@@ -12,6 +12,8 @@ from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing.forward import PackedForward
 
+pytestmark = pytest.mark.heavy
+
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 # The rows of each rank's micro batches: media and text, images and videos, nothing at the end.
 PARTS = [[[0, 1], [2], [3]], [[4], [5], []]]

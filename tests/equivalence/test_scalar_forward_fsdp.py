@@ -39,6 +39,8 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 
+pytestmark = pytest.mark.heavy
+
 FAMILIES = ("qwen2", "qwen2_5_vl")
 FP32 = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")
 # The rows of each rank's micro batches by world size: media and text, nothing at the end.

@@ -19,6 +19,8 @@ from verl.models.registry import check_sequence_parallel
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing.forward import PackedForward
 
+pytestmark = pytest.mark.heavy
+
 CONTENTS = {
     "text": ("qwen2", None),
     "image": ("qwen2_5_vl", [((WIDE, IMAGE), (5, 8, 3)), ((IMAGE,), (4, 1))]),

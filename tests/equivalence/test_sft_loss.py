@@ -27,6 +27,8 @@ from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 
+pytestmark = pytest.mark.heavy
+
 FAMILIES = {"text": "qwen2", "image": "qwen2_5_vl"}
 MAX_LENGTH, IGNORED, TOLERANCE = 96, -100, 1e-5
 MEDIA = MediaOptions(min_pixels=1, max_pixels=10**6)

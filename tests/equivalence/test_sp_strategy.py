@@ -23,6 +23,8 @@ from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.updater import Training
 
+pytestmark = pytest.mark.heavy
+
 ROWS = 8  # of a mini batch
 # The first mini batch has a group larger than all the rest; rows and prompts differ in length everywhere.
 TEXT = ((9, (7, 20, 1, 4, 12)), (24, (3,)), (5, (4, 9)), (3, (1, 16)), (14, (5, 2, 8)), (30, (6, 6, 20)))

@@ -21,6 +21,8 @@ from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
 
+pytestmark = pytest.mark.heavy
+
 FAMILIES = {"text": "qwen2", "image": "qwen2_5_vl"}
 MODES = ["token", "seq"]
 MICRO_BATCHES = {  # options of the actor, gradient checkpointing

@@ -22,6 +22,8 @@ from tests.architecture.source import ROOT
 from verl.checkpoint.manifest import MANIFEST
 from verl.logger.file import read_log
 
+pytestmark = pytest.mark.heavy
+
 PAGE = ROOT / "docs" / "start.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"(?:# |\{# )([\w.]+\.(?:py|jinja|yaml))\b")

@@ -15,6 +15,8 @@ from verl.single_controller.ray.cluster import started_cluster
 from verl.single_controller.ray.environment import PORTS, find_free_port
 from verl.single_controller.ray.resource_pool import ResourcePool
 
+pytestmark = pytest.mark.heavy
+
 TWO_NODES = """
 import logging, os
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +11,8 @@ from tests.single_controller.workers import EchoWorker
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.ray.environment import CPU_CACHES
 from verl.single_controller.worker import Worker
+
+pytestmark = pytest.mark.heavy
 
 MIB = 1 << 20
 

@@ -10,6 +10,8 @@ from tests.single_controller.workers import BrokenWorker, GlooWorker, OddWorker
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.worker_group import CHECK_S
 
+pytestmark = pytest.mark.heavy
+
 LIMIT_S = 10.0
 
 

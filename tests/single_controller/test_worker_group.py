@@ -14,6 +14,8 @@ from verl.protocol import DataProto, objects
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 
+pytestmark = pytest.mark.heavy
+
 
 def numbers(count):
     return DataProto.from_dict(

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.quickstart import make_folder
 from tests.helpers.training import ROOT, learned, quickstart_arguments, start_training, train
 
+pytestmark = pytest.mark.heavy
+
 REWARD = Path(__file__).with_name("scored_by_letters.py")
 
 

@@ -12,6 +12,8 @@ from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
 from verl.trainer.prepare import export_checkpoints, is_unexported
 
+pytestmark = pytest.mark.heavy
+
 
 def save_checkpoint(rank, world_size, model_folder, folder):
     """A policy's folder as workers write it, with every weight doubled."""

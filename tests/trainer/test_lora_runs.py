@@ -17,6 +17,8 @@ from tests.helpers.training import (
 from verl.checkpoint.merger import merge_checkpoint
 from verl.models.tiny import save_tiny_model
 
+pytestmark = pytest.mark.heavy
+
 ADAPTED = [
     "worker.actor.model.lora.rank=8",
     "worker.actor.optim.lr=1e-2",

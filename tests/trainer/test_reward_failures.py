@@ -38,6 +38,8 @@ from verl.trainer.rollouts.group_filter import solve_metrics
 from verl.trainer.rollouts.scores import score
 from verl.trainer.validation import Validator
 
+pytestmark = pytest.mark.heavy
+
 REWARD = Path(__file__).with_name("fails_for_some.py")
 STEPS, RESPONSES = 2, 16
 

@@ -7,6 +7,8 @@ from tests.helpers.quickstart import make_folder
 from tests.helpers.training import learned, quickstart_arguments, train
 from tests.trainer.test_algorithms import REWARD
 
+pytestmark = pytest.mark.heavy
+
 STEPS = 2
 
 

@@ -14,6 +14,8 @@ from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, read_metrics, train
 from verl.models.tiny import save_tiny_model
 
+pytestmark = pytest.mark.heavy
+
 
 def fine_tune(output, *arguments):
     """Run the command into a folder and return the metrics of each step."""

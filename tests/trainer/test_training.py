@@ -25,6 +25,8 @@ from verl.viewer.rollout_store import step_files
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
+pytestmark = pytest.mark.heavy
+
 # EasyR1's names, which users' dashboards read.
 STEP_METRICS = {
     "actor": "entropy_loss grad_norm kl_coef kl_loss lr pg_clipfrac_higher pg_clipfrac_lower pg_loss ppo_kl",

@@ -25,6 +25,8 @@ from verl.models.tiny import save_tiny_model
 from verl.optim.build import build_optimizer
 from verl.workers.model_builder import apply_overrides, build_model
 
+pytestmark = pytest.mark.heavy
+
 FAMILIES = {
     "tied": ("qwen2", {}),
     "untied": ("qwen2", {"tie_word_embeddings": False}),

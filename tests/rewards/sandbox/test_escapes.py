@@ -16,6 +16,8 @@ from tests.rewards.sandbox.outside import failure_of, outside, works
 from verl.rewards.sandbox.outcome import Isolation, Limits
 from verl.rewards.sandbox.runner import run
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[3]
 works = cache(works)
 HARMLESS = (  # to the machine that runs the tests

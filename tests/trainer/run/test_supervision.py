@@ -14,6 +14,8 @@ from tests.helpers.quickstart import make_folder
 from tests.helpers.training import ROOT, learned, quickstart_arguments, read_metrics, train
 from verl.checkpoint.tracker import read_record
 
+pytestmark = pytest.mark.heavy
+
 STEPS = 4
 
 

@@ -22,6 +22,8 @@ from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.hf_rollout import sample_tokens
 
+pytestmark = pytest.mark.heavy
+
 GREEDY = SamplingOptions(n=2, temperature=0.0, max_tokens=24)
 
 

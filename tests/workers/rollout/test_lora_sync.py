@@ -19,6 +19,8 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
 
+pytestmark = pytest.mark.heavy
+
 LANGUAGE = r"model\.language_model\..*|model\.layers\..*"
 CONFIG = AdapterConfig(rank=4, alpha=6, target_modules=LANGUAGE)
 

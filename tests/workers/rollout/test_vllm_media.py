@@ -20,6 +20,8 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
 
+pytestmark = pytest.mark.heavy
+
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 

@@ -22,6 +22,8 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
+pytestmark = pytest.mark.heavy
+
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -23,6 +23,8 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
+pytestmark = pytest.mark.heavy
+
 
 def global_rng_states():
     return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
