@@ -13,7 +13,7 @@ from verl.config.schema import ConfigError, list_options, load_config
 from verl.config.sft import SFTConfig
 from verl.config.text import example_yaml
 from verl.planning.step_plan import make_sft_plan
-from verl.trainer.sft.__main__ import main
+from verl.trainer.sft.command import main
 
 HEAVY = ("torch", "ray", "transformers", "vllm", "numpy", "datasets")
 NEEDED = [
@@ -45,7 +45,7 @@ def test_the_keys_are_those_of_reinforcement_learning():
 def test_dry_run_prints_config_and_plan_in_three_seconds_and_imports_nothing_heavy():
     code = f"""
 import sys
-from verl.trainer.sft.__main__ import main
+from verl.trainer.sft.command import main
 status = main(["config=examples/sft.yaml", "trainer.max_steps=10", "--dry-run"])
 assert not set(sys.modules) & set({HEAVY!r}), set(sys.modules) & set({HEAVY!r})
 sys.exit(status)

@@ -17,7 +17,7 @@ from tests.helpers.training import quickstart_arguments
 from verl.config.trainer import RunConfig
 from verl.trainer import main
 from verl.trainer.run.run_lock import FILE, locked_run_folder
-from verl.trainer.sft import __main__ as sft
+from verl.trainer.sft import command as sft
 from verl.utils.rank_logger import get_logger
 
 HOLD = """

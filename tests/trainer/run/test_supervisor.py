@@ -19,9 +19,10 @@ from tests.helpers.attempts import (
 from tests.helpers.fine_tuning import arguments_for
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
+from verl.trainer import main
 from verl.trainer.run.exit_status import REPORT
 from verl.trainer.run.supervisor import Supervisor
-from verl.trainer.sft import __main__ as sft
+from verl.trainer.sft import command as sft
 
 
 def config_of(kind, folder):
@@ -63,3 +64,8 @@ def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path,
 
     assert sft.main([*arguments, "trainer.max_restarts=1"]) == 0
     assert seen == [sft.fine_tune_once]
+
+
+@pytest.mark.parametrize("train_once", [main.train_once, sft.fine_tune_once])
+def test_a_child_process_can_import_what_the_supervisor_runs(train_once):
+    assert not train_once.__module__.endswith("__main__")  # spawn does not import a package's `__main__`

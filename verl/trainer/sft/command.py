@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: `python3 -m verl.trainer.sft config=examples/sft.yaml section.option=value ...`."""
+
+from collections.abc import Sequence
+
+from verl.config.sft import SFTConfig
+from verl.planning.planned_run import planned_sft
+from verl.planning.step_plan import make_sft_plan
+from verl.trainer.command import TrainingCommand, usage
+from verl.trainer.run.exit_status import ExitStatus
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status, see `TrainingCommand.run`."""
+    return TrainingCommand(
+        SFTConfig,
+        usage("verl.trainer.sft", "examples/sft.yaml"),
+        planned_sft,
+        lambda config: make_sft_plan(config).text,
+        lambda config: "hf",  # nothing is sampled, so vLLM may be missing
+        fine_tune_once,
+    ).run(arguments)
+
+
+def fine_tune_once(config: SFTConfig, wait_s: float | None = None) -> ExitStatus:
+    """Train until the last step, a request to stop, or a failure; see `run_once`."""
+    # Imported here so that a wrong config or version is reported before torch and Ray load.
+    from verl.trainer.prepare import prepared_run  # noqa: PLC0415
+    from verl.trainer.run.run_once import run_once  # noqa: PLC0415
+    from verl.trainer.setup import running_sft  # noqa: PLC0415
+
+    prepared = prepared_run(config, planned_sft, wait_s or 0.0)
+    return run_once(config.trainer, prepared, running_sft, is_restart=wait_s is not None)
