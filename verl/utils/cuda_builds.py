@@ -36,9 +36,10 @@ UNREPAIRED = (
 
 def repair_cuda_builds() -> None:
     """Make the packages importable, or hide them, in this process and its children; imports nothing heavy."""
-    if not any(map(is_broken, ("torchvision", *HIDDEN))):
+    repaired = child_environment()
+    if not repaired:
         return
-    os.environ |= child_environment()
+    os.environ |= repaired
     for position, finder in enumerate(sys.meta_path):
         if isinstance(finder, type) and finder.__name__ == PathFinder.__name__:
             sys.meta_path[position] = RepairingFinder(finder)
