@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_divergence
+from verl.algorithms.kl import KL_ESTIMATORS, kl_divergence
 
 ONES = torch.ones(1, 2, dtype=torch.int64)
 
@@ -165,50 +165,3 @@ def test_a_full_divergence_that_would_broadcast_is_rejected():
 def test_an_unknown_estimator_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"abs\+.*'full'.*'low_var_kl\+'.*got 'k3'"):
         kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2), ONES, "k3")
-
-
-def test_a_fixed_controller_never_changes():
-    controller = FixedKLController(0.01)
-    controller.update(current_kl=9.0, n_steps=1000)
-    controller.load_state_dict(AdaptiveKLController(0.5, target=0.1, horizon=100).state_dict())
-
-    assert controller.kl_coef == 0.01
-
-
-@pytest.mark.parametrize(
-    ("current_kl", "expected"),
-    [
-        (0.11, 0.2 * (1 + 0.1 * 64 / 1000)),  # error 0.1
-        (0.095, 0.2 * (1 - 0.05 * 64 / 1000)),
-        (5.0, 0.2 * (1 + 0.2 * 64 / 1000)),  # clipped at 0.2
-        (0.0, 0.2 * (1 - 0.2 * 64 / 1000)),
-        (0.1, 0.2),
-    ],
-)
-def test_an_adaptive_controller_moves_towards_its_target(current_kl, expected):
-    controller = AdaptiveKLController(0.2, target=0.1, horizon=1000)
-
-    controller.update(current_kl, n_steps=64)
-
-    assert controller.kl_coef == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_nan_kl_does_not_change_an_adaptive_controller():
-    controller = AdaptiveKLController(0.2, target=0.1, horizon=1000)
-
-    controller.update(float("nan"), n_steps=64)
-
-    assert controller.kl_coef == 0.2
-
-
-def test_an_adaptive_controller_resumes_where_it_stopped():
-    unbroken, stopped = (AdaptiveKLController(0.2, target=0.1, horizon=1000) for _ in range(2))
-    for controller in (unbroken, stopped):
-        controller.update(0.3, n_steps=64)
-
-    resumed = AdaptiveKLController(0.2, target=0.1, horizon=1000)
-    resumed.load_state_dict(stopped.state_dict())
-    for controller in (unbroken, resumed):
-        controller.update(0.05, n_steps=64)
-
-    assert resumed.kl_coef == unbroken.kl_coef

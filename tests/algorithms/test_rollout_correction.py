@@ -10,6 +10,7 @@ from verl.algorithms.rollout_correction import (
     importance_weights,
     rejection_mask,
 )
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.rollout_correction import REJECTIONS
 
 NAN = float("nan")
@@ -21,7 +22,8 @@ TRAINER = ROLLOUT + torch.tensor(RATIOS).log()
 
 
 def spec(importance_sampling=None, threshold="100", normalize=False, rejections=None, thresholds=None):
-    return RolloutCorrection.parse(importance_sampling, threshold, normalize, rejections, thresholds)
+    options = RolloutCorrectionConfig(importance_sampling, threshold, normalize, rejections, thresholds)
+    return RolloutCorrection.of(options)
 
 
 def weights(*arguments):
@@ -259,8 +261,6 @@ def test_any_mask_dtype_works(mask):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tokens",), "rollout_is` must be token, sequence or null, got 'tokens'"),
-        ((None, "2.0", True), "rollout_is_batch_normalize` must be false without"),
         (("token", "0.55"), "rollout_is_threshold` must be a number of at least 1"),
         (("token", "2.0", False, "k1", "2"), "rollout_rs` must hold names of"),
         (("token", "2.0", False, "token_k1", "1"), "rollout_rs_threshold` of token_k1"),

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL between policy and reference: per-token estimators, and controllers of the penalty's weight.
+"""KL between policy and reference: estimators for each token.
 
 To add an estimator, register a function of the log-ratio under the name that `algorithm.kl_penalty` selects,
 and list it in the loop below the estimators for a straight-through form `<name>+`.
 Background: "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html).
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -17,7 +16,6 @@ from verl.utils.registry import Registry
 
 MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 MAX_LOW_VAR_KL = 10.0  # nats; one outlier token cannot outweigh a batch
-MAX_RELATIVE_ERROR = 0.2  # the adaptive controller moves the coefficient slowly
 FULL = "full"  # the only estimator of the KL over the vocabulary instead of the log-ratio
 
 KLEstimator = Callable[[Tensor], Tensor]
@@ -106,51 +104,3 @@ for _name, _estimator in (("kl", kl), ("abs", absolute), ("mse", mse), ("low_var
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """exp(clamp(log_ratio, -20, 20))."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-class FixedKLController:
-    """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
-
-    def __init__(self, kl_coef: float, kl_penalty: str | None = "kl") -> None:
-        self.kl_coef = kl_coef
-        self.kl_penalty = kl_penalty  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-
-    def state_dict(self) -> dict[str, float]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class AdaptiveKLController:
-    """Moves the weight so that the KL approaches a target.
-
-        error = clip(current_kl / target - 1, -0.2, 0.2)
-        kl_coef <- kl_coef * (1 + error * n_steps / horizon)
-
-    Source: "Fine-Tuning Language Models from Human Preferences", section 2.2
-    (https://arxiv.org/abs/1909.08593).
-    """
-
-    def __init__(self, kl_coef: float, target: float, horizon: float, kl_penalty: str = "kl") -> None:
-        self.kl_coef = kl_coef
-        self.target = target  # nats per token
-        self.horizon = horizon  # sequences
-        self.kl_penalty: str | None = kl_penalty
-
-    def update(self, current_kl: float, n_steps: int) -> None:  # mean nats per token, sequences
-        if math.isnan(current_kl):  # a weight of NaN could never recover
-            return
-        error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        self.kl_coef *= 1 + error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.kl_coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        # The state of a fixed controller is empty: keep the weight of the options.
-        self.kl_coef = state.get("kl_coef", self.kl_coef)
-
-
-KLController = FixedKLController | AdaptiveKLController  # the state belongs in checkpoints

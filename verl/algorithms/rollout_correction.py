@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.rollout_correction import Bounds, Rejection, parse_bounds, parse_rejections
 from verl.utils.masking import check_same_shape
 
@@ -33,7 +34,7 @@ class RolloutCorrection:
 
     Example::
 
-        spec = RolloutCorrection.parse("token", "0.5_5.0", False, "seq_mean_k1", "0.99_1.01")
+        spec = RolloutCorrection.of(config.algorithm.rollout_correction)
         weights = importance_weights(old_log_probs, rollout_log_probs, mask, spec)  # (B, R)
         mask = rejection_mask(old_log_probs, rollout_log_probs, mask, spec)  # (B, R)
     """
@@ -44,28 +45,12 @@ class RolloutCorrection:
     rejections: tuple[Rejection, ...] = ()
 
     @classmethod
-    def parse(
-        cls,
-        importance_sampling: str | None,
-        threshold: str,
-        batch_normalize: bool,
-        rejections: str | None,
-        rejection_thresholds: str | None,
-    ) -> "RolloutCorrection":
-        """Parse the options `rollout_is`, `_is_threshold`, `_is_batch_normalize`, `_rs`, `_rs_threshold`."""
-        if importance_sampling not in (None, "token", "sequence"):
-            raise ValueError(
-                f"`{SECTION}.rollout_is` must be token, sequence or null, got {importance_sampling!r}"
-            )
-        if batch_normalize and importance_sampling is None:
-            raise ValueError(
-                f"`{SECTION}.rollout_is_batch_normalize` must be false without `{SECTION}.rollout_is`"
-            )
+    def of(cls, options: RolloutCorrectionConfig) -> "RolloutCorrection":
         return cls(
-            importance_sampling,
-            parse_bounds(threshold, f"{SECTION}.rollout_is_threshold"),
-            batch_normalize,
-            parse_rejections(rejections, rejection_thresholds, SECTION),
+            options.rollout_is,
+            parse_bounds(options.rollout_is_threshold, f"{SECTION}.rollout_is_threshold"),
+            options.rollout_is_batch_normalize,
+            parse_rejections(options.rollout_rs, options.rollout_rs_threshold, SECTION),
         )
 
 

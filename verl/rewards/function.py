@@ -267,6 +267,12 @@ def _nearest_float(value: Real) -> float:
         return math.inf
 
 
+def timeout_message(function: str, timeout_s: float, where: str) -> str:
+    """Begin the error of a call that did not return in time; a description of its responses follows."""
+    limit = f"`worker.reward.timeout_s` ({timeout_s:g} s)"
+    return f"reward function {function} did not return within {limit}: {where}\nfor"
+
+
 def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return "no response"

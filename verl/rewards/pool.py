@@ -23,8 +23,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from verl.config.worker import RewardConfig
-from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec
-from verl.rewards.worker_process import Answer, Failure, Ready, serve, timeout_message
+from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec, timeout_message
+from verl.rewards.worker_process import Answer, Failure, Ready, serve
 from verl.utils.child_process import ChildProcess, describe_exit
 from verl.utils.rank_logger import get_logger
 

@@ -23,6 +23,7 @@ from verl.rewards.function import (
     describe_error,
     describe_place,
     load_reward_function,
+    timeout_message,
 )
 
 Inputs = list[dict[str, Any]]
@@ -154,12 +155,6 @@ class RewardWorker:
         else:
             message = f"a reward process cannot read the inputs of {self.reward}: {what}"
         return Answer(call_number, None, Failure(ValueError, message), is_full)
-
-
-def timeout_message(function: str, timeout_s: float, where: str) -> str:
-    """Begin the error of a call that did not return in time; a description of its responses follows."""
-    limit = f"`worker.reward.timeout_s` ({timeout_s:g} s)"
-    return f"reward function {function} did not return within {limit}: {where}\nfor"
 
 
 class MemoryLimit:

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from verl.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs, Advantages, grpo
 from verl.algorithms.aggregation import aggregate_loss, count_denominators
-from verl.algorithms.entropy import AdaptiveEntropyController, EntropyController, FixedEntropyController
-from verl.algorithms.kl import (
-    KL_ESTIMATORS,
+from verl.algorithms.controllers import (
     AdaptiveKLController,
     FixedKLController,
     KLController,
-    kl_divergence,
+    get_kl_controller,
 )
+from verl.algorithms.kl import KL_ESTIMATORS, kl_divergence
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, ppo
 from verl.algorithms.resampling import resample, resampling_weights
 from verl.algorithms.rollout_correction import (
@@ -29,7 +28,6 @@ from verl.algorithms.rollout_correction import (
     rejection_mask,
 )
 from verl.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
-from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
 from verl.utils.masking import masked_mean
 
@@ -54,41 +52,6 @@ __all__ = [
     "kl_divergence",
     "ppo",
 ]
-
-
-def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
-    """Build the controller of the KL weight in the rewards."""
-    # `kl_penalty` None means that rewards have no KL term: it is in the loss, or there is none.
-    if algorithm.disable_kl or algorithm.use_kl_loss:
-        return FixedKLController(0.0, kl_penalty=None)
-    if algorithm.kl_type == "adaptive":
-        return AdaptiveKLController(
-            algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon, algorithm.kl_penalty
-        )
-    return FixedKLController(algorithm.kl_coef, algorithm.kl_penalty)
-
-
-def get_entropy_controller(actor: ActorConfig) -> EntropyController:
-    adaptive = actor.adaptive_entropy
-    if not adaptive.enabled:
-        return FixedEntropyController(actor.entropy_coef)
-    return AdaptiveEntropyController(
-        actor.entropy_coef,
-        adaptive.target_entropy,
-        adaptive.delta_entropy_coef,
-        adaptive.max_entropy_coef,
-        adaptive.min_entropy_coef,
-    )
-
-
-def get_rollout_correction(options: RolloutCorrectionConfig) -> RolloutCorrection:
-    return RolloutCorrection.parse(
-        options.rollout_is,
-        options.rollout_is_threshold,
-        options.rollout_is_batch_normalize,
-        options.rollout_rs,
-        options.rollout_rs_threshold,
-    )
 
 
 def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataProto, dict[str, float]]:
@@ -124,7 +87,7 @@ def correct_rollouts(
     As far as the options ask for it, adds `kept_mask` (B, R), the response mask without rejected tokens, and
     `rollout_is_weights` (B, R).
     """
-    tensors, correction = batch.batch, get_rollout_correction(options)
+    tensors, correction = batch.batch, RolloutCorrection.of(options)
     arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction)
     added = {}
     if correction.rejections:

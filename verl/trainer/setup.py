@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import FULL
 from verl.config.algorithm import TOKEN_BASELINES, AlgorithmConfig
 from verl.config.data import DataConfig
@@ -39,7 +40,6 @@ from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.single_controller.worker import Worker
-from verl.trainer.core_algos import get_entropy_controller, get_kl_controller, get_rollout_correction
 from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollouts.balancing import Balancer
@@ -169,7 +169,6 @@ def ppo_options(
     use_reference = "ref" in models
     has_kl_loss = use_reference and algorithm.use_kl_loss
     has_full_kl = use_reference and algorithm.kl_penalty == FULL
-    correction = algorithm.rollout_correction
     return RunOptions(
         **vars(shared),
         max_sequence_length=data.max_prompt_length + data.max_response_length,
@@ -180,8 +179,7 @@ def ppo_options(
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
         has_full_kl_in_rewards=has_full_kl and not has_kl_loss,
         has_sum_squares=algorithm.adv_estimator in TOKEN_BASELINES,
-        bypass_correction=get_rollout_correction(correction) if correction.bypass_mode else None,
-        is_reinforce=correction.bypass_mode and correction.loss_type == "reinforce",
+        rollout_correction=algorithm.rollout_correction,
         accuracy_key=algorithm.prime_accuracy_key,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.worker import WorkerConfig
 from verl.data.media.loader import DecodedMedia, MediaData
 from verl.data.tokenizer import load_tokenizer
@@ -50,8 +51,7 @@ class RunOptions(ModelRunOptions):
     kl_loss: KLLoss | None
     has_full_kl_in_rewards: bool  # the KL over the vocabulary is computed with the old log-probs
     has_sum_squares: bool  # so are the sums of squared probabilities
-    bypass_correction: RolloutCorrection | None  # `bypass_mode`: correction inside the loss
-    is_reinforce: bool  # `bypass_mode` with `loss_type=reinforce`
+    rollout_correction: RolloutCorrectionConfig
     accuracy_key: str  # key of the reward function that `prime` learns from
 
 
@@ -97,6 +97,7 @@ class FSDPWorker(ModelWorker):
 
     def _init_actor(self) -> None:
         config, options = self.config.actor, self.options
+        correction = options.rollout_correction
         self.policy = self._build_model("actor", config, config.model, optim=config.optim)
         self._init_reference()
         self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
@@ -105,8 +106,8 @@ class FSDPWorker(ModelWorker):
             **self._sizes(),
             kl_loss=options.kl_loss,
             reference=self.reference_forward,
-            bypass_correction=options.bypass_correction,
-            is_reinforce=options.is_reinforce,
+            bypass_correction=RolloutCorrection.of(correction) if correction.bypass_mode else None,
+            is_reinforce=correction.loss_type == "reinforce",
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
 

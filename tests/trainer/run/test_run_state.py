@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.rollouts.sampling import Engine, make_collector, make_config
-from verl.algorithms.entropy import FixedEntropyController
-from verl.algorithms.kl import FixedKLController
+from verl.algorithms.controllers import FixedEntropyController, FixedKLController
 from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.tracker import find_last_checkpoint
 from verl.data.loader import Readers, make_loaders

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from verl.algorithms.entropy import EntropyController
-from verl.algorithms.kl import KLController
+from verl.algorithms.controllers import EntropyController, KLController
 from verl.checkpoint.manifest import write_json, write_manifest
 from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.config.trainer import RunConfig

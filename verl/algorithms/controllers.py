@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controllers of the weights of KL penalty and entropy bonus: fixed, or moved towards a target."""
+
+import math
+
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.worker import ActorConfig
+
+MAX_RELATIVE_ERROR = 0.2  # the adaptive controller moves the coefficient slowly
+
+
+class FixedKLController:
+    """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
+
+    def __init__(self, kl_coef: float, kl_penalty: str | None = "kl") -> None:
+        self.kl_coef = kl_coef
+        self.kl_penalty = kl_penalty  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class AdaptiveKLController:
+    """Moves the weight so that the KL approaches a target.
+
+        error = clip(current_kl / target - 1, -0.2, 0.2)
+        kl_coef <- kl_coef * (1 + error * n_steps / horizon)
+
+    Source: "Fine-Tuning Language Models from Human Preferences", section 2.2
+    (https://arxiv.org/abs/1909.08593).
+    """
+
+    def __init__(self, kl_coef: float, target: float, horizon: float, kl_penalty: str = "kl") -> None:
+        self.kl_coef = kl_coef
+        self.target = target  # nats per token
+        self.horizon = horizon  # sequences
+        self.kl_penalty: str | None = kl_penalty
+
+    def update(self, current_kl: float, n_steps: int) -> None:  # mean nats per token, sequences
+        if math.isnan(current_kl):  # a weight of NaN could never recover
+            return
+        error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        self.kl_coef *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        # The state of a fixed controller is empty: keep the weight of the options.
+        self.kl_coef = state.get("kl_coef", self.kl_coef)
+
+
+KLController = FixedKLController | AdaptiveKLController  # the state belongs in checkpoints
+
+
+class FixedEntropyController:
+    """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, entropy: float) -> None: ...
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class AdaptiveEntropyController:
+    """Gives a bonus only while the entropy is below a target, increasing for as long as it stays there.
+
+        c <- clip(c + delta, minimum, maximum)    after a step with entropy < target
+        c <- clip(c - delta, minimum, maximum)    after any other step
+        coef = c while the last entropy was below the target, else 0
+
+    Before the first step coef is c.
+
+    Source: Skywork Open Reasoner 1 Technical Report, adaptive entropy control
+    (https://arxiv.org/abs/2505.22312).
+    """
+
+    def __init__(self, coef: float, target: float, delta: float, maximum: float, minimum: float) -> None:
+        if not minimum <= coef <= maximum:
+            raise ValueError(
+                f"`worker.actor.entropy_coef` ({coef}) must lie between"
+                f" `worker.actor.adaptive_entropy.min_entropy_coef` ({minimum}) and"
+                f" `worker.actor.adaptive_entropy.max_entropy_coef` ({maximum})"
+            )
+        self.target, self.delta = target, delta  # nats per token, change per step
+        self.maximum, self.minimum = maximum, minimum
+        self._reached = coef
+        self._is_needed = True
+
+    @property
+    def coef(self) -> float:  # 0 disables the bonus
+        return self._reached if self._is_needed else 0.0
+
+    def update(self, entropy: float) -> None:  # mean nats per response token
+        if math.isnan(entropy):  # all updates of the step were skipped
+            return
+        self._is_needed = entropy < self.target
+        change = self.delta if self._is_needed else -self.delta
+        self._reached = min(max(self._reached + change, self.minimum), self.maximum)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"entropy_coef": self._reached, "entropy_is_needed": float(self._is_needed)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        # The state of a fixed controller is empty: keep the weight of the options.
+        self._reached = state.get("entropy_coef", self._reached)
+        self._is_needed = bool(state.get("entropy_is_needed", self._is_needed))
+
+
+EntropyController = FixedEntropyController | AdaptiveEntropyController  # the state belongs in checkpoints
+
+
+def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
+    """Build the controller of the KL weight in the rewards."""
+    # `kl_penalty` None means that rewards have no KL term: it is in the loss, or there is none.
+    if algorithm.disable_kl or algorithm.use_kl_loss:
+        return FixedKLController(0.0, kl_penalty=None)
+    if algorithm.kl_type == "adaptive":
+        return AdaptiveKLController(
+            algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon, algorithm.kl_penalty
+        )
+    return FixedKLController(algorithm.kl_coef, algorithm.kl_penalty)
+
+
+def get_entropy_controller(actor: ActorConfig) -> EntropyController:
+    adaptive = actor.adaptive_entropy
+    if not adaptive.enabled:
+        return FixedEntropyController(actor.entropy_coef)
+    return AdaptiveEntropyController(
+        actor.entropy_coef,
+        adaptive.target_entropy,
+        adaptive.delta_entropy_coef,
+        adaptive.max_entropy_coef,
+        adaptive.min_entropy_coef,
+    )
