@@ -111,7 +111,7 @@ def is_reader(process):
 
 FAULTS = {
     "a process of the reward function is killed": (is_scorer, "an idle reward process"),
-    "a process that reads rows is killed": (is_reader, "processes that read rows died and are replaced"),
+    "a process that reads rows is killed": (is_reader, "replacing dead processes that read rows"),
 }
 
 

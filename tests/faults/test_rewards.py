@@ -39,7 +39,8 @@ def test_a_call_that_fails_once_is_repeated_and_nothing_is_lost(
     assert_same(run.steps, undisturbed, but=[RETRIES])
     metrics = {logged.step: logged for logged in run.steps}
     for step, deed in DEEDS.items():
-        assert metrics[step].metrics[RETRIES] > 0
+        # Whatever answered before may have filled a process's memory: no call is to blame.
+        assert (metrics[step].metrics[RETRIES] > 0) is (deed != "fills its memory")
         done, again = happened(tmp_path / deed), happened(tmp_path / f"{deed} repeated")
         record(
             f"the reward function {deed} once",

@@ -15,10 +15,11 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
-from tests.faults.runs import Run, saved_tensors
+from tests.faults.runs import RESUMED, Run, assert_same, saved_tensors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
 from verl.checkpoint.sharded import load_shards
+from verl.checkpoint.tracker import read_record
 from verl.models.tiny import save_tiny_model
 from verl.viewer.rollout_store import step_files
 
@@ -26,6 +27,8 @@ sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
 pytestmark = pytest.mark.heavy
+
+STEPS = 6
 
 # EasyR1's names, which users' dashboards read.
 STEP_METRICS = {
@@ -67,14 +70,14 @@ def text_arguments(text_folder):
 
 @pytest.fixture(scope="module")
 def unbroken(text_folder, text_arguments):
-    """Metrics by step of a run of 4 steps that was never stopped."""
+    """Metrics by step of a run that was never stopped."""
     return train(
-        text_folder / "unbroken", *text_arguments, "trainer.max_steps=4", "trainer.profile_steps=[3]"
+        text_folder / "unbroken", *text_arguments, f"trainer.max_steps={STEPS}", "trainer.profile_steps=[3]"
     )
 
 
 def test_a_step_logs_every_metric_that_users_know(unbroken):
-    assert sorted(unbroken) == [0, 1, 2, 3, 4]
+    assert sorted(unbroken) == list(range(STEPS + 1))
     assert names(STEP_METRICS) - set(unbroken[1]) == set()
     assert names(VALIDATION_METRICS) - set(unbroken[0]) == set()
     assert names(VALIDATION_METRICS) - set(unbroken[2]) == set()
@@ -84,7 +87,7 @@ def test_a_step_logs_every_metric_that_users_know(unbroken):
 def test_a_run_keeps_the_rollouts_of_every_step(unbroken, text_folder):
     tables = {step: pq.read_table(path) for step, path in step_files(text_folder / "unbroken").items()}
 
-    assert list(tables) == [1, 2, 3, 4]
+    assert list(tables) == list(range(1, STEPS + 1))
     for step, table in tables.items():
         rows = table.to_pylist()
         assert len(rows) == 16  # 4 prompts, fewer than are kept, with 4 responses each
@@ -102,7 +105,7 @@ def test_a_run_keeps_the_rollouts_of_every_step(unbroken, text_folder):
 
 
 def test_the_engine_gives_the_trainers_log_probs_after_every_sync(unbroken):
-    differences = [unbroken[step]["rollout/log_probs_diff_max"] for step in (1, 2, 3, 4)]
+    differences = [unbroken[step]["rollout/log_probs_diff_max"] for step in range(1, STEPS + 1)]
 
     assert max(differences) < 1e-4, differences
 
@@ -125,22 +128,40 @@ def test_a_profiled_step_leaves_traces_of_all_ranks_and_a_report(text_folder, un
     assert "update_actor" in report
 
 
-def test_a_run_that_was_killed_and_resumed_ends_bit_for_bit_as_the_unbroken_one(
+def test_a_run_that_lost_a_worker_was_interrupted_and_was_killed_ends_bit_for_bit_as_the_unbroken_one(
     text_folder, text_arguments, unbroken
 ):
-    arguments = [*text_arguments, "trainer.max_steps=4", "trainer.save_freq=2", "trainer.save_limit=-1"]
-    output = text_folder / "killed"
-    killed = Run(output, arguments)
-    killed.wait((output / "global_step_2").is_dir)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.end()
+    output = text_folder / "broken"
+    saving = ["trainer.save_freq=3", "trainer.save_limit=-1", "trainer.val_before_train=false"]
+    arguments = [*text_arguments, f"trainer.max_steps={STEPS}", *saving]
 
-    resumed = train(output, *arguments, "trainer.val_before_train=false")
+    first = Run(output, [*arguments, "trainer.max_restarts=1"])
+    first.come_to(step=4, saved=3)
+    os.kill(first.workers()[0], signal.SIGKILL)
+    first.wait(lambda: RESUMED.search(first.stderr))
+    before = len(first.steps)
+    first.wait(lambda: len(first.steps) > before)  # step 4, again
+    os.killpg(first.pid, signal.SIGINT)  # Ctrl-C reaches every process of the terminal
+    assert first.end() == 128 + signal.SIGINT, first.stderr
+    assert "restarting: restart=1 of=1" in first.stderr
+    assert first.resumed_from() == 3
+    assert "rank 0 of 2" in (output / "failures.log").read_text()
+    done = read_record(output).last_global_step
+    assert f"stopped after step {done}; the same command resumes" in first.stderr
 
-    assert {step: learned(resumed[step]) for step in (1, 2, 3, 4)} == {
-        step: learned(unbroken[step]) for step in (1, 2, 3, 4)
-    }
-    one, other = (saved_tensors(text_folder / name / "global_step_4") for name in ("unbroken", "killed"))
+    second = Run(output, arguments)
+    second.wait(lambda: RESUMED.search(second.stderr))
+    os.kill(second.pid, signal.SIGKILL)
+    second.end()
+    third = Run(output, arguments)
+    assert third.end() == 0, third.stderr
+
+    assert 4 <= done < STEPS  # between what `trainer.save_freq` saves
+    assert second.resumed_from() == third.resumed_from() == done
+    assert_same([*first.steps, *second.steps, *third.steps], unbroken)
+    one, other = (
+        saved_tensors(text_folder / name / f"global_step_{STEPS}") for name in ("unbroken", "broken")
+    )
     assert one.keys() == other.keys() and len(one) > 20
     assert all(one[key].equal(other[key]) for key in one)
 
@@ -164,7 +185,7 @@ def test_two_nodes_with_one_process_each_log_what_one_node_with_two_logs(
 
 
 def test_an_exported_checkpoint_has_the_same_log_probs_in_transformers_and_vllm(text_folder, unbroken):
-    actor = text_folder / "unbroken" / "global_step_4" / "actor"
+    actor = text_folder / "unbroken" / f"global_step_{STEPS}" / "actor"
     merge = [sys.executable, str(ROOT / "scripts" / "model_merger.py"), "--local_dir", str(actor)]
     subprocess.run(merge, check=True, capture_output=True)
     tokens = list(range(20, 60))
