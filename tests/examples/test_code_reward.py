@@ -2,6 +2,8 @@
 """The reward for programs, through the reward processes of a run."""
 
 import json
+import runpy
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,16 @@ def test_code_is_right_when_every_test_passes(response, overall, formatted, shar
     assert scores["overall"] == scores["accuracy"] == overall
     assert scores["format"] == formatted
     assert tuple(scores[name] for name in SHARES) == shares
+
+
+@pytest.mark.parametrize("part", ["```python", "```python\n", "```python\n```", "```python```\n"])
+def test_the_last_program_is_found_in_time_proportional_to_the_response(part):
+    last_program = runpy.run_path(str(FILE))["last_program"]
+    begin = time.process_time()
+
+    last_program(part * 50_000)
+
+    assert time.process_time() - begin < 1
 
 
 def test_a_partial_reward_is_a_power_of_the_share_that_passed():
