@@ -2,6 +2,7 @@
 """The sandbox runs programs and reports how they end."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 from tests.rewards.sandbox.outside import launchers, wait_for_launchers
 from tests.rewards.sandbox.outside import works as is_there
 from verl.rewards.sandbox import runner
-from verl.rewards.sandbox.outcome import Call, Isolation, Limits, Status
+from verl.rewards.sandbox.outcome import Call, Isolation, Limits, SandboxError, Status
 from verl.rewards.sandbox.runner import run
 from verl.rewards.sandbox.values import from_text
 
@@ -147,6 +148,33 @@ def test_time_and_memory_are_measured(isolation):
     assert 64 < outcome.peak_mb < 150
 
 
+def test_a_program_is_late_by_the_cpu_seconds_that_it_used(isolation):
+    deaf = "import signal, time\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+    late = deaf + "while time.process_time() < 0.3: pass\nprint('late')"
+
+    assert run(late, limits=Limits(cpu_s=0.2), isolation=isolation).status is Status.TIMED_OUT
+    assert run(late, limits=Limits(cpu_s=0.9), isolation=isolation).status is Status.OK
+    outcome = run("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)", isolation=isolation)
+    assert outcome.status is Status.CRASHED  # after a few milliseconds: no limit was reached
+
+
+def test_a_program_has_as_many_threads_as_its_limit_says(isolation):
+    source = """
+import os, threading, time
+for count in range(1, 99):
+    try:
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+    except RuntimeError:
+        os.write(1, b"%d" % count)
+        os._exit(0)
+"""
+    with ThreadPoolExecutor(2) as pool:
+        outputs = pool.map(
+            lambda n: run(source, limits=Limits(threads=n), isolation=isolation).stdout, (1, 6)
+        )
+        assert list(outputs) == ["1", "6"]
+
+
 def test_runs_in_many_threads_do_not_disturb_each_other(isolation):
     with ThreadPoolExecutor(4) as pool:
         outcomes = pool.map(
@@ -177,6 +205,41 @@ def test_the_program_dies_with_the_process_that_runs_it(isolation):
         process.kill()
 
     assert not wait_for_launchers()
+
+
+def test_a_launcher_that_dies_is_a_failure_and_no_outcome():
+    if not works(Isolation.LANDLOCK):
+        pytest.skip("this machine has no Landlock")
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run, "import time; time.sleep(9)", isolation=Isolation.LANDLOCK)
+        while len(found := launchers()) != 1 or not launchers(int(found[0].split()[0])):
+            time.sleep(0.02)
+        time.sleep(0.2)  # the program has started
+        os.kill(int(found[0].split()[0]), signal.SIGKILL)
+
+        with pytest.raises(SandboxError, match="its launcher died before it reported"):
+            done.result()
+
+
+def test_where_processes_cannot_be_watched_nothing_is_judged():
+    # A filter like those of old container engines: every system call but pidfd_open (434) is allowed.
+    code = """
+import ctypes
+from verl.rewards.sandbox import filter, kernel
+from verl.rewards.sandbox.verdicts import judge
+rules = [(filter.LOAD, 0, 0, 0), (filter.JUMP_EQUAL, 0, 1, 434)]
+rules += [(filter.RETURN, 0, 0, filter.FAIL | 1), (filter.RETURN, 0, 0, filter.ALLOW)]
+lines = b"".join(filter.INSTRUCTION.pack(*rule) for rule in rules)
+buffer = ctypes.create_string_buffer(lines, len(lines))
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+kernel.syscall("seccomp", 1, 0, filter.struct.pack("HP", 4, ctypes.addressof(buffer)))
+print(judge("print(1)", [{"input": "", "output": "1"}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.stdout == ""
+    assert "SandboxRefusedError: no isolation works on this machine" in done.stderr
+    assert "pidfd_open: Operation not permitted" in done.stderr
 
 
 @pytest.mark.parametrize("unsafe", [False, True])

@@ -47,7 +47,6 @@ main()
 PACKAGES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 START_LIMIT_S = 20.0  # until the program starts, on the busiest machine
 END_LIMIT_S = 0.5  # for the launcher to kill the program and exit; then it is killed as well
-OVERHEAD_THREADS = 3  # launcher, init and the program's first
 STATUS_LIMIT = 1 << 16
 STATUS_OF_CODE = {
     0: Status.OK,
@@ -108,7 +107,7 @@ def detect() -> tuple[Isolation, str]:
         except SandboxError as error:
             causes.append(f"{isolation}: {error}")
             continue
-        if outcome.stdout == "42\n":
+        if outcome.status is Status.OK and outcome.stdout == "42\n":
             return isolation, "; ".join(causes)
         causes.append(f"{isolation}: {outcome.status} {outcome.stderr[-300:]}")
     return Isolation.NONE, "; ".join(causes)
@@ -117,11 +116,13 @@ def detect() -> tuple[Isolation, str]:
 def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -> dict:
     is_root = os.geteuid() == 0
     namespaces = isolation is Isolation.NAMESPACES
-    user, threads = os.geteuid(), limits.threads + OVERHEAD_THREADS
+    user, threads = os.geteuid(), limits.threads
     if is_root:
         user = NOBODY if namespaces else library.unused_user()
-    elif not namespaces:
-        threads += library.threads_of_user(user)
+    elif namespaces:
+        threads += 2  # launcher and init
+    else:
+        threads += 1 + library.threads_of_user(user)  # the launcher
     return {
         "source": source,
         "call": asdict(call) if call else None,
@@ -283,7 +284,10 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
         stderr = run.streams["stderr"].text.strip()[-2000:]
         why = run.reported("failed") or stderr or "it did not start in time"
         raise SandboxError(f"the sandbox could not be set up: {why}")
-    status, cpu_s, peak_kb = (run.reported("ended") or f"{signal.SIGKILL:d} 0 0").split()
+    ended = run.reported("ended")
+    if ended is None and run.killed_for is None and run.confined:  # an unconfined program can cause this
+        raise SandboxError("the sandbox failed: its launcher died before it reported how the program ended")
+    status, cpu_s, peak_kb = (ended or f"{signal.SIGKILL:d} 0 0").split()
     code = os.waitstatus_to_exitcode(int(status))
     return Outcome(
         status=run.killed_for or _status(code, float(cpu_s), limits),
@@ -299,7 +303,10 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
 
 
 def _status(code: int, cpu_s: float, limits: Limits) -> Status:
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
+    # Processes that the program started have limits of their own, but count here.
+    is_over = cpu_s > limits.cpu_s and (limits.processes == 1 or code == -signal.SIGKILL)
+    # The kernel counts the limit in ticks, so that it can send SIGXCPU at a usage below it.
+    if is_over or (code == -signal.SIGXCPU and cpu_s > limits.cpu_s / 2):
         return Status.TIMED_OUT
     if code == -signal.SIGKILL:  # not by us, so by the kernel: out of memory
         return Status.OUT_OF_MEMORY
