@@ -74,13 +74,14 @@ def test_reward_processes_score_programs_hostile_ones_among_them():
     config = RewardConfig(
         reward_function=f"{FILE}:compute_score", reward_function_kwargs={"cpu_s": 1}, num_cpus=2
     )
-    programs = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\nos.fork()", HALF]
+    flood = "import os\nwhile True: os.write(1, b'10 ' * 9999)"
+    programs = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\nos.fork()", HALF, flood]
 
     with RewardManager(config) as manager:
         job = manager.start()
-        job.submit(range(4), [{"response": answer(code), "ground_truth": TESTS} for code in programs])
+        job.submit(range(5), [{"response": answer(code), "ground_truth": TESTS} for code in programs])
         scores = job.result()
 
-    assert scores["overall"] == [1, 0, 0, 0]
-    assert scores["timed_out"] == [0, 0.25, 0, 0]
-    assert scores["crashed"] == [0, 0, 0.25, 0]
+    assert scores["overall"] == [1, 0, 0, 0, 0]
+    assert scores["timed_out"] == [0, 0.25, 0, 0, 0]
+    assert scores["crashed"] == [0, 0, 0.25, 0, 0.25]

@@ -18,7 +18,7 @@ from tests.rewards.sandbox.outside import works as is_there
 from verl.rewards.sandbox import runner
 from verl.rewards.sandbox.outcome import Call, Isolation, Limits, SandboxError, Status
 from verl.rewards.sandbox.runner import run
-from verl.rewards.sandbox.values import from_text
+from verl.rewards.sandbox.values import to_text
 
 works = cache(is_there)
 ROOT = Path(__file__).parents[3]
@@ -118,16 +118,17 @@ def test_a_program_may_start_as_many_processes_as_allowed():
 
 def test_a_call_returns_its_value_with_its_types(isolation):
     source = "def f(n, text): return ({n: (text, 1.5)}, {1, 2}, None, [True], b'x')"
+    value = ({7: ("a", 1.5)}, {1, 2}, None, [True], b"x")
 
-    outcome = run(source, call=Call("f", '[7, "a"]'), isolation=isolation)
-
-    assert from_text(outcome.value) == ({7: ("a", 1.5)}, {1, 2}, None, [True], b"x")
+    assert run(source, call=Call("f(7, 'a')"), isolation=isolation).value == to_text(value)
+    json_value = run(source, call=Call("f", '[7, "a"]'), isolation=isolation).value
+    assert json_value == to_text(value, as_json=True)
 
 
 def test_a_call_finds_a_method_of_solution(isolation):
     source = "class Solution:\n    def double(self, x): return 2 * x"
 
-    assert from_text(run(source, call=Call("double", "[4]"), isolation=isolation).value) == 8
+    assert run(source, call=Call("double", "[4]"), isolation=isolation).value == "8"
 
 
 def test_a_traceback_shows_the_program_only(isolation):
@@ -173,6 +174,28 @@ for count in range(1, 99):
             lambda n: run(source, limits=Limits(threads=n), isolation=isolation).stdout, (1, 6)
         )
         assert list(outputs) == ["1", "6"]
+
+
+def test_no_more_output_is_kept_than_asked_for(isolation):
+    source = "import sys\nprint('x' * 100)\nsys.stderr.write('y' * 200_000 + 'the end')"
+
+    outcome = run(source, kept_bytes=10, isolation=isolation)
+
+    assert (outcome.status, outcome.stdout, outcome.is_stdout_cut) == (Status.OK, "x" * 10, True)
+    assert len(outcome.stderr) == 1 << 16
+    assert outcome.stderr.endswith("ythe end")
+    assert not run(source, kept_bytes=101, isolation=isolation).is_stdout_cut
+
+
+def test_preludes_run_before_the_program_and_move_none_of_its_lines(isolation):
+    source = "\ufefffrom __future__ import (\n    annotations,\n)\nprint(a, b)\n1 / 0"
+
+    outcome = run(
+        source, preludes=["a = 1", "from __future__ import annotations\nb = a + 1"], isolation=isolation
+    )
+
+    assert outcome.stdout == "1 2\n"
+    assert 'File "solution.py", line 5' in outcome.stderr
 
 
 def test_runs_in_many_threads_do_not_disturb_each_other(isolation):

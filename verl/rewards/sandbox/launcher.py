@@ -39,7 +39,7 @@ def main() -> None:
         if child:
             _supervise(child, files, report=True)
     _be_the_program(job, files)
-    program.execute(job["source"], job["call"], job["import_path"], VALUE)
+    program.execute(job, VALUE)
 
 
 def _report(status: int, line: str) -> None:

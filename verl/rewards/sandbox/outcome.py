@@ -60,8 +60,9 @@ class Limits:
 class Call:
     """An expression to evaluate after the program has run as a module, in the module's namespace.
 
-    `epilogue` is executed; then the value of `target`, called with `arguments` if there are any, is
-    written to `Outcome.value`. If the program's class `Solution` has a method named `target`, it is called.
+    `epilogue` is executed; then the value of `target`, called with `arguments` if there are any (its value
+    then counts as JSON), is written to `Outcome.value`. If the program's class `Solution` has a method named
+    `target`, it is called.
     """
 
     target: str = ""
@@ -75,8 +76,9 @@ class Outcome:
 
     status: Status
     stdout: str = ""
-    stderr: str = ""
-    # Value of a `Call` as tagged JSON (see `values.py`), written by the program and not to be trusted;
+    stderr: str = ""  # its end, up to 64 KiB
+    is_stdout_cut: bool = False  # the program wrote more than was kept
+    # Value of a `Call` as text (see `values.py`), written by the program and not to be trusted;
     # None if it ended before.
     value: str | None = None
     exit_code: int | None = None  # when it ended by itself

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -48,6 +48,7 @@ PACKAGES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 START_LIMIT_S = 20.0  # until the program starts, on the busiest machine
 END_LIMIT_S = 0.5  # for the launcher to kill the program and exit; then it is killed as well
 STATUS_LIMIT = 1 << 16
+KEPT_STDERR = 1 << 16  # bytes of its end, where the traceback is
 STATUS_OF_CODE = {
     0: Status.OK,
     program.UNCAUGHT: Status.CRASHED,
@@ -65,14 +66,17 @@ def run(
     stdin: str = "",
     limits: Limits | None = None,
     call: Call | None = None,
+    preludes: Sequence[str] = (),
+    kept_bytes: int | None = None,
     isolation: Isolation | None = None,
     allow_unsafe: bool = False,
 ) -> Outcome:
     """Run a program and return its outcome.
 
-    With a `call` it runs as a module, otherwise as a script. It can import installed packages. The strongest
-    isolation that works on this machine is used unless `isolation` names one; if none works, the program
-    runs only with `allow_unsafe` or VERL_SANDBOX_UNSAFE=1.
+    With a `call` it runs as a module, otherwise as a script, after the code of `preludes` in the same
+    namespace. It can import installed packages. The strongest isolation that works on this machine is used
+    unless `isolation` names one; if none works, the program runs only with `allow_unsafe` or
+    VERL_SANDBOX_UNSAFE=1. Of stdout and of the value the first `kept_bytes` are returned, by default all.
 
     Raises:
         SandboxError: The sandbox failed, and the program did not run.
@@ -89,8 +93,9 @@ def run(
         folder = "/"
         if isolation is not Isolation.NAMESPACES:  # there it has a folder of its own, and no other
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-        job = _job(source, limits, call, isolation) | {"folder": folder}
-        run = stack.enter_context(_started(job, stdin.encode(errors="surrogateescape")))
+        job = _job(source, limits, call, isolation) | {"folder": folder, "preludes": list(preludes)}
+        kept = limits.output_bytes if kept_bytes is None else kept_bytes
+        run = stack.enter_context(_started(job, stdin.encode(errors="surrogateescape"), kept))
         _watch(run, limits, job)
     return _outcome(run, limits)
 
@@ -140,17 +145,22 @@ def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -
 @dataclass
 class _Stream:
     file: int
-    limit: int
+    limit: int  # of bytes; a program that writes more is killed
+    kept: int  # the first bytes that are kept, or the last
+    keeps_end: bool = False
+    num_bytes: int = 0
     content: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
         part = os.read(self.file, 1 << 16)
+        self.num_bytes += len(part)
         self.content += part
+        del self.content[slice(-self.kept) if self.keeps_end else slice(self.kept, None)]
         return bool(part)
 
     @property
     def text(self) -> str:
-        return self.content[: self.limit].decode(errors="replace")
+        return self.content.decode(errors="replace")
 
 
 @dataclass
@@ -169,24 +179,29 @@ class _Run:
 
 
 @contextmanager
-def _started(job: dict, stdin: bytes) -> Iterator[_Run]:
+def _started(job: dict, stdin: bytes, kept: int) -> Iterator[_Run]:
     limit = job["limits"]["output_bytes"]
-    limits = {"stdout": limit, "stderr": limit, "value": limit, "status": STATUS_LIMIT}
-    with ExitStack() as kept, ExitStack() as passed:
+    limits = {
+        "stdout": (limit, kept),
+        "stderr": (limit, KEPT_STDERR, True),
+        "value": (limit, kept),
+        "status": (STATUS_LIMIT, STATUS_LIMIT),
+    }
+    with ExitStack() as files, ExitStack() as passed:
         contents = {"job": marshal.dumps(job), "stdin": stdin}
         theirs = {name: _memory_file(name, content, passed) for name, content in contents.items()}
         streams = {}
-        for name, limit in limits.items():
-            ours, theirs[name] = _pipe(kept, passed)
-            streams[name] = _Stream(ours, limit)
-        theirs["lifeline"], lifeline = _pipe(passed, kept)
+        for name, bounds in limits.items():
+            ours, theirs[name] = _pipe(files, passed)
+            streams[name] = _Stream(ours, *bounds)
+        theirs["lifeline"], lifeline = _pipe(passed, files)
         popen = _launch(theirs, job["folder"])
         passed.close()
         run = _Run(popen, lifeline, job["confined"], streams)
         try:
             yield run
         finally:
-            _end(run, kept)
+            _end(run, files)
 
 
 def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
@@ -232,7 +247,7 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
             for key, _ in selector.select(max(end - time.monotonic(), 0)):
                 if not key.data.read():
                     selector.unregister(key.fd)
-                elif len(key.data.content) > key.data.limit:
+                elif key.data.num_bytes > key.data.limit:
                     run.killed_for = Status.OUTPUT_LIMIT
                 elif key.data is run.streams["status"]:
                     _follow(run, job)
@@ -293,6 +308,7 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
         status=run.killed_for or _status(code, float(cpu_s), limits),
         stdout=run.streams["stdout"].text,
         stderr=run.streams["stderr"].text,
+        is_stdout_cut=run.streams["stdout"].num_bytes > run.streams["stdout"].kept,
         value=run.streams["value"].text or None,
         exit_code=code if code >= 0 and not run.killed_for else None,
         signal=-code if code < 0 and not run.killed_for else None,
