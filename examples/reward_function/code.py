@@ -9,8 +9,8 @@ format                              1 if there is a ```python block, else 0
 
 The ground truth holds the tests, in the format of Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP: stdin and
 stdout, calls of a function, or assertions (`verl/rewards/sandbox/cases.py`). Skywork-OR1's graded reward is
-`partial: true, power: 4`. A test may take `cpu_s` seconds, all tests of a row `budget_s`; set
-`worker.reward.timeout_s` above that. On a machine that cannot isolate programs, none is run and the call
+`partial: true, power: 4`. A test may take `cpu_s` seconds of CPU time, all tests of a row `budget_s` seconds;
+set `worker.reward.timeout_s` above that. On a machine that cannot isolate programs, none is run and the call
 fails.
 """
 
@@ -22,12 +22,20 @@ from verl.rewards.sandbox.verdicts import Verdict, VerdictKind, judge
 
 REWARD_NAME = "code"
 REWARD_TYPE = "sequential"
-BLOCK = re.compile(r"```[Pp]ython[^\n]*\n(.*?)```", re.DOTALL)
+OPENING = re.compile(r"```[Pp]ython")
 
 
 def last_program(response: str) -> str | None:
-    blocks = BLOCK.findall(response.rpartition("</think>")[2])
-    return blocks[-1] if blocks else None
+    """Return the last closed block. Reads every character once, however many blocks are opened."""
+    text = response.rpartition("</think>")[2]
+    program, end = None, 0
+    while opening := OPENING.search(text, end):
+        start = text.find("\n", opening.end()) + 1
+        end = text.find("```", start)
+        if not start or end < 0:
+            break
+        program, end = text[start:end], end + 3
+    return program
 
 
 def shares(verdicts: list[Verdict]) -> dict[str, float]:
@@ -37,7 +45,7 @@ def shares(verdicts: list[Verdict]) -> dict[str, float]:
 
 def compute_score(
     reward_input: dict[str, Any],
-    cpu_s: int = 6,
+    cpu_s: float = 6,
     memory_mb: int = 1024,
     budget_s: float = 60.0,
     partial: bool = False,

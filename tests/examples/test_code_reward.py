@@ -2,6 +2,8 @@
 """The reward for programs, through the reward processes of a run."""
 
 import json
+import runpy
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,16 @@ def test_code_is_right_when_every_test_passes(response, overall, formatted, shar
     assert tuple(scores[name] for name in SHARES) == shares
 
 
+@pytest.mark.parametrize("part", ["```python", "```python\n", "```python\n```", "```python```\n"])
+def test_the_last_program_is_found_in_time_proportional_to_the_response(part):
+    last_program = runpy.run_path(str(FILE))["last_program"]
+    begin = time.process_time()
+
+    last_program(part * 50_000)
+
+    assert time.process_time() - begin < 1
+
+
 def test_a_partial_reward_is_a_power_of_the_share_that_passed():
     assert score(answer(HALF), partial=True)["overall"] == 0.5
     assert score(answer(HALF), partial=True, power=4)["overall"] == 0.0625
@@ -62,13 +74,14 @@ def test_reward_processes_score_programs_hostile_ones_among_them():
     config = RewardConfig(
         reward_function=f"{FILE}:compute_score", reward_function_kwargs={"cpu_s": 1}, num_cpus=2
     )
-    programs = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\nos.fork()", HALF]
+    flood = "import os\nwhile True: os.write(1, b'10 ' * 9999)"
+    programs = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\nos.fork()", HALF, flood]
 
     with RewardManager(config) as manager:
         job = manager.start()
-        job.submit(range(4), [{"response": answer(code), "ground_truth": TESTS} for code in programs])
+        job.submit(range(5), [{"response": answer(code), "ground_truth": TESTS} for code in programs])
         scores = job.result()
 
-    assert scores["overall"] == [1, 0, 0, 0]
-    assert scores["timed_out"] == [0, 0.25, 0, 0]
-    assert scores["crashed"] == [0, 0, 0.25, 0]
+    assert scores["overall"] == [1, 0, 0, 0, 0]
+    assert scores["timed_out"] == [0, 0.25, 0, 0, 0]
+    assert scores["crashed"] == [0, 0, 0.25, 0, 0.25]

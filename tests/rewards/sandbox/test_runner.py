@@ -2,6 +2,7 @@
 """The sandbox runs programs and reports how they end."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,9 +16,9 @@ import pytest
 from tests.rewards.sandbox.outside import launchers, wait_for_launchers
 from tests.rewards.sandbox.outside import works as is_there
 from verl.rewards.sandbox import runner
-from verl.rewards.sandbox.outcome import Call, Isolation, Limits, Status
+from verl.rewards.sandbox.outcome import Call, Isolation, Limits, SandboxError, Status
 from verl.rewards.sandbox.runner import run
-from verl.rewards.sandbox.values import from_text
+from verl.rewards.sandbox.values import to_text
 
 works = cache(is_there)
 ROOT = Path(__file__).parents[3]
@@ -117,16 +118,17 @@ def test_a_program_may_start_as_many_processes_as_allowed():
 
 def test_a_call_returns_its_value_with_its_types(isolation):
     source = "def f(n, text): return ({n: (text, 1.5)}, {1, 2}, None, [True], b'x')"
+    value = ({7: ("a", 1.5)}, {1, 2}, None, [True], b"x")
 
-    outcome = run(source, call=Call("f", '[7, "a"]'), isolation=isolation)
-
-    assert from_text(outcome.value) == ({7: ("a", 1.5)}, {1, 2}, None, [True], b"x")
+    assert run(source, call=Call("f(7, 'a')"), isolation=isolation).value == to_text(value)
+    json_value = run(source, call=Call("f", '[7, "a"]'), isolation=isolation).value
+    assert json_value == to_text(value, as_json=True)
 
 
 def test_a_call_finds_a_method_of_solution(isolation):
     source = "class Solution:\n    def double(self, x): return 2 * x"
 
-    assert from_text(run(source, call=Call("double", "[4]"), isolation=isolation).value) == 8
+    assert run(source, call=Call("double", "[4]"), isolation=isolation).value == "8"
 
 
 def test_a_traceback_shows_the_program_only(isolation):
@@ -145,6 +147,55 @@ def test_time_and_memory_are_measured(isolation):
     assert 0.4 <= outcome.cpu_s < 1.5
     assert outcome.wall_s >= 0.3
     assert 64 < outcome.peak_mb < 150
+
+
+def test_a_program_is_late_by_the_cpu_seconds_that_it_used(isolation):
+    deaf = "import signal, time\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+    late = deaf + "while time.process_time() < 0.3: pass\nprint('late')"
+
+    assert run(late, limits=Limits(cpu_s=0.2), isolation=isolation).status is Status.TIMED_OUT
+    assert run(late, limits=Limits(cpu_s=0.9), isolation=isolation).status is Status.OK
+    outcome = run("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)", isolation=isolation)
+    assert outcome.status is Status.CRASHED  # after a few milliseconds: no limit was reached
+
+
+def test_a_program_has_as_many_threads_as_its_limit_says(isolation):
+    source = """
+import os, threading, time
+for count in range(1, 99):
+    try:
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+    except RuntimeError:
+        os.write(1, b"%d" % count)
+        os._exit(0)
+"""
+    with ThreadPoolExecutor(2) as pool:
+        outputs = pool.map(
+            lambda n: run(source, limits=Limits(threads=n), isolation=isolation).stdout, (1, 6)
+        )
+        assert list(outputs) == ["1", "6"]
+
+
+def test_no_more_output_is_kept_than_asked_for(isolation):
+    source = "import sys\nprint('x' * 100)\nsys.stderr.write('y' * 200_000 + 'the end')"
+
+    outcome = run(source, kept_bytes=10, isolation=isolation)
+
+    assert (outcome.status, outcome.stdout, outcome.is_stdout_cut) == (Status.OK, "x" * 10, True)
+    assert len(outcome.stderr) == 1 << 16
+    assert outcome.stderr.endswith("ythe end")
+    assert not run(source, kept_bytes=101, isolation=isolation).is_stdout_cut
+
+
+def test_preludes_run_before_the_program_and_move_none_of_its_lines(isolation):
+    source = "\ufefffrom __future__ import (\n    annotations,\n)\nprint(a, b)\n1 / 0"
+
+    outcome = run(
+        source, preludes=["a = 1", "from __future__ import annotations\nb = a + 1"], isolation=isolation
+    )
+
+    assert outcome.stdout == "1 2\n"
+    assert 'File "solution.py", line 5' in outcome.stderr
 
 
 def test_runs_in_many_threads_do_not_disturb_each_other(isolation):
@@ -177,6 +228,41 @@ def test_the_program_dies_with_the_process_that_runs_it(isolation):
         process.kill()
 
     assert not wait_for_launchers()
+
+
+def test_a_launcher_that_dies_is_a_failure_and_no_outcome():
+    if not works(Isolation.LANDLOCK):
+        pytest.skip("this machine has no Landlock")
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run, "import time; time.sleep(9)", isolation=Isolation.LANDLOCK)
+        while len(found := launchers()) != 1 or not launchers(int(found[0].split()[0])):
+            time.sleep(0.02)
+        time.sleep(0.2)  # the program has started
+        os.kill(int(found[0].split()[0]), signal.SIGKILL)
+
+        with pytest.raises(SandboxError, match="its launcher died before it reported"):
+            done.result()
+
+
+def test_where_processes_cannot_be_watched_nothing_is_judged():
+    # A filter like those of old container engines: every system call but pidfd_open (434) is allowed.
+    code = """
+import ctypes
+from verl.rewards.sandbox import filter, kernel
+from verl.rewards.sandbox.verdicts import judge
+rules = [(filter.LOAD, 0, 0, 0), (filter.JUMP_EQUAL, 0, 1, 434)]
+rules += [(filter.RETURN, 0, 0, filter.FAIL | 1), (filter.RETURN, 0, 0, filter.ALLOW)]
+lines = b"".join(filter.INSTRUCTION.pack(*rule) for rule in rules)
+buffer = ctypes.create_string_buffer(lines, len(lines))
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+kernel.syscall("seccomp", 1, 0, filter.struct.pack("HP", 4, ctypes.addressof(buffer)))
+print(judge("print(1)", [{"input": "", "output": "1"}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.stdout == ""
+    assert "SandboxRefusedError: no isolation works on this machine" in done.stderr
+    assert "pidfd_open: Operation not permitted" in done.stderr
 
 
 @pytest.mark.parametrize("unsafe", [False, True])

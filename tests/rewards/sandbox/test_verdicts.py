@@ -5,7 +5,11 @@ import base64
 import json
 import os
 import pickle
+import subprocess
+import sys
+import time
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +18,11 @@ from verl.rewards.sandbox.outcome import Isolation, Limits
 from verl.rewards.sandbox.runner import detect
 from verl.rewards.sandbox.verdicts import VerdictKind, judge, same_output
 
+ROOT = Path(__file__).parents[3]
 needs_isolation = pytest.mark.skipif(detect()[0] is Isolation.NONE, reason="this machine has no isolation")
 QUICK = Limits(cpu_s=1, memory_mb=256)
 SUM = "print(sum(map(int, input().split())))"
+PRINTS_5 = [{"input": "", "output": "5"}]
 ADD = "def add(a, b): return a + b"
 SOLUTION = "class Solution:\n    def add(self, a: int, b: List[int]) -> int: return a + sum(b)"
 
@@ -150,6 +156,32 @@ if n == 5: raise SystemExit(1)
             ["passed"],
         ),
         ("from __future__ import annotations\nprint(inf)", [{"input": "", "output": "inf"}], ["passed"]),
+        ("from __future__ import (\n    annotations,\n)\nprint(5)", PRINTS_5, ["passed"]),
+        (
+            "\ufeff'A byte order mark and a docstring.'\nfrom __future__ import division\nprint(5)",
+            PRINTS_5,
+            ["passed"],
+        ),
+        ("print(5)\nexit()\nprint(6)", PRINTS_5, ["passed"]),
+        ("print(5)\nquit(0)", PRINTS_5, ["passed"]),
+        (
+            "from fractions import *\ndef half(n): return Fraction(n, 2)",
+            ["assert half(3) == 1.5"],
+            ["passed"],
+        ),
+        ("from decimal import *\ndef half(n): return Decimal(n) / 2", ["assert half(4) == 2"], ["passed"]),
+        (
+            "def f(): return 1j * 1j",
+            ["assert f() == -1", "assert f() == -1 + 0j", "assert f() == 1j"],
+            [*["passed"] * 2, "wrong"],
+        ),
+        ("def f(): return bytearray(b'x')", ["assert f() == b'x'", "assert f() == 'x'"], ["passed", "wrong"]),
+        ("def f(): return {1: 2}.keys()", ["assert f() == {1}", "assert f() == [1]"], ["passed", "wrong"]),
+        ("def f(): return {1: 2}.items()", ["assert f() == {(1, 2)}"], ["passed"]),
+        ("def f(): return (1, [2.0])", {"inputs": [[]], "outputs": [[[1, [2]]]], "fn_name": "f"}, ["passed"]),
+        # Much that is written is not the answer.
+        ("import sys\nsys.stderr.write('x' * (4 << 20))\nprint(5)", PRINTS_5, ["passed"]),
+        ("def f():\n    print('x' * (4 << 20))\n    return 5", ["assert f() == 5"], ["passed"]),
     ],
 )
 def test_each_form_of_test_is_judged(source, tests, verdicts):
@@ -168,11 +200,85 @@ def test_each_form_of_test_is_judged(source, tests, verdicts):
         ("import os\nos.write(3, b'[' * 100000)\nos._exit(0)", ["assert add(1, 2) == 3"]),
         ("import os\nos.write(3, b'{\"set\": 5}')\nos._exit(0)", ["assert add(1, 2) == 3"]),
         ("import gc\nadd = lambda *_: [o for o in gc.get_objects() if o == 3]", ["assert add(1, 2) == 3"]),
-        ("import atexit, os\natexit.register(os._exit, 0)\nraise ValueError", [{"input": "", "output": "5"}]),
+        ("import atexit, os\natexit.register(os._exit, 0)\nraise ValueError", PRINTS_5),
+        ("print(5)\nprint('\\n' * (2 << 20))\nprint(6)", PRINTS_5),  # the end is not kept
     ],
 )
 def test_a_program_cannot_pass_without_the_answer(source, tests):
     assert kinds(source, tests) != ["passed"]
+
+
+WRITE = """
+import os
+def write(file, data):
+    while data:
+        data = data[os.write(file, data):]
+"""
+FORGED = "[k * ((1 << 61) - 1) for k in range(40_000)]"  # Python's hash of each is 0
+WIDE = "('\\U0001F600' + 'x' * ((1 << 24) - 8)).encode()"  # 16 MiB that are 64 MiB as a Python string
+JUDGE = """
+import json, re, sys, time
+from pathlib import Path
+from verl.rewards.sandbox.verdicts import judge
+def peak_mb(): return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+source, tests = json.load(sys.stdin)
+before, seconds = peak_mb(), time.process_time()
+kinds = [verdict.kind for verdict in judge(source, tests)]
+print(json.dumps([kinds, peak_mb() - before, time.process_time() - seconds]))
+"""
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("source", "tests"),
+    [
+        ("write(3, f'{{\"set\": {FORGED}}}'.encode())", ["assert f() == {5}"]),
+        ("write(3, f'{{\"dict\": {[[k, 1] for k in FORGED]}}}'.encode())", ["assert f() == {5: 5}"]),
+        ("write(3, f'set({str(FORGED)[1:-1]})'.encode())", ["assert f() == {5}"]),
+        ("write(3, b'[' + b'[],' * 5_000_000 + b'[]]')", ["assert f() == [5]"]),
+        ("for file in (1, 2, 3): write(file, WIDE)", ["assert f() == 5"] * 3),
+        ("write(1, b'10 ' * 5_000_000)", PRINTS_5),
+        ("while True: write(1, b'x' * 9999)", PRINTS_5 * 5),
+    ],
+    ids=["JSON of a set", "JSON of a dictionary", "set", "empty lists", "every stream", "words", "endless"],
+)
+def test_what_a_program_writes_costs_its_judge_neither_time_nor_memory(source, tests):
+    source = f"{WRITE}FORGED = {FORGED}\nWIDE = {WIDE}\n{source}\nos._exit(0)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", JUDGE],
+        cwd=ROOT,
+        input=json.dumps([source, tests]),
+        capture_output=True,
+        text=True,
+    )
+
+    verdicts, mb, seconds = json.loads(done.stdout)
+    assert len(verdicts) == len(tests)
+    assert "passed" not in verdicts
+    assert mb < 30
+    assert seconds < 2
+
+
+@needs_isolation
+def test_a_verdict_keeps_the_start_or_the_end_of_what_was_written():
+    source = "import sys\nprint('x' * 5000)\nsys.stderr.write('y' * 5000 + 'the end')"
+
+    (verdict,) = judge(source, PRINTS_5)
+
+    assert verdict.outcome.stdout == "x" * 1000
+    assert len(verdict.outcome.stderr) == 1000
+    assert verdict.outcome.stderr.endswith("ythe end")
+
+
+@needs_isolation
+def test_the_tests_of_a_row_end_with_its_budget():
+    begin = time.monotonic()
+
+    verdicts = judge("import time\ntime.sleep(60)", PRINTS_5 * 3, budget_s=0.5)
+
+    assert [verdict.kind for verdict in verdicts] == ["timed_out", "not_run", "not_run"]
+    assert time.monotonic() - begin < 8  # a test alone may take 15
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Confine a process before it runs a program: drop privileges, limit resources, files and system calls."""
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -71,7 +72,8 @@ def limit_resources(limits: dict, num_threads: int | None) -> None:
         wanted[resource.RLIMIT_NPROC] = num_threads
     for which, value in wanted.items():
         _lower(which, value, value)
-    _lower(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)  # SIGXCPU, then SIGKILL
+    cpu_s = math.ceil(limits["cpu_s"])
+    _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU, then SIGKILL
 
 
 def _lower(which: int, soft: int, hard: int) -> None:

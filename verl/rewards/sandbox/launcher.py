@@ -39,7 +39,7 @@ def main() -> None:
         if child:
             _supervise(child, files, report=True)
     _be_the_program(job, files)
-    program.execute(job["source"], job["call"], job["import_path"], VALUE)
+    program.execute(job, VALUE)
 
 
 def _report(status: int, line: str) -> None:
@@ -58,6 +58,7 @@ def _prepare(files: Files) -> dict:
             signal.signal(number, signal.SIG_DFL)  # Python's own would reach the init from inside
         with os.fdopen(files.job, "rb") as file:
             job = marshal.load(file)
+        os.close(_open_process(os.getpid()))  # `_supervise` cannot do without it
         if job["call"] is not None:
             # It cannot be found later. The import is slow, so only where it is needed.
             importlib.import_module("verl.rewards.sandbox.values")
@@ -74,6 +75,13 @@ def _prepare(files: Files) -> dict:
     return job
 
 
+def _open_process(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:  # some filters of containers do not know it
+        raise OSError(error.errno, f"pidfd_open: {error.strerror}") from error
+
+
 def _supervise(child: int, files: Files, *, report: bool) -> None:
     """Wait for a child. Kill it when the caller closes the lifeline."""
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -81,7 +89,7 @@ def _supervise(child: int, files: Files, *, report: bool) -> None:
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
     poll = select.poll()
-    poll.register(os.pidfd_open(child), select.POLLIN)
+    poll.register(_open_process(child), select.POLLIN)
     poll.register(files.lifeline, 0)  # a hang-up is always reported
     if files.lifeline in dict(poll.poll()):
         os.kill(child, signal.SIGKILL)

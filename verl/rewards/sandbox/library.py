@@ -4,6 +4,7 @@
 import os
 import sys
 import sysconfig
+import threading
 from functools import cache
 
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
@@ -29,7 +30,8 @@ def readable_paths() -> list[str]:
 
 
 def unused_user() -> int:
-    return LAST_DYNAMIC_USER - os.getpid() % NUM_DYNAMIC_USERS
+    """Return a user for the run that this thread waits for: runs at the same time share no limit."""
+    return LAST_DYNAMIC_USER - threading.get_native_id() % NUM_DYNAMIC_USERS
 
 
 def threads_of_user(user: int) -> int:

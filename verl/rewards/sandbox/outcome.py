@@ -40,12 +40,12 @@ class Status(StrEnum):
 class Limits:
     """Resource limits of one run."""
 
-    # CPU time decides, so that a busy machine fails no program; the wall clock ends programs that sleep.
-    cpu_s: int = 6  # of all threads of one process together
+    # CPU time decides, so that a machine may be busy; the wall clock ends programs that sleep.
+    cpu_s: float = 6  # of all threads of one process together; the kernel ends it at the next whole second
     wall_s: float = 15.0
     memory_mb: int = 1024  # address space of each process: code, data, stacks, mapped files
-    processes: int = 1  # including the program itself; more than one needs namespaces
-    threads: int = 64  # of all its processes together
+    processes: int = 1  # more allow any number within `threads`, and need namespaces
+    threads: int = 64  # of all its processes together, their first ones included
     output_bytes: int = 16 * MIB  # of stdout, of stderr and of the value, each
     folder_mb: int = 64  # of everything in the working folder; also the largest file
     open_files: int = 64
@@ -60,8 +60,9 @@ class Limits:
 class Call:
     """An expression to evaluate after the program has run as a module, in the module's namespace.
 
-    `epilogue` is executed; then the value of `target`, called with `arguments` if there are any, is
-    written to `Outcome.value`. If the program's class `Solution` has a method named `target`, it is called.
+    `epilogue` is executed; then the value of `target`, called with `arguments` if there are any (its value
+    then counts as JSON), is written to `Outcome.value`. If the program's class `Solution` has a method named
+    `target`, it is called.
     """
 
     target: str = ""
@@ -75,13 +76,15 @@ class Outcome:
 
     status: Status
     stdout: str = ""
-    stderr: str = ""
-    # Value of a `Call` as tagged JSON (see `values.py`), written by the program and not to be trusted;
+    stderr: str = ""  # its end, up to 64 KiB
+    is_stdout_cut: bool = False  # the program wrote more than was kept
+    # Value of a `Call` as text (see `values.py`), written by the program and not to be trusted;
     # None if it ended before.
     value: str | None = None
     exit_code: int | None = None  # when it ended by itself
     signal: int | None = None  # when a signal ended it
     wall_s: float = 0.0
+    # The following are 0 for a program that was killed by the wall clock or for its output.
     cpu_s: float = 0.0
     peak_mb: float = 0.0  # resident memory
     detail: str = ""  # why it was refused

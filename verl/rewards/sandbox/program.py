@@ -4,8 +4,10 @@
 Every run imports this module: a heavy import here would slow down all of them.
 """
 
+import builtins
 import os
 import sys
+from _sitebuiltins import Quitter
 from types import ModuleType, TracebackType
 
 FILE_NAME = "solution.py"
@@ -13,14 +15,19 @@ FILE_NAME = "solution.py"
 UNCAUGHT, OUT_OF_MEMORY, REJECTED = 121, 122, 123  # an exception, a MemoryError, an assertion of a test
 
 
-def execute(source: str, call: dict[str, str] | None, import_path: list[str], value_file: int) -> None:
-    """Run a program as a script, or as a module and then write the value of `call` to `value_file`."""
+def execute(job: dict, value_file: int) -> None:
+    """Run a program as a script, or as a module and then write the value of a call to `value_file`."""
     values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before access to its folder was dropped
-    _forget_launcher(import_path)
+    _forget_launcher(job["import_path"])
+    for name in ("exit", "quit"):  # the module `site`, which is not imported, would add them
+        setattr(builtins, name, Quitter(name, "Ctrl-D"))
+    call = job["call"]
     module = ModuleType("__main__" if call is None else "solution")
     sys.modules[module.__name__] = module
     try:
-        exec(compile(source, FILE_NAME, "exec"), module.__dict__)
+        for code in job["preludes"]:
+            exec(compile(code, "prelude.py", "exec"), module.__dict__)
+        exec(compile(job["source"].removeprefix("\ufeff"), FILE_NAME, "exec"), module.__dict__)
         if call is not None and values is not None:
             _make_call(module.__dict__, call, value_file, values)
     except SystemExit:
@@ -58,7 +65,7 @@ def _make_call(namespace: dict, call: dict[str, str], value_file: int, values: M
     if call["arguments"] is not None:
         value = value(*values.json.loads(call["arguments"]))
     with os.fdopen(value_file, "w") as file:
-        file.write(values.to_text(value))
+        file.write(values.to_text(value, as_json=call["arguments"] is not None))
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -47,8 +47,8 @@ main()
 PACKAGES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 START_LIMIT_S = 20.0  # until the program starts, on the busiest machine
 END_LIMIT_S = 0.5  # for the launcher to kill the program and exit; then it is killed as well
-OVERHEAD_THREADS = 3  # launcher, init and the program's first
 STATUS_LIMIT = 1 << 16
+KEPT_STDERR = 1 << 16  # bytes of its end, where the traceback is
 STATUS_OF_CODE = {
     0: Status.OK,
     program.UNCAUGHT: Status.CRASHED,
@@ -66,14 +66,17 @@ def run(
     stdin: str = "",
     limits: Limits | None = None,
     call: Call | None = None,
+    preludes: Sequence[str] = (),
+    kept_bytes: int | None = None,
     isolation: Isolation | None = None,
     allow_unsafe: bool = False,
 ) -> Outcome:
     """Run a program and return its outcome.
 
-    With a `call` it runs as a module, otherwise as a script. It can import installed packages. The strongest
-    isolation that works on this machine is used unless `isolation` names one; if none works, the program
-    runs only with `allow_unsafe` or VERL_SANDBOX_UNSAFE=1.
+    With a `call` it runs as a module, otherwise as a script, after the code of `preludes` in the same
+    namespace. It can import installed packages. The strongest isolation that works on this machine is used
+    unless `isolation` names one; if none works, the program runs only with `allow_unsafe` or
+    VERL_SANDBOX_UNSAFE=1. Of stdout and of the value the first `kept_bytes` are returned, by default all.
 
     Raises:
         SandboxError: The sandbox failed, and the program did not run.
@@ -90,8 +93,9 @@ def run(
         folder = "/"
         if isolation is not Isolation.NAMESPACES:  # there it has a folder of its own, and no other
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-        job = _job(source, limits, call, isolation) | {"folder": folder}
-        run = stack.enter_context(_started(job, stdin.encode(errors="surrogateescape")))
+        job = _job(source, limits, call, isolation) | {"folder": folder, "preludes": list(preludes)}
+        kept = limits.output_bytes if kept_bytes is None else kept_bytes
+        run = stack.enter_context(_started(job, stdin.encode(errors="surrogateescape"), kept))
         _watch(run, limits, job)
     return _outcome(run, limits)
 
@@ -108,7 +112,7 @@ def detect() -> tuple[Isolation, str]:
         except SandboxError as error:
             causes.append(f"{isolation}: {error}")
             continue
-        if outcome.stdout == "42\n":
+        if outcome.status is Status.OK and outcome.stdout == "42\n":
             return isolation, "; ".join(causes)
         causes.append(f"{isolation}: {outcome.status} {outcome.stderr[-300:]}")
     return Isolation.NONE, "; ".join(causes)
@@ -117,11 +121,13 @@ def detect() -> tuple[Isolation, str]:
 def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -> dict:
     is_root = os.geteuid() == 0
     namespaces = isolation is Isolation.NAMESPACES
-    user, threads = os.geteuid(), limits.threads + OVERHEAD_THREADS
+    user, threads = os.geteuid(), limits.threads
     if is_root:
         user = NOBODY if namespaces else library.unused_user()
-    elif not namespaces:
-        threads += library.threads_of_user(user)
+    elif namespaces:
+        threads += 2  # launcher and init
+    else:
+        threads += 1 + library.threads_of_user(user)  # the launcher
     return {
         "source": source,
         "call": asdict(call) if call else None,
@@ -139,17 +145,22 @@ def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -
 @dataclass
 class _Stream:
     file: int
-    limit: int
+    limit: int  # of bytes; a program that writes more is killed
+    kept: int  # the first bytes that are kept, or the last
+    keeps_end: bool = False
+    num_bytes: int = 0
     content: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
         part = os.read(self.file, 1 << 16)
+        self.num_bytes += len(part)
         self.content += part
+        del self.content[slice(-self.kept) if self.keeps_end else slice(self.kept, None)]
         return bool(part)
 
     @property
     def text(self) -> str:
-        return self.content[: self.limit].decode(errors="replace")
+        return self.content.decode(errors="replace")
 
 
 @dataclass
@@ -168,24 +179,29 @@ class _Run:
 
 
 @contextmanager
-def _started(job: dict, stdin: bytes) -> Iterator[_Run]:
+def _started(job: dict, stdin: bytes, kept: int) -> Iterator[_Run]:
     limit = job["limits"]["output_bytes"]
-    limits = {"stdout": limit, "stderr": limit, "value": limit, "status": STATUS_LIMIT}
-    with ExitStack() as kept, ExitStack() as passed:
+    limits = {
+        "stdout": (limit, kept),
+        "stderr": (limit, KEPT_STDERR, True),
+        "value": (limit, kept),
+        "status": (STATUS_LIMIT, STATUS_LIMIT),
+    }
+    with ExitStack() as files, ExitStack() as passed:
         contents = {"job": marshal.dumps(job), "stdin": stdin}
         theirs = {name: _memory_file(name, content, passed) for name, content in contents.items()}
         streams = {}
-        for name, limit in limits.items():
-            ours, theirs[name] = _pipe(kept, passed)
-            streams[name] = _Stream(ours, limit)
-        theirs["lifeline"], lifeline = _pipe(passed, kept)
+        for name, bounds in limits.items():
+            ours, theirs[name] = _pipe(files, passed)
+            streams[name] = _Stream(ours, *bounds)
+        theirs["lifeline"], lifeline = _pipe(passed, files)
         popen = _launch(theirs, job["folder"])
         passed.close()
         run = _Run(popen, lifeline, job["confined"], streams)
         try:
             yield run
         finally:
-            _end(run, kept)
+            _end(run, files)
 
 
 def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
@@ -231,7 +247,7 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
             for key, _ in selector.select(max(end - time.monotonic(), 0)):
                 if not key.data.read():
                     selector.unregister(key.fd)
-                elif len(key.data.content) > key.data.limit:
+                elif key.data.num_bytes > key.data.limit:
                     run.killed_for = Status.OUTPUT_LIMIT
                 elif key.data is run.streams["status"]:
                     _follow(run, job)
@@ -283,12 +299,16 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
         stderr = run.streams["stderr"].text.strip()[-2000:]
         why = run.reported("failed") or stderr or "it did not start in time"
         raise SandboxError(f"the sandbox could not be set up: {why}")
-    status, cpu_s, peak_kb = (run.reported("ended") or f"{signal.SIGKILL:d} 0 0").split()
+    ended = run.reported("ended")
+    if ended is None and run.killed_for is None and run.confined:  # an unconfined program can cause this
+        raise SandboxError("the sandbox failed: its launcher died before it reported how the program ended")
+    status, cpu_s, peak_kb = (ended or f"{signal.SIGKILL:d} 0 0").split()
     code = os.waitstatus_to_exitcode(int(status))
     return Outcome(
         status=run.killed_for or _status(code, float(cpu_s), limits),
         stdout=run.streams["stdout"].text,
         stderr=run.streams["stderr"].text,
+        is_stdout_cut=run.streams["stdout"].num_bytes > run.streams["stdout"].kept,
         value=run.streams["value"].text or None,
         exit_code=code if code >= 0 and not run.killed_for else None,
         signal=-code if code < 0 and not run.killed_for else None,
@@ -299,7 +319,10 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
 
 
 def _status(code: int, cpu_s: float, limits: Limits) -> Status:
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
+    # Processes that the program started have limits of their own, but count here.
+    is_over = cpu_s > limits.cpu_s and (limits.processes == 1 or code == -signal.SIGKILL)
+    # The kernel counts the limit in ticks, so that it can send SIGXCPU at a usage below it.
+    if is_over or (code == -signal.SIGXCPU and cpu_s > limits.cpu_s / 2):
         return Status.TIMED_OUT
     if code == -signal.SIGKILL:  # not by us, so by the kernel: out of memory
         return Status.OUT_OF_MEMORY

@@ -6,26 +6,33 @@ verdicts[0].kind     # VerdictKind.PASSED
 """
 
 import json
+import math
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
-from itertools import chain
+from itertools import starmap, zip_longest
 from typing import Any
 
-from verl.rewards.sandbox import values
 from verl.rewards.sandbox.cases import AssertCase, CallCase, Case, StdinCase, read_cases
 from verl.rewards.sandbox.outcome import Call, Limits, Outcome, SandboxRefusedError, Status
 from verl.rewards.sandbox.runner import run
+from verl.rewards.sandbox.values import to_text
 
-PRELUDE = (  # imports that solutions rely on; on one line, to keep the program's line numbers
+PRELUDE = (  # imports that solutions rely on
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys;"
     "from bisect import *; from collections import *; from functools import *; from heapq import *;"
     "from itertools import *; from math import *; from string import *;"
     "from typing import *; from builtins import *; inf = float('inf');"
-    "sys.setrecursionlimit(50_000); sys.set_int_max_str_digits(0)\n"
+    "sys.setrecursionlimit(50_000); sys.set_int_max_str_digits(0)"
 )
+WORD_OR_NEWLINE = re.compile(r"\n|\S+")
+# A right output can be longer than the expected one, with more digits or spaces. One that is longer than this
+# multiple of it plus this many bytes is wrong, and is not kept.
+LONGEST_MULTIPLE, LONGEST_BYTES = 16, 1 << 20
+KEPT_CHARACTERS = 1000  # of each text in the outcome of a verdict
 
 
 class VerdictKind(StrEnum):
@@ -43,7 +50,7 @@ class Verdict:
     """Result of one test, with the outcome of the program."""
 
     kind: VerdictKind
-    outcome: Outcome | None = None  # None if it did not run
+    outcome: Outcome | None = None  # with the start or the end of its texts; None if it did not run
 
 
 def judge(
@@ -58,7 +65,8 @@ def judge(
     """Run tests one after another, each in a new sandbox, so that none can prepare the next.
 
     `tests` are those of a row in any format of `cases.py`, or a list of cases. No test starts after
-    `max_failures` tests have failed or `budget_s` seconds have passed. `limits` apply to each test.
+    `max_failures` tests have failed or `budget_s` seconds have passed; a test that runs then times out.
+    `limits` apply to each test.
 
     Raises:
         ValueError: The tests cannot be read.
@@ -67,35 +75,36 @@ def judge(
     is_read = isinstance(tests, Sequence) and tests and isinstance(tests[0], Case)
     cases = tests if is_read else read_cases(tests)
     verdicts: list[Verdict] = []
-    failures, begin = 0, time.monotonic()
+    limits, failures, begin = limits or Limits(), 0, time.monotonic()
     for case in cases:
-        is_late = budget_s is not None and time.monotonic() - begin >= budget_s
-        if is_late or (max_failures is not None and failures >= max_failures):
+        left_s = math.inf if budget_s is None else begin + budget_s - time.monotonic()
+        if left_s <= 0 or (max_failures is not None and failures >= max_failures):
             verdicts.append(Verdict(VerdictKind.NOT_RUN))
             continue
-        verdicts.append(_judge(source, case, limits or Limits(), allow_unsafe))
+        limits_now = replace(limits, wall_s=min(limits.wall_s, left_s))
+        verdicts.append(_judge(source, case, limits_now, allow_unsafe))
         failures += verdicts[-1].kind is not VerdictKind.PASSED
     return verdicts
 
 
 def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdict:
-    source = _in_front(source, PRELUDE, case.prefix if isinstance(case, AssertCase) else "")
-    stdin = case.stdin if isinstance(case, StdinCase) else ""
-    outcome = run(source, stdin=stdin, limits=limits, call=_call_of(case), allow_unsafe=allow_unsafe)
+    expected = _expected_text(case)
+    outcome = run(
+        source,
+        stdin=case.stdin if isinstance(case, StdinCase) else "",
+        limits=limits,
+        call=_call_of(case),
+        preludes=[PRELUDE, case.prefix] if isinstance(case, AssertCase) else [PRELUDE],
+        kept_bytes=LONGEST_BYTES + LONGEST_MULTIPLE * len(expected),
+        allow_unsafe=allow_unsafe,
+    )
     if outcome.status is Status.REFUSED:
         raise SandboxRefusedError(outcome.detail)
     kinds = {Status.REJECTED: VerdictKind.WRONG, Status.TIMED_OUT: VerdictKind.TIMED_OUT}
-    if outcome.status is not Status.OK:
-        return Verdict(kinds.get(outcome.status, VerdictKind.CRASHED), outcome)
-    return Verdict(VerdictKind.PASSED if _is_right(case, outcome) else VerdictKind.WRONG, outcome)
-
-
-def _in_front(source: str, *parts: str) -> str:
-    """Put code before a program, but after its `from __future__` lines."""
-    lines = source.split("\n")
-    future = [line for line in lines if line.startswith("from __future__ import")]
-    rest = [line for line in lines if not line.startswith("from __future__ import")]
-    return "\n".join([*future, *(part for part in parts if part), *rest])
+    kind = kinds.get(outcome.status, VerdictKind.CRASHED)
+    if outcome.status is Status.OK:
+        kind = VerdictKind.PASSED if _is_right(case, outcome, expected) else VerdictKind.WRONG
+    return Verdict(kind, _for_report(outcome))
 
 
 def _call_of(case: Case) -> Call | None:
@@ -106,30 +115,35 @@ def _call_of(case: Case) -> Call | None:
     return Call(case.expression, None, case.before)
 
 
-def _is_right(case: Case, outcome: Outcome) -> bool:
+def _expected_text(case: Case) -> str:
     if isinstance(case, StdinCase):
-        return same_output(outcome.stdout, case.stdout)
-    if outcome.value is None:  # it ended before the call returned
-        return False
-    try:
-        value = values.from_text(outcome.value)
-    except ValueError:
-        return False
-    return _plain(value) == _plain(case.expected) if isinstance(case, CallCase) else value == case.expected
+        return case.stdout
+    return to_text(case.expected, as_json=isinstance(case, CallCase))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _is_right(case: Case, outcome: Outcome, expected: str) -> bool:
+    if isinstance(case, StdinCase):
+        return not outcome.is_stdout_cut and same_output(outcome.stdout, expected)
+    return outcome.value == expected
+
+
+def _for_report(outcome: Outcome) -> Outcome:
+    stdout, stderr, value = outcome.stdout, outcome.stderr, outcome.value
+    return replace(
+        outcome,
+        stdout=stdout[:KEPT_CHARACTERS],
+        stderr=stderr[-KEPT_CHARACTERS:],
+        value=value and value[:KEPT_CHARACTERS],
+    )
 
 
 def same_output(output: str, expected: str) -> bool:
     """Compare outputs word by word as text or numbers, ignoring other spaces and empty lines at the end."""
-    lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
-    if [len(words) for words in lines] != [len(words) for words in wanted]:
-        return False
-    return all(map(_same_word, chain.from_iterable(lines), chain.from_iterable(wanted)))
+    # Lazily, since an output can have millions of words: the first one that differs decides.
+    words, wanted = (
+        map(re.Match.group, WORD_OR_NEWLINE.finditer(text.rstrip())) for text in (output, expected)
+    )
+    return all(starmap(_same_word, zip_longest(words, wanted, fillvalue="")))
 
 
 def _same_word(word: str, expected: str) -> bool:
