@@ -49,7 +49,7 @@ def test_gspo_by_hand(loss):
 
 @pytest.mark.parametrize("loss", [gspo, gspo_token])
 def test_gspo_has_a_second_bound_for_responses_with_a_negative_advantage(loss):
-    # Ratio e^((1 + 2) / 2) = e^1.5 = 4.48 above the dual bound 3, and e^0.5 = 1.65 below it; bounds 0.95, 1.05.
+    # Ratio e^((1 + 2) / 2) = 4.48 above the dual bound 3, and e^0.5 = 1.65 below it; bounds 0.95 and 1.05.
     #   A = -2: min(2 * 4.48, 2 * 3) = 6, no gradient;  min(2 * 1.65, 6) = 3.30
     #   A = 1:  -1.05, clipped at the first bound;      the second does not apply
     log_ratios = [[1.0, 2.0, 9.0], [0.2, 0.8, 9.0], [1.0, 2.0, 9.0]]

@@ -44,6 +44,33 @@ def test_the_minimal_config_loads(minimal):
     assert config.worker.actor.model.tokenizer_path == "owner/model"
 
 
+def test_an_empty_path_in_a_file_is_no_path(minimal, tmp_path):
+    # Long-RL's default of `cached_embeds_dir`; the working directory would fill with frames and features.
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data: {cache_dir: '', image_dir: '', format_prompt: ''}\n"
+        "worker: {actor: {cached_embeds_dir: '', model: {tokenizer_path: ''}}}\n"
+        "trainer: {save_checkpoint_path: '', load_checkpoint_path: '', ray_timeline: ''}\n"
+    )
+
+    config = load_config(PPOConfig, [*minimal[:-1], f"config={file}"])
+
+    data, actor, trainer = config.data, config.worker.actor, config.trainer
+    assert (data.cache_dir, data.image_dir, data.format_prompt, actor.cached_embeds_dir) == (None,) * 4
+    assert (trainer.load_checkpoint_path, trainer.ray_timeline) == (None, None)
+    assert trainer.checkpoint_folder.endswith("checkpoints/easy_r1/demo")
+    assert actor.model.tokenizer_path == "owner/model"
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (None, 100), (100, None)])
+def test_the_pixels_of_media_may_be_unbounded(minimal, bounds):
+    words = ["null" if bound is None else bound for bound in bounds]
+
+    config = load(minimal, f"data.min_pixels={words[0]}", f"data.max_pixels={words[1]}")
+
+    assert (config.data.min_pixels, config.data.max_pixels) == bounds
+
+
 def test_options_without_a_usable_default_must_be_set():
     with pytest.raises(ConfigError) as raised:
         load_config(PPOConfig)

@@ -109,6 +109,27 @@ def test_a_whole_number_may_be_written_as_a_float():
     assert load_config(Car, ["wheel.size=1e1", "engine.power=3"]).wheel.size == 10
 
 
+def test_an_empty_text_is_null_in_a_file_as_on_the_command_line(tmp_path):
+    file = tmp_path / "car.yaml"
+    file.write_text("name: ''\nowner: ''\nfiles: ''\n")
+
+    config = load_config(Car, [f"config={file}"])
+
+    assert config == load_config(Car, ["name=", "owner=", "files="])
+    assert (config.name, config.owner, config.files) == ("", None, "")  # text that cannot be null stays text
+
+
+def test_an_empty_mapping_on_the_command_line_clears_that_of_a_file(tmp_path):
+    file = tmp_path / "car.yaml"
+    file.write_text("extra: {a: 1, b: {c: 2}}\nwheel: {color: blue}\n")
+
+    assert load_config(Car, [f"config={file}", "extra={}"]).extra == {}
+    assert load_config(Car, [f"config={file}", "extra={}", "extra.d=3"]).extra == {"d": 3}
+    assert load_config(Car, [f"config={file}", "extra={a: 4}"]).extra == {"a": 4, "b": {"c": 2}}
+    # A section keeps its options.
+    assert load_config(Car, [f"config={file}", "wheel={}"]).wheel.color == "blue"
+
+
 def test_arguments_override_files_and_files_override_defaults(tmp_path):
     file = tmp_path / "car.yaml"
     file.write_text("name: from_file\nowner: from_file\nextra: {a: 1, b: 2}\nwheel: {color: blue}\n")

@@ -13,7 +13,6 @@ from verl.algorithms.policy_loss_types import (
     PolicyLoss,
     PolicyLossInputs,
     dual_clipped_surrogate,
-    policy_loss,
     policy_terms,
     sequence_loss,
     sequence_mean,

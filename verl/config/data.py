@@ -58,8 +58,12 @@ class RowsConfig:
     )
     shuffle: bool = option(True, "Shuffle the training rows.")
     seed: int = option(1, "Random seed of the row order.", minimum=0)
-    min_pixels: int = option(262144, "Minimum pixels of an image; smaller images are upscaled.", minimum=1)
-    max_pixels: int = option(4194304, "Maximum pixels of an image; larger images are downscaled.", minimum=1)
+    min_pixels: int | None = option(
+        262144, "Minimum pixels of an image; smaller images are upscaled; null is no minimum.", minimum=1
+    )
+    max_pixels: int | None = option(
+        4194304, "Maximum pixels of an image; larger images are downscaled; null is no maximum.", minimum=1
+    )
     filter_overlong_prompts_workers: int = option(16, "Processes that measure row lengths.", minimum=1)
     num_workers: int = option(8, "Data loading processes; 0 loads in the main process.", minimum=0)
     on_bad_row: str = option(
@@ -67,8 +71,8 @@ class RowsConfig:
     )
 
     def problems(self, path: str) -> Iterator[str]:
-        if self.min_pixels > self.max_pixels:
-            low, high = self.min_pixels, self.max_pixels
+        low, high = self.min_pixels, self.max_pixels
+        if low is not None and high is not None and low > high:
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
         if not self.allow_media_urls and (self.media_url_hosts or self.media_url_dir):
             yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"

@@ -103,7 +103,10 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
             problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
         elif key != "config":
             try:
-                layers = _merged(layers, _nest(key, read_option(text, hints.get(key, Any))))
+                value = read_option(text, hints.get(key, Any))
+                if value == {} and key in hints:
+                    layers = _merged(layers, _nest(key, None))  # mappings are merged, an empty one clears
+                layers = _merged(layers, _nest(key, value))
             except ValueError as error:
                 problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:

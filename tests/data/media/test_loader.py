@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from tests.helpers.media import image_bytes, noise, save_image, save_video
+from verl.config.data import DataConfig
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
@@ -99,6 +100,21 @@ def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, o
     assert set(features) == (names | {"second_per_grid_ts"} if family == "qwen2_5_vl" else names)
     for name, value in features.items():
         torch.testing.assert_close(value, torch.as_tensor(expected[name]).to(value.dtype), rtol=0, atol=0)
+
+
+def test_media_without_pixel_bounds_keep_their_size_up_to_the_models_own_bounds(processors, tmp_path):
+    # Merged patches are 28 x 28 pixels in Qwen2-VL: 300 x 37 becomes 308 x 28, and 64 x 48 becomes 56 x 56.
+    data = DataConfig(min_pixels=None, max_pixels=None)
+    loader = MediaLoader(processors["qwen2_vl"], MediaOptions.from_data(data))
+    image, video = save_image(tmp_path / "a.png", 300, 37), save_video(tmp_path / "a.mp4", 64, 48, 16)
+
+    decoded = loader.decode({"images": [image], "videos": [video]})
+
+    assert decoded.images[0].size == (300, 37)
+    assert decoded.videos[0][0].shape[1:3] == (56, 56)
+    shape = loader.measure({"images": [image], "videos": [video]})
+    assert shape.image_grid_thw.tolist() == [[1, 2, 22]]
+    assert shape.video_grid_thw.tolist()[0][1:] == [4, 4]
 
 
 def test_seconds_of_a_temporal_patch_follow_from_the_sampled_frames(processors, tmp_path):

@@ -34,8 +34,8 @@ class MediaOptions:
     def from_data(cls, data: Any, **others: Any) -> "MediaOptions":
         """Take them from the `data` section of a config, except for `others`."""
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
-        sizes = data.min_pixels, data.max_pixels, data.video_fps
-        return cls(*sizes, cache_dir=data.cache_dir, urls=urls, **others)
+        pixels = data.min_pixels or 0, data.max_pixels or sys.maxsize  # null is no bound
+        return cls(*pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, **others)
 
     def of_videos(self, factor: int) -> VideoOptions:
         """Video options for a model whose merged patches are `factor` pixels wide."""
