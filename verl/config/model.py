@@ -121,7 +121,7 @@ class OptimConfig:
         for pattern, factor in self.lr_factors.items():
             yield from _factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
         if self.strategy == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            yield f"`{path}.strategy` (adamw_8bit) needs the package torchao: pip install 'verl[torchao]'"
+            yield f"`{path}.strategy` (adamw_8bit) needs torchao: pip install 'easy-verl[torchao]'"
 
 
 def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
