@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import pytest
 
+from tests.architecture.source import ROOT
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 
@@ -214,6 +217,14 @@ def test_an_unsupported_feature_is_refused_with_the_supported_value(minimal, arg
     rule = f"must be one of {supported}" if supported.startswith("[") else f"must be {supported}"
     assert problem.startswith(f"`{argument.split('=')[0]}` {rule}, got ")
     assert "this version has no " in problem
+
+
+def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):
+    (problem,) = problems_of(minimal, "worker.rollout.open_ended_reward=true")
+
+    (file, function) = re.findall(r"`(examples/\S+\.py):(\w+)`", problem)[0]
+    assert "`worker.reward.reward_function`" in problem
+    assert f"def {function}(" in (ROOT / file).read_text()
 
 
 def test_disable_kl_overrides_the_kl_loss_and_loads_no_reference(minimal):

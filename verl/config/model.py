@@ -107,8 +107,9 @@ class OptimConfig:
     min_lr_ratio: float | None = option(None, "Final fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0)
     lr_scheduler_type: str = option(
         "constant",
-        "Schedule after warm-up; `wsd` is constant, then decays in the last steps.",
+        "Schedule after warm-up; `wsd` is constant, then decays in the last steps. Alias: `warmup_style`.",
         choices=("constant", "linear", "cosine", "wsd"),
+        alias="warmup_style",
     )
     lr_decay_ratio: float = option(0.2, "Fraction of steps in the `wsd` decay.", minimum=TINY, maximum=1.0)
     lr_decay_shape: str = option(
