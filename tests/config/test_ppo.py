@@ -74,6 +74,14 @@ def test_the_pixels_of_media_may_be_unbounded(minimal, bounds):
     assert (config.data.min_pixels, config.data.max_pixels) == bounds
 
 
+def test_variables_of_the_chat_template_do_not_replace_what_the_trainer_sets(minimal):
+    config = load(minimal, "data.apply_chat_template_kwargs.enable_thinking=false")
+
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    (problem,) = problems_of(minimal, "data.apply_chat_template_kwargs.tokenize=true")
+    assert problem.startswith("`data.apply_chat_template_kwargs.tokenize` must not be set")
+
+
 def test_options_without_a_usable_default_must_be_set():
     with pytest.raises(ConfigError) as raised:
         load_config(PPOConfig)

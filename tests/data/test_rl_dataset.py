@@ -14,11 +14,13 @@ from transformers import AutoConfig
 
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.config.ppo import DataConfig
+from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRow
 from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset, collate_fn
+from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
@@ -85,6 +87,63 @@ def test_a_text_row_becomes_a_left_padded_prompt_with_all_its_columns(text_model
     assert batch.non_tensor_batch["extra"].tolist() == [None, [1, [2]]]
     assert batch.non_tensor_batch["multi_modal_data"].tolist() == [None, None]
     batch.check()
+
+
+QWEN3 = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>
+
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif -%}"""
+
+
+def open_qwen3(kind, model, folder, rows, config):
+    (folder / "qwen3.jinja").write_text(QWEN3)
+    tokenizer = load_tokenizer(model, override_chat_template=str(folder / "qwen3.jinja"))
+    return kind(write(folder, rows), tokenizer, None, config)
+
+
+def test_variables_of_the_chat_template_reach_every_prompt_and_its_length(text_model, tmp_path):
+    rows = [{"problem": "1 + 1?", "answer": "2"}]
+    off = {"enable_thinking": False}
+    asked = "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+
+    thinks = open_qwen3(RLHFDataset, text_model, tmp_path, rows, make_config())
+    answers = open_qwen3(RLHFDataset, text_model, tmp_path, rows, make_config(apply_chat_template_kwargs=off))
+
+    assert thinks[0]["prompt_text"] == asked
+    assert answers[0]["prompt_text"] == asked + "<think>\n\n</think>\n\n"
+    assert answers.lengths == [len(answers[0]["raw_prompt_ids"])] and answers.lengths > thinks.lengths
+
+
+def test_variables_of_the_chat_template_reach_conversations(text_model, tmp_path):
+    # The thoughts belong to the prompt if they are turned off, so only the answer is trained on.
+    rows = [{"prompt": "1 + 1?", "response": "2"}]
+    learned = {}
+    for name, variables in (("thinks", {}), ("answers", {"enable_thinking": False})):
+        config = SFTDataConfig(filter_overlong_prompts_workers=1, apply_chat_template_kwargs=variables)
+        dataset = open_qwen3(SFTDataset, text_model, tmp_path, rows, config)
+        item = dataset[0]
+        learned[name] = dataset.tokenizer.decode(item["input_ids"][item["is_trained"].bool()])
+
+    assert learned == {"thinks": "<think>\n\n</think>\n\n2<|im_end|>", "answers": "2<|im_end|>"}
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_an_error(text_model, tmp_path):
+    config = make_config(apply_chat_template_kwargs={"enable_thinkng": False})
+
+    with pytest.raises(
+        ValueError, match=r"apply_chat_template_kwargs` sets 'enable_thinkng', which the chat"
+    ):
+        open_qwen3(RLHFDataset, text_model, tmp_path, [{"problem": "a", "answer": "b"}], config)
 
 
 def test_one_file_may_mix_rows_with_images_videos_both_and_neither(media_model, tmp_path):

@@ -4,10 +4,12 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.paths import data_sources, existing_file, existing_folder, writable_folder
 from verl.config.schema import option
 
+SET_BY_US = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 HOST = re.compile(r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")  # a name or an address, no port
 
 
@@ -56,6 +58,9 @@ class RowsConfig:
     override_chat_template: str | None = option(
         None, "Jinja file that replaces the tokenizer's chat template.", resolve=existing_file
     )
+    apply_chat_template_kwargs: dict[str, Any] = option(
+        dict, "Variables of the chat template, such as `enable_thinking=false` for Qwen3."
+    )
     shuffle: bool = option(True, "Shuffle the training rows.")
     seed: int = option(1, "Random seed of the row order.", minimum=0)
     min_pixels: int | None = option(
@@ -76,6 +81,10 @@ class RowsConfig:
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
         if not self.allow_media_urls and (self.media_url_hosts or self.media_url_dir):
             yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"
+        for name in self.apply_chat_template_kwargs:
+            if name in SET_BY_US:
+                key = f"{path}.apply_chat_template_kwargs.{name}"
+                yield f"`{key}` must not be set: see `{path}.override_chat_template` for another template"
         for host in self.media_url_hosts:
             if not HOST.fullmatch(host):
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"
