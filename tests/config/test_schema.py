@@ -335,6 +335,7 @@ def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):
     assert existing_file("./rows.jsonl") == str(tmp_path / "rows.jsonl")
     assert data_source("rows.jsonl@test") == f"{tmp_path}/rows.jsonl@test"
     assert data_source("hiyouga/math12k@train") == "hiyouga/math12k@train"
+    assert data_source("openai/gsm8k/main@train[:10]") == "openai/gsm8k/main@train[:10]"
     assert function_in_file("reward.py:score") == f"{tmp_path}/reward.py:score"
     assert function_in_file("reward.py") == f"{tmp_path}/reward.py"
     assert model_source("model") == str(tmp_path / "model")
@@ -348,6 +349,7 @@ def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):
         (data_source, "missing.parquet@train"),
         (data_source, "./missing"),
         (data_source, "rows@"),
+        (data_source, "a/b/c/d@train"),
         (model_source, "/models/missing"),
         (model_source, "a/b/c"),
         (function_in_file, "missing.py:score"),
@@ -358,6 +360,14 @@ def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):
 def test_a_missing_path_is_an_error(resolve, text):
     with pytest.raises((FileNotFoundError, ValueError)):
         resolve(text)
+
+
+def test_a_missing_path_in_a_folder_that_exists_is_no_subset_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+
+    with pytest.raises(FileNotFoundError):
+        data_source("data/math/rows@train")
 
 
 def test_a_function_must_be_in_its_file(tmp_path):

@@ -19,7 +19,8 @@ class RowsConfig:
 
     train_files: str | list[str] = option(
         "",
-        "Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name.",
+        "Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name"
+        " (`owner/name`, `owner/name/subset`).",
         resolve=data_sources,
         example="hiyouga/math12k@train",
     )
