@@ -3,8 +3,8 @@
 # The CUDA libraries come with torch's wheels, so the host needs only a driver that is new enough for them and the
 # NVIDIA container toolkit.
 #
-#     docker build -t verl .
-#     docker run --gpus all --ipc=host -it -v "$PWD":/workspace verl
+#     docker build -t easy-verl .
+#     docker run --gpus all --ipc=host -it -v "$PWD":/workspace easy-verl
 #
 # `--ipc=host`: processes share decoded media and NCCL's buffers in /dev/shm, which containers limit to 64 MiB.
 FROM python:3.12-slim

@@ -17,12 +17,14 @@ export TOKENIZERS_PARALLELISM ?= false
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
 
-# On CPUs torch comes first and alone, so that pip takes a CPU build if there is one.
+# On CPUs torch comes first and alone, so that pip takes a CPU build if there is one. `verl` is this project in
+# environments that were built before it was called easy-verl.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
 	  f"Python {v[0]}.{v[1]} found, 3.11 to 3.13 needed: call make with PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(if $(HAS_GPU),,$(RUN) -m pip install --quiet torch==2.13.0)
+	$(RUN) -m pip uninstall -qq --yes verl
 	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -67,7 +67,7 @@ def reference_row(name, p, old, a, selected):
     if name in ("gspo", "gspo_token"):
         whole = ratio.prod() ** (1 / n)
         own = [whole] * n if name == "gspo" else [whole.detach() * x / x.detach() for x in p]
-        return [bounded(r, x) for r, x in zip(own, a, strict=True)]
+        return [bounded(r, x, DUAL) for r, x in zip(own, a, strict=True)]
     if name == "geo_mean":
         logs = [
             torch.minimum(r.log(), torch.tensor(HIGH))

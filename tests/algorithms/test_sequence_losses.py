@@ -47,6 +47,26 @@ def test_gspo_by_hand(loss):
     assert not is_sequence_level
 
 
+@pytest.mark.parametrize("loss", [gspo, gspo_token])
+def test_gspo_has_a_second_bound_for_responses_with_a_negative_advantage(loss):
+    # Ratio e^((1 + 2) / 2) = 4.48 above the dual bound 3, and e^0.5 = 1.65 below it; bounds 0.95 and 1.05.
+    #   A = -2: min(2 * 4.48, 2 * 3) = 6, no gradient;  min(2 * 1.65, 6) = 3.30
+    #   A = 1:  -1.05, clipped at the first bound;      the second does not apply
+    log_ratios = [[1.0, 2.0, 9.0], [0.2, 0.8, 9.0], [1.0, 2.0, 9.0]]
+    advantages, mask = [[-2.0] * 3, [-2.0] * 3, [1.0] * 3], [[1, 1, 0]] * 3
+    inputs = make_inputs(
+        log_ratios, advantages, mask, clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_dual=3.0
+    )
+
+    per_token, statistics, _ = loss(inputs)
+
+    below = 2 * math.exp(0.5)
+    assert_close(per_token, [[6.0, 6.0, 0], [below, below, 0], [-1.05, -1.05, 0]])
+    assert_close(gradient(inputs, loss), [[0.0] * 3, [below, below, 0], [0.0] * 3])
+    assert statistics["pg_clipfrac_lower"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 0]]
+    assert statistics["pg_clipfrac_higher"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 0]]
+
+
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_gspo_equals_gspo_token_for_equal_advantages_in_a_response(mode):
     generator = torch.Generator().manual_seed(0)

@@ -27,13 +27,20 @@ ROW = re.compile(r"^\|(.*)\|$", re.MULTILINE)
 LONG_RL_ADDS = {
     "data": "video_dir cache_dir vila_model diffusion is_omni audio_max_length num_workers",
     "worker": "vila_model is_omni",
-    "worker.actor": "vila_model diffusion guidance_scale scheduler cached_embeds_dir",
-    "worker.ref": "vila_model diffusion guidance_scale scheduler",
-    "worker.rollout": "num_video_frames tokens_per_frame group_frames max_frames_vllm num_chunk_seq"
+    "worker.actor": "vila_model diffusion guidance_scale scheduler cached_embeds_dir kl_penalty",
+    "worker.actor.optim": "warmup_style",
+    "worker.ref": "vila_model diffusion guidance_scale scheduler cached_embeds_dir ulysses_size",
+    "worker.rollout": "num_video_frames tokens_per_frame group_frames max_frames_vllm num_chunk_seq bs_vllm"
+    " use_cached_embeds trust_remote_code"
     " audio_max_length open_ended_reward guidance_scale resolution num_steps kl_reward num_frames height"
     " width",
     "worker.reward": "reward_type diffusion",
     "trainer": "diffusion",
+}
+ALIASES = {
+    f"{key.rpartition('.')[0]}.{entry.info.alias}": entry
+    for key, entry in ENTRIES.items()
+    if entry.info.alias
 }
 LONG_RL_KEYS = {f"{section}.{name}" for section, names in LONG_RL_ADDS.items() for name in names.split()}
 
@@ -45,7 +52,7 @@ def cells(text):
 
 def status(key):
     """The support of a key, which is its column in the tables of the pages."""
-    info = ENTRIES[key].info
+    info = (ENTRIES | ALIASES)[key].info
     return "neutral" if info.unavailable else "inert" if info.inert else "works"
 
 
@@ -108,7 +115,8 @@ def test_the_python_names_that_easyr1s_users_import_exist():
 
 def test_every_key_of_long_rl_is_listed_with_its_support():
     words = {"works": "works", "inert": "no effect", "neutral": "only "}
-    rows = {row[0].strip("`"): row for row in cells(PAGES["long_rl"]) if row[0].strip("`") in ENTRIES}
+    known = ENTRIES | ALIASES
+    rows = {row[0].strip("`"): row for row in cells(PAGES["long_rl"]) if row[0].strip("`") in known}
 
     assert set(rows) == LONG_RL_KEYS
     assert {key for key, row in rows.items() if not row[1].startswith(words[status(key)])} == set()

@@ -2,6 +2,7 @@
 """What the merger writes loads with transformers and computes the same, from our shards and others'."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,17 @@ def test_file_sizes_are_bounded_and_merging_again_replaces_the_files(models, che
 
     merge_checkpoint(checkpoints / "qwen2")
     assert [path.name for path in cut.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_who_may_read_the_exported_weights_is_left_to_the_umask(checkpoints, umask, mode):
+    before = os.umask(umask)
+    try:
+        folder = merge_checkpoint(checkpoints / "qwen2")
+    finally:
+        os.umask(before)
+
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
 def test_the_command_writes_the_requested_dtype_to_weights_and_config(checkpoints):

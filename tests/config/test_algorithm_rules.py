@@ -8,6 +8,7 @@ from verl.algorithms.aggregation import AGGREGATIONS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.resampling import RESAMPLING_METHODS
+from verl.config.algorithm import ADV_ESTIMATOR_ALIASES
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config, walk_options
 from verl.config.worker import LOSS_AVG_ALIASES
@@ -40,7 +41,7 @@ def minimal(tmp_path_factory):
 @pytest.mark.parametrize(
     ("registry", "aliases"),
     [
-        (ADV_ESTIMATORS, ()),
+        (ADV_ESTIMATORS, ADV_ESTIMATOR_ALIASES),
         (POLICY_LOSSES, ()),
         (KL_ESTIMATORS, ()),
         (RESAMPLING_METHODS, ()),
@@ -67,6 +68,13 @@ def test_verls_names_of_aggregations_are_accepted(minimal, verls, ours):
     config = load_config(PPOConfig, [*minimal, f"worker.actor.loss_avg_mode={verls}"])
 
     assert config.worker.actor.loss_avg_mode == ours
+
+
+@pytest.mark.parametrize(("verls", "ours"), [("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")])
+def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
+    config = load_config(PPOConfig, [*minimal, f"algorithm.adv_estimator={verls}"])
+
+    assert config.algorithm.adv_estimator == ours
 
 
 CORRECTION = "algorithm.rollout_correction"

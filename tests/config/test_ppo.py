@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import pytest
 
+from tests.architecture.source import ROOT
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 
@@ -42,6 +45,41 @@ def test_the_minimal_config_loads(minimal):
     assert (config.world_size, config.dp_size, config.num_engines, config.loader_batch_size) == (2, 2, 2, 8)
     assert config.max_sequence_length == config.max_model_len == 1024
     assert config.worker.actor.model.tokenizer_path == "owner/model"
+
+
+def test_an_empty_path_in_a_file_is_no_path(minimal, tmp_path):
+    # Long-RL's default of `cached_embeds_dir`; the working directory would fill with frames and features.
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data: {cache_dir: '', image_dir: '', format_prompt: ''}\n"
+        "worker: {actor: {cached_embeds_dir: '', model: {tokenizer_path: ''}}}\n"
+        "trainer: {save_checkpoint_path: '', load_checkpoint_path: '', ray_timeline: ''}\n"
+    )
+
+    config = load_config(PPOConfig, [*minimal[:-1], f"config={file}"])
+
+    data, actor, trainer = config.data, config.worker.actor, config.trainer
+    assert (data.cache_dir, data.image_dir, data.format_prompt, actor.cached_embeds_dir) == (None,) * 4
+    assert (trainer.load_checkpoint_path, trainer.ray_timeline) == (None, None)
+    assert trainer.checkpoint_folder.endswith("checkpoints/easy_r1/demo")
+    assert actor.model.tokenizer_path == "owner/model"
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (None, 100), (100, None)])
+def test_the_pixels_of_media_may_be_unbounded(minimal, bounds):
+    words = ["null" if bound is None else bound for bound in bounds]
+
+    config = load(minimal, f"data.min_pixels={words[0]}", f"data.max_pixels={words[1]}")
+
+    assert (config.data.min_pixels, config.data.max_pixels) == bounds
+
+
+def test_variables_of_the_chat_template_do_not_replace_what_the_trainer_sets(minimal):
+    config = load(minimal, "data.apply_chat_template_kwargs.enable_thinking=false")
+
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    (problem,) = problems_of(minimal, "data.apply_chat_template_kwargs.tokenize=true")
+    assert problem.startswith("`data.apply_chat_template_kwargs.tokenize` must not be set")
 
 
 def test_options_without_a_usable_default_must_be_set():
@@ -187,6 +225,14 @@ def test_an_unsupported_feature_is_refused_with_the_supported_value(minimal, arg
     rule = f"must be one of {supported}" if supported.startswith("[") else f"must be {supported}"
     assert problem.startswith(f"`{argument.split('=')[0]}` {rule}, got ")
     assert "this version has no " in problem
+
+
+def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):
+    (problem,) = problems_of(minimal, "worker.rollout.open_ended_reward=true")
+
+    (file, function) = re.findall(r"`(examples/\S+\.py):(\w+)`", problem)[0]
+    assert "`worker.reward.reward_function`" in problem
+    assert f"def {function}(" in (ROOT / file).read_text()
 
 
 def test_disable_kl_overrides_the_kl_loss_and_loads_no_reference(minimal):

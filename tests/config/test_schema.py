@@ -109,6 +109,27 @@ def test_a_whole_number_may_be_written_as_a_float():
     assert load_config(Car, ["wheel.size=1e1", "engine.power=3"]).wheel.size == 10
 
 
+def test_an_empty_text_is_null_in_a_file_as_on_the_command_line(tmp_path):
+    file = tmp_path / "car.yaml"
+    file.write_text("name: ''\nowner: ''\nfiles: ''\n")
+
+    config = load_config(Car, [f"config={file}"])
+
+    assert config == load_config(Car, ["name=", "owner=", "files="])
+    assert (config.name, config.owner, config.files) == ("", None, "")  # text that cannot be null stays text
+
+
+def test_an_empty_mapping_on_the_command_line_clears_that_of_a_file(tmp_path):
+    file = tmp_path / "car.yaml"
+    file.write_text("extra: {a: 1, b: {c: 2}}\nwheel: {color: blue}\n")
+
+    assert load_config(Car, [f"config={file}", "extra={}"]).extra == {}
+    assert load_config(Car, [f"config={file}", "extra={}", "extra.d=3"]).extra == {"d": 3}
+    assert load_config(Car, [f"config={file}", "extra={a: 4}"]).extra == {"a": 4, "b": {"c": 2}}
+    # A section keeps its options.
+    assert load_config(Car, [f"config={file}", "wheel={}"]).wheel.color == "blue"
+
+
 def test_arguments_override_files_and_files_override_defaults(tmp_path):
     file = tmp_path / "car.yaml"
     file.write_text("name: from_file\nowner: from_file\nextra: {a: 1, b: 2}\nwheel: {color: blue}\n")
@@ -314,6 +335,7 @@ def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):
     assert existing_file("./rows.jsonl") == str(tmp_path / "rows.jsonl")
     assert data_source("rows.jsonl@test") == f"{tmp_path}/rows.jsonl@test"
     assert data_source("hiyouga/math12k@train") == "hiyouga/math12k@train"
+    assert data_source("openai/gsm8k/main@train[:10]") == "openai/gsm8k/main@train[:10]"
     assert function_in_file("reward.py:score") == f"{tmp_path}/reward.py:score"
     assert function_in_file("reward.py") == f"{tmp_path}/reward.py"
     assert model_source("model") == str(tmp_path / "model")
@@ -327,6 +349,7 @@ def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):
         (data_source, "missing.parquet@train"),
         (data_source, "./missing"),
         (data_source, "rows@"),
+        (data_source, "a/b/c/d@train"),
         (model_source, "/models/missing"),
         (model_source, "a/b/c"),
         (function_in_file, "missing.py:score"),
@@ -337,6 +360,14 @@ def test_paths_become_absolute_and_must_exist(tmp_path, monkeypatch):
 def test_a_missing_path_is_an_error(resolve, text):
     with pytest.raises((FileNotFoundError, ValueError)):
         resolve(text)
+
+
+def test_a_missing_path_in_a_folder_that_exists_is_no_subset_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+
+    with pytest.raises(FileNotFoundError):
+        data_source("data/math/rows@train")
 
 
 def test_a_function_must_be_in_its_file(tmp_path):

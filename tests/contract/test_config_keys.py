@@ -6,8 +6,9 @@ import pytest
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.config.algorithm import ADV_ESTIMATOR_ALIASES
 from verl.config.ppo import PPOConfig
-from verl.config.schema import list_options, load_config
+from verl.config.schema import ConfigError, config_notes, list_options, load_config
 from verl.logger.tracker import LOGGERS
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
 
@@ -257,6 +258,29 @@ trainer:
 """
 
 
+# Options of Long-RL's scripts for long videos beyond EasyR1's, in its later state.
+LONG_RL_OVERRIDES = [
+    "worker.rollout.num_video_frames=512",
+    "worker.rollout.tokens_per_frame=60",
+    "worker.rollout.num_chunk_seq=60",
+    "worker.rollout.max_num_batched_tokens=256000",
+    "worker.rollout.bs_vllm=8",
+    "worker.rollout.use_cached_embeds=true",
+    "worker.rollout.trust_remote_code=true",
+    "worker.actor.model.trust_remote_code=true",
+    "worker.actor.model.freeze_vision_tower=true",
+    "worker.actor.cached_embeds_dir=cached",
+    "worker.ref.cached_embeds_dir=cached",
+    "worker.actor.ulysses_size=8",
+    "worker.ref.ulysses_size=8",
+    "worker.actor.kl_penalty=low_var_kl",
+    "worker.actor.optim.warmup_style=cosine",
+    "worker.reward.reward_type=sequential",
+    "data.cache_dir=",
+    "data.num_workers=1",
+]
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_known_key_has_its_known_default(section):
     defaults = {entry.key: entry.default for entry in list_options(PPOConfig)}
@@ -282,15 +306,50 @@ def test_an_easyr1_file_loads(tmp_path):
     assert config.worker.rollout.n == 5
 
 
+def test_a_long_rl_command_loads_and_says_which_options_have_no_effect(tmp_path, monkeypatch):
+    file = tmp_path / "easyr1.yaml"
+    file.write_text(EASYR1_YAML)
+
+    config = load_config(PPOConfig, [f"config={file}", *LONG_RL_OVERRIDES])
+
+    assert config.worker.actor.optim.lr_scheduler_type == "cosine"
+    assert config.worker.actor.cached_embeds_dir.endswith("/cached") and config.data.cache_dir is None
+    assert {note.split("`")[1] for note in config_notes(config)} == {
+        "worker.actor.kl_penalty",
+        "worker.ref.cached_embeds_dir",
+        "worker.ref.ulysses_size",
+        "worker.rollout.bs_vllm",
+        "worker.rollout.trust_remote_code",
+        "worker.rollout.use_cached_embeds",
+    }
+
+
+def test_the_older_name_of_the_schedule_is_overridden_as_the_newer_one_is(tmp_path):
+    file = tmp_path / "easyr1.yaml"
+    file.write_text(EASYR1_YAML.replace("strategy: adamw}", "strategy: adamw, warmup_style: cosine}"))
+
+    def schedule(*arguments):
+        return load_config(PPOConfig, [f"config={file}", *arguments]).worker.actor.optim.lr_scheduler_type
+
+    assert schedule() == "cosine"
+    assert schedule("worker.actor.optim.lr_scheduler_type=linear") == "linear"
+    assert (
+        schedule("worker.actor.optim.lr_scheduler_type=linear", "worker.actor.optim.warmup_style=wsd")
+        == "wsd"
+    )
+    with pytest.raises(ConfigError, match=r"`worker.actor.optim.lr_scheduler_type` must be one of"):
+        schedule("worker.actor.optim.warmup_style=cosines")
+
+
 def test_the_choices_of_an_option_are_the_registered_names():
     known = {entry.key: entry.info for entry in list_options(PPOConfig)}
 
-    for key, registry in (
-        ("algorithm.adv_estimator", ADV_ESTIMATORS),
-        ("algorithm.kl_penalty", KL_ESTIMATORS),
-        ("worker.actor.loss_type", POLICY_LOSSES),
-        ("worker.rollout.name", ROLLOUT_ENGINES),
-        ("trainer.logger", LOGGERS),
+    for key, registry, aliases in (
+        ("algorithm.adv_estimator", ADV_ESTIMATORS, ADV_ESTIMATOR_ALIASES),
+        ("algorithm.kl_penalty", KL_ESTIMATORS, ()),
+        ("worker.actor.loss_type", POLICY_LOSSES, ()),
+        ("worker.rollout.name", ROLLOUT_ENGINES, ()),
+        ("trainer.logger", LOGGERS, ()),
     ):
-        choices = set(known[key].choices)
+        choices = set(known[key].choices) - set(aliases)
         assert set(registry.names()) == choices, key

@@ -160,3 +160,39 @@ def test_an_unreadable_source_is_named(name, message, folder, monkeypatch):
 
     with pytest.raises((ValueError, FileNotFoundError), match="data.train_files.*" + message):
         load_rows(name)
+
+
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """The data set `openai/gsm8k` with two subsets, as the hub would serve its files."""
+    for subset, rows in (("main", ROWS), ("socratic", ROWS[:4])):
+        (folder / "gsm8k" / subset).mkdir(parents=True)
+        write(folder / "gsm8k" / subset / "train.jsonl", rows)
+    (folder / "gsm8k" / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/*\n"
+            for name in ("main", "socratic")
+        )
+        + "---\n"
+    )
+    for function in ("load_dataset", "get_dataset_config_names"):
+        called = getattr(datasets, function)
+
+        def local(name, *arguments, called=called, **options):
+            return called(str(folder / name.removeprefix("openai/")), *arguments, **options)
+
+        monkeypatch.setattr(datasets, function, local)
+
+
+def test_a_subset_of_a_data_set_on_the_hub_is_its_third_part(hub):
+    assert all_rows("openai/gsm8k/main@train") == ROWS
+    assert all_rows("openai/gsm8k/socratic") == ROWS[:4]
+    assert all_rows("openai/gsm8k/main@train[2:4]") == ROWS[2:4]
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k@train", "openai/gsm8k/mian@train"])
+def test_a_missing_or_unknown_subset_is_answered_with_the_subsets(hub, source):
+    message = r"`data.val_files`: openai/gsm8k.* has the subsets \['main', 'socratic'\]: write one as"
+    with pytest.raises(ValueError, match=message):
+        load_rows(source, "data.val_files")

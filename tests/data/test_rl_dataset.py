@@ -14,11 +14,14 @@ from transformers import AutoConfig
 
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.config.ppo import DataConfig
-from verl.data.bad_rows import BadRow
+from verl.config.sft import SFTDataConfig
+from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.messages import references
 from verl.data.rl_dataset import RLHFDataset, collate_fn
+from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
@@ -85,6 +88,63 @@ def test_a_text_row_becomes_a_left_padded_prompt_with_all_its_columns(text_model
     assert batch.non_tensor_batch["extra"].tolist() == [None, [1, [2]]]
     assert batch.non_tensor_batch["multi_modal_data"].tolist() == [None, None]
     batch.check()
+
+
+QWEN3 = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>
+
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif -%}"""
+
+
+def open_qwen3(kind, model, folder, rows, config):
+    (folder / "qwen3.jinja").write_text(QWEN3)
+    tokenizer = load_tokenizer(model, override_chat_template=str(folder / "qwen3.jinja"))
+    return kind(write(folder, rows), tokenizer, None, config)
+
+
+def test_variables_of_the_chat_template_reach_every_prompt_and_its_length(text_model, tmp_path):
+    rows = [{"problem": "1 + 1?", "answer": "2"}]
+    off = {"enable_thinking": False}
+    asked = "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+
+    thinks = open_qwen3(RLHFDataset, text_model, tmp_path, rows, make_config())
+    answers = open_qwen3(RLHFDataset, text_model, tmp_path, rows, make_config(apply_chat_template_kwargs=off))
+
+    assert thinks[0]["prompt_text"] == asked
+    assert answers[0]["prompt_text"] == asked + "<think>\n\n</think>\n\n"
+    assert answers.lengths == [len(answers[0]["raw_prompt_ids"])] and answers.lengths > thinks.lengths
+
+
+def test_variables_of_the_chat_template_reach_conversations(text_model, tmp_path):
+    # The thoughts belong to the prompt if they are turned off, so only the answer is trained on.
+    rows = [{"prompt": "1 + 1?", "response": "2"}]
+    learned = {}
+    for name, variables in (("thinks", {}), ("answers", {"enable_thinking": False})):
+        config = SFTDataConfig(filter_overlong_prompts_workers=1, apply_chat_template_kwargs=variables)
+        dataset = open_qwen3(SFTDataset, text_model, tmp_path, rows, config)
+        item = dataset[0]
+        learned[name] = dataset.tokenizer.decode(item["input_ids"][item["is_trained"].bool()])
+
+    assert learned == {"thinks": "<think>\n\n</think>\n\n2<|im_end|>", "answers": "2<|im_end|>"}
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_an_error(text_model, tmp_path):
+    config = make_config(apply_chat_template_kwargs={"enable_thinkng": False})
+
+    with pytest.raises(
+        ValueError, match=r"apply_chat_template_kwargs` sets 'enable_thinkng', which the chat"
+    ):
+        open_qwen3(RLHFDataset, text_model, tmp_path, [{"problem": "a", "answer": "b"}], config)
 
 
 def test_one_file_may_mix_rows_with_images_videos_both_and_neither(media_model, tmp_path):
@@ -155,6 +215,50 @@ def test_images_may_be_paths_bytes_or_dictionaries(media_model, tmp_path):
 
     assert [item["multi_modal_data"]["images"] for item in (dataset[0], dataset[2])] == [[content], [path]]
     assert torch.equal(dataset[0]["prompts"], dataset[2]["prompts"])
+
+
+def test_options_of_single_media_in_a_row_count_for_its_length_and_travel_with_it(media_model, tmp_path):
+    image, video = save_image(tmp_path / "a.png", 600, 500), save_video(tmp_path / "a.mp4", 56, 56, 40)
+    small = {"image": "a.png", "max_pixels": 50 * 50, "min_pixels": None}
+    few = {"type": "video", "video": "a.mp4", "nframes": 4}
+    rows = [
+        {"problem": "<image><video>?", "answer": "a", "images": ["a.png"], "videos": ["a.mp4"]},
+        {"problem": "<image><video>?", "answer": "a", "images": [small], "videos": [few]},
+    ]
+
+    dataset = open_media(media_model, write(tmp_path, rows), image_dir=str(tmp_path), max_prompt_length=512)
+
+    plain, ours = dataset[0], dataset[1]
+    assert ours["multi_modal_data"] == {
+        "images": [{"path": image, "max_pixels": 2500}],
+        "videos": [{"path": video, "nframes": 4}],
+    }
+    assert dataset.lengths == [int(item["prompt_mask"].sum()) for item in (plain, ours)]
+    assert dataset.lengths[1] < dataset.lengths[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_pixels": 9}, r"the video has \['total_pixels'\], which have no effect here.*'video_end'"),
+        ({"min_pixel": 9}, r"\['min_pixel'\]"),
+        ({"fps": 0}, "`fps` of the video must be a positive number, got 0"),
+        ({"nframes": 4.5}, "`nframes` of the video must be a whole number from 1 up, got 4.5"),
+        ({"nframes": 5}, r"an odd `nframes` \(5\)"),
+        ({"nframes": 4, "fps": 1}, r"`nframes`, which leaves \['fps'\] without effect"),
+        ({"min_pixels": 9, "max_pixels": 4}, r"a `min_pixels` \(9\) above its `max_pixels` \(4\)"),
+        ({"video_start": 3, "video_end": 2}, r"a `video_start` \(3.0\) above its `video_end`"),
+        ({"resized_height": 56}, "only one of `resized_height` and `resized_width`"),
+    ],
+)
+def test_an_option_of_a_medium_that_is_not_honored_is_named(options, message):
+    with pytest.raises(BadRowError, match=message):
+        references([{"video": "a.mp4"} | options], "video", None)
+
+
+def test_an_image_has_no_frames():
+    with pytest.raises(BadRowError, match=r"the image has \['fps'\], which have no effect"):
+        references([{"path": "a.png", "fps": 1.0}], "image", None)
 
 
 def test_the_template_sees_the_prompt_as_content_and_every_column(text_model, tmp_path):

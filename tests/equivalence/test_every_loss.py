@@ -36,8 +36,8 @@ MICRO_BATCHES = {
     "all rows": {"micro_batch_size_per_device_for_update": 64, "dynamic_batching": True},
 }
 OPTIONS = {  # where bounds are met by some tokens and not by others
-    "gspo": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
-    "gspo_token": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+    "gspo": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "clip_ratio_dual": 1.05},
+    "gspo_token": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "clip_ratio_dual": 1.05},
     "dppo_tv": {"clip_ratio_low": 0.001, "clip_ratio_high": 0.001, "clip_ratio_dual": 1.5},
     "dppo_kl": {"clip_ratio_low": 1e-4, "clip_ratio_high": 1e-4, "clip_ratio_dual": 1.5},
     "geo_mean": {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4},
@@ -61,20 +61,23 @@ def two_bounds(ratio, a, low, high):
     return torch.stack([-a * ratio, -a * ratio.clamp(1 - low, 1 + high)]).amax(0)
 
 
-def default(p, q, a, o, _):
-    loss = two_bounds((p - q).exp(), a, o["clip_ratio_low"], o["clip_ratio_high"])
+def three_bounds(ratio, a, o):
+    loss = two_bounds(ratio, a, o["clip_ratio_low"], o["clip_ratio_high"])
     return torch.where(a < 0, torch.minimum(loss, -a * o["clip_ratio_dual"]), loss)
 
 
+def default(p, q, a, o, _):
+    return three_bounds((p - q).exp(), a, o)
+
+
 def gspo(p, q, a, o, _):
-    ratio = (p - q).mean().exp().expand(len(p))
-    return two_bounds(ratio, a, o["clip_ratio_low"], o["clip_ratio_high"])
+    return three_bounds((p - q).mean().exp().expand(len(p)), a, o)
 
 
 def gspo_token(p, q, a, o, _):
     mean = (p - q).detach().mean()
     ratio = (mean + p - p.detach()).exp()  # of the response, with the gradient of the token alone
-    return two_bounds(ratio, a, o["clip_ratio_low"], o["clip_ratio_high"])
+    return three_bounds(ratio, a, o)
 
 
 def cispo(p, q, a, o, _):
@@ -261,7 +264,8 @@ def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results
 
 def test_the_batch_exercises_bounds_and_selections(results):
     for loss, name in [
-        ("default", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_higher"), ("cispo", "pg_clipfrac_higher"),
+        ("default", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_lower"),
+        ("cispo", "pg_clipfrac_higher"),
         ("geo_mean", "pg_clipfrac_higher"), ("dppo_tv", "pg_clipfrac_higher"),
         ("dppo_tv", "pg_clipfrac_lower"), ("dppo_kl", "pg_clipfrac_higher"), ("clip_cov", "clip_cov_frac"),
         ("kl_cov", "kl_cov_frac"),

@@ -22,7 +22,7 @@ def has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-needs_torchao = pytest.mark.skipif(not has_torchao(), reason="needs torchao: pip install 'verl[torchao]'")
+needs_torchao = pytest.mark.skipif(not has_torchao(), reason="pip install 'easy-verl[torchao]'")
 MARKED_STRATEGIES = [
     pytest.param(one, marks=[needs_torchao] if one == "adamw_8bit" else []) for one in STRATEGIES
 ]

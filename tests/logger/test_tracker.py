@@ -39,7 +39,7 @@ def test_a_logger_without_its_package_names_the_extra_to_install(tmp_path, monke
     monkeypatch.setitem(sys.modules, name, None)  # makes `import` fail as if it were not installed
 
     with pytest.raises(
-        ModuleNotFoundError, match=rf"`trainer.logger` '{name}' needs .*: pip install 'verl\[{name}\]'"
+        ModuleNotFoundError, match=rf"`trainer.logger` '{name}' needs .*: pip install 'easy-verl\[{name}\]'"
     ):
         Tracker([name], Run("p", "e", tmp_path))
 

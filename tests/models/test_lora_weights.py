@@ -101,6 +101,7 @@ def test_a_written_adapter_is_read_back_unchanged(tmp_path):
     found = read_adapter_config(tmp_path / "adapter", "the adapter")
 
     assert found == AdapterConfig(4, 6, "q,v", use_dora=True, base="Qwen/Qwen3-4B")
+    assert len({file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}) == 1  # as the umask says
     read = read_adapter(tmp_path / "adapter", "the adapter")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())

@@ -135,7 +135,7 @@ def test_an_invalid_factor_is_a_config_error(factors, problem):
 def test_8_bit_adamw_without_torchao_is_a_config_error_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)  # makes the import fail
 
-    with pytest.raises(ConfigError, match=r"strategy` \(adamw_8bit\) needs .*pip install 'verl\[torchao\]'"):
+    with pytest.raises(ConfigError, match=r"strategy` .*pip install 'easy-verl\[torchao\]'"):
         check_config(OptimConfig(strategy="adamw_8bit"))
 
 

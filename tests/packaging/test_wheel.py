@@ -117,8 +117,8 @@ def copy_distribution(name, packages):
 def test_the_sdist_builds_the_same_wheel_as_the_tree(clone, wheel, tmp_path):
     from_sdist, from_tree = contents(wheel), contents(build(clone, tmp_path, "--wheel"))
 
-    assert wheel.name == f"verl-{__version__}-py3-none-any.whl"
-    assert (wheel.parent / f"verl-{__version__}.tar.gz").exists()
+    assert wheel.name == f"easy_verl-{__version__}-py3-none-any.whl"
+    assert (wheel.parent / f"easy_verl-{__version__}.tar.gz").exists()
     assert sorted(from_sdist) == sorted(from_tree)
     assert [name for name in from_tree if from_tree[name] != from_sdist[name]] == []
 
@@ -132,7 +132,7 @@ def test_the_wheel_holds_each_file_of_the_package_and_nothing_beside_it(wheel):
 
 def test_the_wheel_carries_the_licence_and_every_command(wheel):
     files = contents(wheel)
-    folder = f"verl-{__version__}.dist-info"
+    folder = f"easy_verl-{__version__}.dist-info"
 
     assert files[f"{folder}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     for command, target in PROJECT["scripts"].items():

@@ -114,7 +114,7 @@ def test_gpus_without_a_torch_for_them_fail():
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
     (finding,) = check_gpus([Gpu("NVIDIA H200", 143771, 0, "570.86")], "auto", 1)
-    assert finding.level is Level.FAIL and "'.[gpu]'" in finding.remedy
+    assert finding.level is Level.FAIL and "'easy-verl[gpu]'" in finding.remedy
     assert check_gpus([], "cuda", 1)[0].level is Level.FAIL
     assert check_gpus([], "auto", 1)[0].level is Level.OK
 

@@ -26,3 +26,22 @@ def test_batches_with_different_values_are_averaged_over_the_responses_that_have
     assert metrics["val_response_length/mean"] == pytest.approx((1 + 2 + 3 + 4) / 4)
     (sample,) = validator.samples
     assert sample.score in (0.5, 1.5) and sample.prompt.startswith("prompt")
+
+
+def test_the_score_of_a_validation_counts_the_overlong_penalty_as_training_does(reward_manager):
+    # Responses of 1 to 4 of 6 tokens; the buffer begins at 2, so the last two lose 0.8 / 4 and 2 * 0.8 / 4.
+    engine = Engine(lambda number: [0.5])
+    config = make_config(reward={"overlong_buffer_length": 4, "overlong_penalty_factor": 0.8})
+    prompts = list(islice(numbered_prompts(2), 2))
+    validator = Validator(
+        make_sampler(config, engine, reward_manager), prompts, config.worker, dp_size=1, num_samples=4
+    )
+
+    validator.sample(step=4)
+    metrics = validator.measure()
+
+    assert metrics["val/overall_reward"] == 0.5
+    assert metrics["val/overlong_reward"] == 0.5
+    assert metrics["val/overlong_penalty_reward"] == pytest.approx(-0.15)  # (0.2 + 0.4) / 4
+    assert metrics["val/reward_score"] == pytest.approx(0.35)
+    assert sorted(sample.score for sample in validator.samples) == pytest.approx([0.1, 0.3, 0.5, 0.5])

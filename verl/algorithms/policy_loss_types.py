@@ -98,6 +98,17 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return Surrogate(torch.maximum(unclipped, at_bounds), at_bounds > unclipped)
 
 
+def dual_clipped_surrogate(terms: PolicyTerms, ratio: Tensor, inputs: PolicyLossOptions) -> PolicyLoss:
+    """Build the clipped surrogate loss with a second bound, -A dual, for negative advantages."""
+    clipped, is_clipped = clipped_surrogate(
+        ratio, terms.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high
+    )
+    dual_bound = -terms.advantages * inputs.clip_ratio_dual
+    is_dual = (terms.advantages < 0) & (clipped > dual_bound)
+    per_token = torch.where(is_dual, dual_bound, clipped)
+    return policy_loss(terms, per_token, pg_clipfrac_higher=is_clipped, pg_clipfrac_lower=is_dual)
+
+
 def policy_loss(terms: PolicyTerms, per_token: Tensor, **statistics: Tensor) -> PolicyLoss:
     """Build the result of a token-level loss; `ppo_kl`, -log(ratio), estimates KL(old || new)."""
     clamped = terms.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

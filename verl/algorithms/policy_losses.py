@@ -17,6 +17,7 @@ from verl.algorithms.policy_loss_types import (
     PolicyLossInputs,
     PolicyTerms,
     clipped_surrogate,
+    dual_clipped_surrogate,
     policy_loss,
     policy_terms,
 )
@@ -42,13 +43,7 @@ def ppo(inputs: PolicyLossInputs) -> PolicyLoss:
     (https://arxiv.org/abs/1912.09729).
     """
     terms = policy_terms(inputs)
-    clipped, is_clipped = clipped_surrogate(
-        terms.ratio, terms.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high
-    )
-    dual_bound = -terms.advantages * inputs.clip_ratio_dual
-    is_dual = (terms.advantages < 0) & (clipped > dual_bound)
-    per_token = torch.where(is_dual, dual_bound, clipped)
-    return policy_loss(terms, per_token, pg_clipfrac_higher=is_clipped, pg_clipfrac_lower=is_dual)
+    return dual_clipped_surrogate(terms, terms.ratio, inputs)
 
 
 @POLICY_LOSSES.register("gpg")

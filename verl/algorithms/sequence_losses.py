@@ -6,40 +6,38 @@
 """
 
 import torch
-from torch import Tensor
 
-from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
 from verl.algorithms.policy_loss_types import (
     POLICY_LOSSES,
     PolicyLoss,
     PolicyLossInputs,
-    PolicyTerms,
-    clipped_surrogate,
-    policy_loss,
+    dual_clipped_surrogate,
     policy_terms,
     sequence_loss,
     sequence_mean,
 )
-
-MAX_LOG_SEQUENCE_RATIO = 10.0  # a mean over tokens; there is no dual bound to keep the loss small
 
 
 @POLICY_LOSSES.register("gspo")
 def gspo(inputs: PolicyLossInputs) -> PolicyLoss:
     """Clipped surrogate loss with the ratio of whole responses: a response is clipped as one.
 
-        s_i = exp(min(sum_t m (log_probs - old_log_probs) / sum_t m, 10))
-        L = max(-A s_i, -A clip(s_i, 1 - low, 1 + high))
+        s_i = exp(clamp(sum_t m (log_probs - old_log_probs) / sum_t m, -20, 20))
+        clipped = max(-A s_i, -A clip(s_i, 1 - low, 1 + high))
+        L = min(clipped, -A dual)    where A < 0
+        L = clipped                  elsewhere
 
     The ratio is a geometric mean, so the bounds are much narrower than PPO's: the authors use 3e-4 and 4e-4.
-    `pg_clipfrac_higher` counts tokens of clipped responses.
+    They have no second bound; it keeps a response far from the old policy from dominating the update.
+    `pg_clipfrac_higher` counts tokens of clipped responses, `pg_clipfrac_lower` those at the dual bound.
 
     Source: "Group Sequence Policy Optimization", section 4.1 (https://arxiv.org/abs/2507.18071); the authors
     average over sequences: `worker.actor.loss_avg_mode` seq.
     """
     terms = policy_terms(inputs)
     log_ratio = sequence_mean(terms.log_ratio, terms).unsqueeze(-1).expand_as(terms.log_ratio)  # (B, R)
-    return _clipped_by_sequence(terms, log_ratio, inputs)
+    return dual_clipped_surrogate(terms, ratio_of(log_ratio), inputs)
 
 
 @POLICY_LOSSES.register("gspo_token")
@@ -47,7 +45,7 @@ def gspo_token(inputs: PolicyLossInputs) -> PolicyLoss:
     """GSPO with a gradient per token, for advantages that differ inside a response.
 
         s_{i,t} = stop_gradient(s_i) exp(log_probs - stop_gradient(log_probs))
-        L = max(-A s_{i,t}, -A clip(s_{i,t}, 1 - low, 1 + high))
+        L as in `gspo`, with s_{i,t} instead of s_i
 
     Value and, for equal advantages inside each response, gradient are those of `gspo`.
 
@@ -56,7 +54,7 @@ def gspo_token(inputs: PolicyLossInputs) -> PolicyLoss:
     terms = policy_terms(inputs)
     value = sequence_mean(terms.log_ratio, terms).detach().unsqueeze(-1)  # (B, 1)
     log_ratio = value + (terms.log_probs - terms.log_probs.detach())  # (B, R)
-    return _clipped_by_sequence(terms, log_ratio, inputs)
+    return dual_clipped_surrogate(terms, ratio_of(log_ratio), inputs)
 
 
 @POLICY_LOSSES.register("geo_mean")
@@ -99,12 +97,3 @@ def sppo(inputs: PolicyLossInputs) -> PolicyLoss:
     terms = policy_terms(inputs)
     target = inputs.sppo_eta * sequence_mean(terms.advantages, terms)  # (B,)
     return sequence_loss(terms, (terms.log_ratio.sum(-1) - target).square())
-
-
-def _clipped_by_sequence(terms: PolicyTerms, log_ratio: Tensor, inputs: PolicyLossInputs) -> PolicyLoss:
-    """Clipped surrogate loss with the sequences' log-ratios, (B, R)."""
-    ratio = log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
-    per_token, is_clipped = clipped_surrogate(
-        ratio, terms.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high
-    )
-    return policy_loss(terms, per_token, pg_clipfrac_higher=is_clipped)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -17,6 +16,7 @@ from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
+from verl.utils.weight_files import save_weights
 
 MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
 
@@ -91,7 +91,7 @@ def _write_files(
     files: list[list[str]] = []  # tensors of each file
     total, dtype = 0, None
     for batch in _batches(tensors, max_file_bytes):
-        save_file(batch, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        save_weights(batch, folder / f"{len(files)}.part")
         files.append(list(batch))
         total += sum(tensor.nbytes for tensor in batch.values())
         dtype = dtype or next((t.dtype for t in batch.values() if t.is_floating_point()), None)

@@ -66,7 +66,7 @@ class CheckpointTracker:
     def publish(self, step: int, score: float | None = None) -> Path:
         """Publish a complete folder under its final name, then remove the steps that are not kept.
 
-        `score` is the validation score of the step, higher is better; None if it was not validated.
+        `score` is that of the last validation, higher is better; None before the first one.
         """
         folder, before = self.root / f"global_step_{step}", self.record
         self.record = self._record_with(step, folder, score)

@@ -42,7 +42,7 @@ from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.host_memory import container_limit, machine_bytes
-from verl.utils.version_check import VLLM_PACKAGES, check_versions, find_version
+from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, name_clash
 
 GIB = 1 << 30
 CONNECT_S = 5.0
@@ -117,6 +117,7 @@ def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -
     """Yield the finding of each check as it is made; without `trainer`, for any run."""
     yield check_supported(engine)
     yield check_requirements()
+    yield check_name()
     yield check_vllm()
     if tries_imports:
         yield check_imports()
@@ -149,15 +150,22 @@ def check_supported(engine: str) -> Finding:
 
 def check_requirements() -> Finding:
     try:
-        needed = [Requirement(text) for text in requires("verl") or ()]
+        needed = [Requirement(text) for text in requires(NAME) or ()]
     except PackageNotFoundError:
-        return Finding("packages", Level.WARN, "verl is not installed", "pip install -e '.[cpu]' or '.[gpu]'")
+        remedy = "pip install -e '.[cpu]' or '.[gpu]' in the folder of the repository"
+        return Finding("packages", Level.WARN, f"{NAME} is not installed", remedy)
     needed = [need for need in needed if need.marker is None]  # requirements of extras have one
     wrong = unmet(needed)
     names = " ".join(f"'{need.name}{need.specifier}'" for need in wrong)
     missing = ", ".join(f"{need.name} {find_version(need.name) or 'is missing'}" for need in wrong)
     found = missing or f"{len(needed)} requirements are met"
     return judge("packages", found, f"pip install {names}", fails=wrong)
+
+
+def check_name() -> Finding:
+    """Check that no other distribution is imported as `verl`."""
+    found, _, remedy = (name_clash() or f"{NAME} alone provides `verl`").partition(": ")
+    return judge("package name", found, remedy, warns=remedy)
 
 
 def unmet(needed: Sequence[Requirement]) -> list[Requirement]:
@@ -176,7 +184,7 @@ def check_vllm() -> Finding:
     if len(installed) > 1:
         remedy = f"pip uninstall -y {' '.join(installed)}, then install the one for this machine"
         return Finding("vllm", Level.FAIL, f"{installed} write the same files", remedy)
-    remedy = "pip install -e '.[cpu]' or '.[gpu]'; without it only `worker.rollout.name=hf` works"
+    remedy = f"pip install '{NAME}[cpu]' or '{NAME}[gpu]'; without it only `worker.rollout.name=hf` works"
     found = " ".join(name for item in installed.items() for name in item)
     return judge("vllm", found or "not installed", remedy, warns=not installed)
 
@@ -212,7 +220,7 @@ def check_gpus(gpus: Sequence[Gpu], device: str, num_wanted: int) -> list[Findin
     if device == "cpu":
         return [Finding("gpus", Level.OK, f"{found}; not used: trainer.device=cpu")]
     if torch.version.cuda is None:
-        return [Finding("gpus", Level.FAIL, found, "pip install -e '.[gpu]' into a new environment")]
+        return [Finding("gpus", Level.FAIL, found, f"pip install '{NAME}[gpu]' into a new environment")]
     if not torch.cuda.is_available():
         remedy = "a newer driver (`nvidia-smi` shows its CUDA version), or unset CUDA_VISIBLE_DEVICES"
         return [Finding("gpus", Level.FAIL, f"{found}; torch sees none", remedy)]

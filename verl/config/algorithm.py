@@ -12,6 +12,7 @@ ADV_ESTIMATOR_NAMES = (
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "sppo"),
     "tir_optimal_token_baseline",
 )
+ADV_ESTIMATOR_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # verl's
 TOKEN_BASELINES = (  # need sums of squared probabilities, which are computed with the old log-probs
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
@@ -88,7 +89,12 @@ class AlgorithmConfig:
 
     gamma: float = option(1.0, "Token discount in `gae` and `reinforce_plus_plus`.", minimum=0.0, maximum=1.0)
     lam: float = option(1.0, "Lambda of `gae`: lower is less variance, more bias.", minimum=0.0, maximum=1.0)
-    adv_estimator: str = option("grpo", "Advantage estimator.", choices=ADV_ESTIMATOR_NAMES)
+    adv_estimator: str = option(
+        "grpo",
+        "Advantage estimator.",
+        choices=(*ADV_ESTIMATOR_NAMES, *ADV_ESTIMATOR_ALIASES),
+        resolve=lambda name: ADV_ESTIMATOR_ALIASES.get(name, name),
+    )
     norm_adv_by_std: bool = option(
         True, "Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group."
     )

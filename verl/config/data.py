@@ -4,10 +4,12 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.paths import data_sources, existing_file, existing_folder, writable_folder
 from verl.config.schema import option
 
+SET_BY_US = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 HOST = re.compile(r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")  # a name or an address, no port
 
 
@@ -17,7 +19,8 @@ class RowsConfig:
 
     train_files: str | list[str] = option(
         "",
-        "Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name.",
+        "Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name"
+        " (`owner/name`, `owner/name/subset`).",
         resolve=data_sources,
         example="hiyouga/math12k@train",
     )
@@ -56,10 +59,17 @@ class RowsConfig:
     override_chat_template: str | None = option(
         None, "Jinja file that replaces the tokenizer's chat template.", resolve=existing_file
     )
+    apply_chat_template_kwargs: dict[str, Any] = option(
+        dict, "Variables of the chat template, such as `enable_thinking=false` for Qwen3."
+    )
     shuffle: bool = option(True, "Shuffle the training rows.")
     seed: int = option(1, "Random seed of the row order.", minimum=0)
-    min_pixels: int = option(262144, "Minimum pixels of an image; smaller images are upscaled.", minimum=1)
-    max_pixels: int = option(4194304, "Maximum pixels of an image; larger images are downscaled.", minimum=1)
+    min_pixels: int | None = option(
+        262144, "Minimum pixels of an image; smaller images are upscaled; null is no minimum.", minimum=1
+    )
+    max_pixels: int | None = option(
+        4194304, "Maximum pixels of an image; larger images are downscaled; null is no maximum.", minimum=1
+    )
     filter_overlong_prompts_workers: int = option(16, "Processes that measure row lengths.", minimum=1)
     num_workers: int = option(8, "Data loading processes; 0 loads in the main process.", minimum=0)
     on_bad_row: str = option(
@@ -67,11 +77,15 @@ class RowsConfig:
     )
 
     def problems(self, path: str) -> Iterator[str]:
-        if self.min_pixels > self.max_pixels:
-            low, high = self.min_pixels, self.max_pixels
+        low, high = self.min_pixels, self.max_pixels
+        if low is not None and high is not None and low > high:
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
         if not self.allow_media_urls and (self.media_url_hosts or self.media_url_dir):
             yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"
+        for name in self.apply_chat_template_kwargs:
+            if name in SET_BY_US:
+                key = f"{path}.apply_chat_template_kwargs.{name}"
+                yield f"`{key}` must not be set: see `{path}.override_chat_template` for another template"
         for host in self.media_url_hosts:
             if not HOST.fullmatch(host):
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"

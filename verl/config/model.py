@@ -107,8 +107,9 @@ class OptimConfig:
     min_lr_ratio: float | None = option(None, "Final fraction of `lr`; null is 0.", minimum=0.0, maximum=1.0)
     lr_scheduler_type: str = option(
         "constant",
-        "Schedule after warm-up; `wsd` is constant, then decays in the last steps.",
+        "Schedule after warm-up; `wsd` is constant, then decays in the last steps. Alias: `warmup_style`.",
         choices=("constant", "linear", "cosine", "wsd"),
+        alias="warmup_style",
     )
     lr_decay_ratio: float = option(0.2, "Fraction of steps in the `wsd` decay.", minimum=TINY, maximum=1.0)
     lr_decay_shape: str = option(
@@ -121,7 +122,7 @@ class OptimConfig:
         for pattern, factor in self.lr_factors.items():
             yield from _factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
         if self.strategy == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            yield f"`{path}.strategy` (adamw_8bit) needs the package torchao: pip install 'verl[torchao]'"
+            yield f"`{path}.strategy` (adamw_8bit) needs torchao: pip install 'easy-verl[torchao]'"
 
 
 def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:

@@ -158,7 +158,9 @@ def _at(value: Any, key: tuple[str, ...]) -> Any:
 def convert(value: Any, hint: Any) -> Any:
     """Return `value` as the type `hint`, or raise a ValueError that starts with "must be"."""
     members = members_of(hint)
-    is_null = value is None or (isinstance(value, str) and value in NULL_WORDS and str not in members)
+    # As on the command line, an empty text is null where null is allowed: as a path it would be this folder.
+    is_word = isinstance(value, str) and value in NULL_WORDS and str not in members
+    is_null = value is None or is_word or (value == "" and type(None) in members)
     if is_null and (type(None) in members or hint is Any):
         return None
     # `str` accepts any scalar, so the stricter members of a union are tried first.

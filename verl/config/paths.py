@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
+HUB_SUBSET = re.compile(r"\w[\w.-]*/\w[\w.-]*/\w[\w.+-]*")
 DEFAULT_FUNCTION = "main"  # of a file given without a function
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
 POLICY, EXPORTED = "actor", "huggingface"  # folders in a checkpoint: a role, and its exported weights
@@ -50,7 +51,7 @@ def function_in_file(text: str) -> str:
 
 
 def data_source(text: str) -> str:
-    """Resolve `PATH[@split]`."""
+    """Resolve `PATH[@split]`, or the hub names `owner/name[@split]` and `owner/name/subset[@split]`."""
     source, at, split = text.rpartition("@")
     if not at or "/" in split:
         source, at, split = text, "", ""
@@ -61,9 +62,14 @@ def data_source(text: str) -> str:
     path = _absolute(source)
     if path.exists():
         return str(path) + at + split
-    if looks_local(source) or source.endswith(DATA_SUFFIXES):
+    if source.endswith(DATA_SUFFIXES) or (looks_local(source) and not _is_subset(source)):
         raise FileNotFoundError(f"no file or folder {path}")
     return text
+
+
+def _is_subset(text: str) -> bool:
+    # A missing path has three parts as well, but then the first one usually exists.
+    return HUB_SUBSET.fullmatch(text) is not None and not _absolute(text.partition("/")[0]).is_dir()
 
 
 def data_sources(value: str | list[str]) -> str | list[str]:

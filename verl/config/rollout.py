@@ -58,6 +58,9 @@ class RolloutConfig:
     )
     group_frames: int = option(64, "Frames encoded at once.")
     max_frames_vllm: int = option(-1, "Maximum number of frames for the engine; -1 is all.")
+    bs_vllm: int | None = option(None, "Prompts per call of the engine.")
+    use_cached_embeds: bool = option(False, "Use cached media features in the engine.")
+    trust_remote_code: bool = option(False, "Allow Python code that comes with the model.")
     num_chunk_seq: int = option(
         -1, "Chunks in which ranks of a sequence gather media features; -1 is one.", minimum=1, also=(-1,)
     )

@@ -49,6 +49,7 @@ class OptionInfo:
     maximum: float | None = None
     also: tuple[Any, ...] = ()  # values allowed outside the range, such as -1 for "never"
     resolve: Callable[[Any], Any] | None = None  # maps a value to what the program uses, or raises
+    alias: str | None = None  # another name of the option, in the same section
     example: Any = None  # value in `examples/config.yaml` if it is not the default; a mapping for a section
     unavailable: str | None = None  # set from `REFUSED`
     inert: str | None = None  # set from `INERT`
@@ -93,17 +94,26 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
     options = list_options(cls)
     hints = {entry.key: entry.hint for entry in options}
     layers = reduce(_merged, (_nest(entry.key, entry.default) for entry in options), {})
+    names = {
+        _join(entry.key.rpartition(".")[0], entry.info.alias): entry.key
+        for entry in options
+        if entry.info.alias
+    }
     for argument in arguments:
         if argument.startswith("config="):
-            layers = _merged(layers, _read_file(argument.removeprefix("config=")))
+            layers = _merged(layers, _without_aliases(_read_file(argument.removeprefix("config=")), names))
     for argument in arguments:
         key, equals, text = argument.partition("=")
+        key = names.get(key, key)
         if not equals or "" in key.split("."):
             hint = f": pass a file as `config={argument}`" if argument.endswith((".yaml", ".yml")) else ""
             problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
         elif key != "config":
             try:
-                layers = _merged(layers, _nest(key, read_option(text, hints.get(key, Any))))
+                value = read_option(text, hints.get(key, Any))
+                if value == {} and key in hints:
+                    layers = _merged(layers, _nest(key, None))  # mappings are merged, an empty one clears
+                layers = _merged(layers, _nest(key, value))
             except ValueError as error:
                 problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:
@@ -271,6 +281,16 @@ def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     for key, value in upper.items():
         both_mappings = isinstance(value, dict) and isinstance(lower.get(key), dict)
         result[key] = _merged(lower[key], value) if both_mappings else value
+    return result
+
+
+def _without_aliases(values: dict[str, Any], names: Mapping[str, str], path: str = "") -> dict[str, Any]:
+    """Return the sections of a file with each alias replaced by the option's name."""
+    result = {}
+    for name, value in values.items():
+        key = _join(path, str(name))
+        name = names[key].rpartition(".")[2] if key in names else name
+        result[name] = _without_aliases(value, names, key) if isinstance(value, dict) else value
     return result
 
 

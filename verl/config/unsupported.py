@@ -13,13 +13,23 @@ REFUSED = {  # accept only the default; completes "this version has no ..."
     **dict.fromkeys(_DIFFUSION, "diffusion models"),
     **dict.fromkeys(("vila_model", "group_frames", "max_frames_vllm"), "VILA models"),
     **dict.fromkeys(("is_omni", "audio_max_length"), "audio"),
-    "open_ended_reward": "built-in language judge",
+    "open_ended_reward": (
+        "judge in the rollout; set `worker.reward.reward_function` to"
+        " `examples/reward_function/llm_judge.py:compute_score`, which asks a language model"
+    ),
     "hybrid_engine": "separate processes for sampling",
 }
+_ONE_DIVISION = "the actor's `ulysses_size` and `ring_size` apply to every model"
 INERT = {  # accept every value; completes "no effect: ..."
     "enable_rank0_init": "rank 0 always reads the weights and sends them to the others",
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
     "padding_free": "sequences are always packed, with the same result",
     "use_torch_compile": "log-probs come from a fused function that is not compiled",
-    "worker.critic.ulysses_size": "the actor's `ulysses_size` and `ring_size` apply to every model",
+    "worker.critic.ulysses_size": _ONE_DIVISION,
+    "worker.ref.ulysses_size": _ONE_DIVISION,
+    "worker.ref.cached_embeds_dir": "`worker.actor.cached_embeds_dir` serves every model",
+    "worker.rollout.use_cached_embeds": "the engine always reads `worker.actor.cached_embeds_dir`",
+    "worker.rollout.trust_remote_code": "`worker.actor.model.trust_remote_code` applies to the engine, too",
+    "worker.rollout.bs_vllm": "the engine forms its own batches, of at most `max_num_batched_tokens`",
+    "worker.actor.kl_penalty": "`algorithm.kl_penalty` selects it",
 }

@@ -96,6 +96,7 @@ class ActorConfig(PolicyConfig):
     use_torch_compile: bool = option(True, "Compile the log-prob function.")
     tau_positive: float = option(1.0, "Temperature for advantages >= 0 in the `sapo` loss.", minimum=TINY)
     tau_negative: float = option(1.05, "Temperature for advantages < 0 in the `sapo` loss.", minimum=TINY)
+    kl_penalty: str | None = option(None, "KL estimator.")
     vila_model: bool = option(False, "The model belongs to the VILA family.")
     diffusion: bool = option(False, "The model generates images or videos.")
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
@@ -162,6 +163,8 @@ class RefConfig:
     """Frozen reference policy; model, micro batches and packing are the actor's."""
 
     strategy: str = _strategy_option()
+    ulysses_size: int = option(1, "Ranks that share a sequence.", minimum=1)
+    cached_embeds_dir: str | None = option(None, "Folder that caches features of a frozen vision tower.")
     vila_model: bool = option(False, "The model belongs to the VILA family.")
     diffusion: bool = option(False, "The model generates images or videos.")
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")

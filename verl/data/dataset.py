@@ -91,6 +91,8 @@ class RowDataset(Dataset, ABC):
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
+        self.chat_template = None if processor is None else processor.chat_template  # None: the tokenizer's
+        self._check_variables()
         self._columns = {"images": config.image_key, "videos": config.video_key}
         self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
         self.prompt_format = PromptFormat(config.format_prompt)
@@ -160,6 +162,15 @@ class RowDataset(Dataset, ABC):
         elif any(media.values()):
             raise BadRowError("the row has images or videos, which the model cannot read")
         return media if any(media.values()) else None
+
+    def _check_variables(self) -> None:
+        template = str(self.chat_template or self.tokenizer.chat_template)
+        for name in self.config.apply_chat_template_kwargs:
+            if name not in template:
+                raise ValueError(
+                    f"`data.apply_chat_template_kwargs` sets {name!r}, which the chat template does not read:"
+                    " correct or remove it"
+                )
 
     @property
     def _media_reader(self) -> MediaReader:

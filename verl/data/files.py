@@ -2,9 +2,9 @@
 """Data rows from files, directories and the hub, as one list-like object.
 
 A source is `PATH[@split]`: a file (`.parquet`, `.arrow`, `.json`, `.jsonl`, `.csv`, `.pkl`), a directory of
-such files, a directory written by `Dataset.save_to_disk`, or a data set on the hub. `split` is a name such as
-`train` with an optional slice (`train[:10%]`). Sources of different kinds and columns can be joined. To add a
-kind of file, add a reader to `READERS`.
+such files, a directory written by `Dataset.save_to_disk`, or a data set on the hub (`owner/name`, or
+`owner/name/subset`). `split` is a name such as `train` with an optional slice (`train[:10%]`). Sources of
+different kinds and columns can be joined. To add a kind of file, add a reader to `READERS`.
 """
 
 import csv
@@ -89,7 +89,7 @@ def _open(name: str) -> list[Source]:
         return [_open_file(local, split)]
     if os.path.isdir(local):
         return _open_directory(local, split)
-    if local.suffix in READERS or path.count("/") > 1 or path.startswith((".", "/", "~")):
+    if local.suffix in READERS or path.count("/") > 2 or path.startswith((".", "/", "~")):
         raise FileNotFoundError(f"no file or directory {path}")
     return [_open_hub(path, split or DEFAULT_SPLIT)]
 
@@ -151,13 +151,27 @@ def _named_split(words: list[str]) -> str | None:
     return next(found, None)
 
 
-def _open_hub(name: str, split: str) -> Source:
+def _open_hub(path: str, split: str) -> Source:
     use_modelscope_hub_if_asked()
+    name, subset = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
     try:
-        return _table(f"{name}@{split}", datasets.load_dataset(name, split=split))
+        return _table(f"{path}@{split}", datasets.load_dataset(name, subset, split=split))
     except (OSError, ValueError, DatasetsError) as error:
-        text = f"{name} is no local file or directory, and the hub has no such data set or cannot be reached"
+        subsets = _subsets(name) if isinstance(error, ValueError) else []
+        if len(subsets) > 1 and subset not in subsets:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{path}: {reason} {name} has the subsets {subsets}: write one as `{name}/SUBSET@{split}`"
+            ) from error
+        text = f"{path} is no local file or directory, and the hub has no such data set or cannot be reached"
         raise FileNotFoundError(f"{text}: {error}") from error
+
+
+def _subsets(name: str) -> list[str]:
+    try:
+        return datasets.get_dataset_config_names(name)
+    except (OSError, ValueError, DatasetsError):
+        return []
 
 
 def use_modelscope_hub_if_asked() -> None:

@@ -54,8 +54,8 @@ class RLHFDataset(RowDataset):
                 raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
         messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
         media = self.media_of(row, messages)
-        template = None if self.processor is None else self.processor.chat_template
-        text = render_chat(self.tokenizer, template, messages, True, "the prompt")
+        variables = config.apply_chat_template_kwargs
+        text = render_chat(self.tokenizer, self.chat_template, messages, True, "the prompt", variables)
         return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:

@@ -43,7 +43,8 @@ class SFTDataset(RowDataset):
 
     def __init__(self, files: Any, tokenizer: Any, processor: Any, config: Any, **options: Any) -> None:
         template = None if processor is None else processor.chat_template
-        self._tokenize = ConversationTokenizer(tokenizer, template, config.train_turns)
+        variables = config.apply_chat_template_kwargs
+        self._tokenize = ConversationTokenizer(tokenizer, template, config.train_turns, variables)
         super().__init__(files, tokenizer, processor, config, **options)
 
     def render(self, row: Row) -> Rendered:

@@ -65,7 +65,7 @@ def import_optional(package: str, logger: str) -> ModuleType:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"`trainer.logger` {logger!r} needs the package {error.name}: pip install 'verl[{logger}]'"
+            f"`trainer.logger` {logger!r} needs the package {error.name}: pip install 'easy-verl[{logger}]'"
         ) from error
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from verl.utils.weight_files import save_weights
 
 BASE = ".base_layer."
 ADAPTER = "default"  # peft's name of the only adapter
@@ -177,7 +179,7 @@ class AdapterFiles(NamedTuple):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {peft_name(name): tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_weights(tensors, folder / WEIGHTS)
         (folder / CONFIG).write_text(json.dumps(peft_config(self.config, self.modules), indent=2) + "\n")
 
 

@@ -27,7 +27,7 @@ from verl.trainer.run.exit_status import (
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor, TrainOnce
 from verl.utils.cuda_builds import repair_cuda_builds
-from verl.utils.version_check import check_versions
+from verl.utils.version_check import check_versions, name_clash
 
 SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
 
@@ -177,10 +177,12 @@ def run_with_config(
 
 
 def load_with_notes(config_class: type[C], overrides: Sequence[str], keys: RenamedKeys | None) -> C:
-    """Load a config, and print its notes on stderr."""
+    """Load a config, and print notes and a warning about another `verl` on stderr."""
     config = load_config(config_class, overrides, keys)
     for note in config_notes(config):
         sys.stderr.write(f"note: {note}\n")
+    if (clash := name_clash()) is not None:
+        sys.stderr.write(f"warning: {clash}\n")
     return config
 
 

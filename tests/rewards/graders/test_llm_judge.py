@@ -315,4 +315,4 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it():
 
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
-    assert "a judge needs the package openai: pip install 'verl[judge]'" in ended.stderr
+    assert "a judge needs the package openai: pip install 'easy-verl[judge]'" in ended.stderr

@@ -192,6 +192,38 @@ def test_a_checkpoint_counts_when_it_is_written_and_the_next_waits_for_it(
     assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_2" == state.saved
 
 
+def test_a_checkpoint_is_scored_by_the_last_validation_also_after_a_resume(
+    model, rows, reward_manager, tmp_path
+):
+    # Validated at steps 2 and 5, saved at 1, 3, 4 and, resumed, 6.
+    state = start_run(tmp_path, model, rows, reward_manager)
+    tracker = state.checkpoints
+    best = {}
+    for step, score in ((1, None), (2, 0.5), (3, None), (4, None)):
+        state.step = step
+        if score is not None:
+            state.record_score(score)
+        else:
+            state.save()
+            state.flush()
+            best[step] = (tracker.record.best_global_step, tracker.record.best_val_reward_score)
+    assert best == {1: (None, None), 3: (3, 0.5), 4: (3, 0.5)}
+
+    resumed = start_run(tmp_path, model, rows, reward_manager)
+    resumed.load()
+    resumed.step = 5
+    resumed.save()
+    resumed.flush()
+    assert resumed.checkpoints.record.best_global_step == 3
+    resumed.record_score(0.75)
+    resumed.step = 6
+    resumed.save()
+    resumed.flush()
+
+    record = resumed.checkpoints.record
+    assert (record.best_global_step, record.best_val_reward_score) == (6, 0.75)
+
+
 def test_a_failure_to_write_is_logged_and_leaves_the_checkpoint_before(
     model, rows, reward_manager, tmp_path, caplog
 ):

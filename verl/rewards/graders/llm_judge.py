@@ -27,7 +27,7 @@ try:
     from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"a judge needs the package {error.name}: pip install 'verl[judge]'", name=error.name
+        f"a judge needs the package {error.name}: pip install 'easy-verl[judge]'", name=error.name
     ) from error
 
 NO_KEY = "none"  # the client insists on a key; servers that want none ignore it

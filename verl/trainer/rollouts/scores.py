@@ -70,14 +70,8 @@ def score(
         values, `reward_components` (B, K); and the mean of each value and term as `reward/<name>`.
     """
     mask, model_scores = batch.batch["response_mask"], batch.batch.get("reward_model_scores")
-    terms = shaping_terms(mask, worker.reward)
-    if model_scores is not None:
-        terms["reward_model"] = model_scores.float()
-    _check_names(values, terms)
+    total, terms = add_terms(values, mask, model_scores, worker)
     overall = torch.tensor(values["overall"])  # (B,)
-    total = overall + terms.get("overlong_penalty", 0.0)  # (B,)
-    if model_scores is not None:
-        total = total + worker.reward_model.coef * terms["reward_model"]
     replaced, is_masked = _mask_unscored(batch, overall)
     added = {"token_level_scores": on_last_tokens(total.masked_fill(is_masked, 0.0), mask)}
     option, keys = component_keys(algorithm)
@@ -86,6 +80,21 @@ def score(
         added["reward_components"] = components.masked_fill(is_masked.unsqueeze(-1), 0.0)
     scored = batch.merge(added | {"reward_values": reward_values(values)})
     return scored.merge(replaced, replace=replaced), _score_metrics(values, terms)
+
+
+def add_terms(
+    values: Values, mask: Tensor, model_scores: Tensor | None, worker: WorkerConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the scores, (B,) float64, and what they have in addition to `overall`: terms (B,) by name."""
+    terms = shaping_terms(mask, worker.reward)
+    if model_scores is not None:
+        terms["reward_model"] = model_scores.float()
+    _check_names(values, terms)
+    overall = torch.tensor(values["overall"], dtype=torch.float64)
+    total = overall + terms.get("overlong_penalty", 0.0)  # (B,)
+    if model_scores is not None:
+        total = total + worker.reward_model.coef * terms["reward_model"]
+    return total, terms
 
 
 def _score_metrics(values: Values, terms: Mapping[str, Tensor]) -> Metrics:

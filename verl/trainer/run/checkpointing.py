@@ -56,7 +56,7 @@ class RunState:
         self.saved: Path | None = None  # the last checkpoint of this object
         self.save_error: str | None = None  # of the last checkpoint that was begun
         self._pending: PendingCheckpoint | None = None
-        self._score: tuple[int, float] | None = None  # step and value of the last validation
+        self._score: float | None = None  # of the last validation, at this step or before
 
     def is_due(self, frequency: int) -> bool:
         """Return whether an action of every `frequency` steps, and of the last step, is due now."""
@@ -65,13 +65,12 @@ class RunState:
         return frequency > 0 and self.step % frequency == 0
 
     def record_score(self, score: float) -> None:
-        self._score = (self.step, score)
+        self._score = score
 
     def save(self) -> None:
         """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
         self._finish()  # one checkpoint is written at a time
-        step, score = self._score or (None, None)
-        self._pending = PendingCheckpoint(self.step, score if step == self.step else None)
+        self._pending = PendingCheckpoint(self.step, self._score)
         try:
             folder = self.checkpoints.begin(self.step)
             self._write_own_files(folder)
@@ -107,13 +106,16 @@ class RunState:
         self.workers.load_checkpoint(str(folder))
         if self.loader is not None:
             self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
-        self._load_own(folder, json.loads((folder / STATE_FILE).read_text()))
+        state = json.loads((folder / STATE_FILE).read_text())
+        self._score = state.get("validation_score")
+        self._load_own(folder, state)
         logger.info("resumed: step=%d path=%s", self.step, folder)
 
     def _write_own_files(self, folder: Path) -> None:
         assert self.loader is not None, "a run that trains has a loader"
         torch.save(self.loader.state_dict(), folder / LOADER_FILE)
-        write_json(folder / STATE_FILE, {"step": self.step} | self._save_own(folder))
+        common = {"step": self.step, "validation_score": self._score}
+        write_json(folder / STATE_FILE, common | self._save_own(folder))
         write_manifest(folder, {"step": self.step})
 
     def _finish(self) -> None:
