@@ -35,6 +35,7 @@ TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
 REWARD_TYPES = ("batch", "sequential", "dataproto")
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a prompt or response that an error shows
+ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
 
 Scores = dict[str, float]
 
@@ -128,8 +129,8 @@ class RewardFunction:
 
     def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
         if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
-            got = sorted(map(str, returned)) if isinstance(returned, dict) else type(returned).__name__
-            raise self._bad(f" must return a dict with `reward` for all responses, got {got}")
+            got = str(sorted(map(str, returned))) if isinstance(returned, dict) else type(returned).__name__
+            raise self._bad(f" must return a dict with `reward` for all responses, got {shorten(got)}")
         if {"reward", "overall"} <= returned.keys():
             raise self._bad(" must return `reward` or `overall`, got both")
         columns = {
@@ -139,28 +140,32 @@ class RewardFunction:
         for key, column in columns.items():
             if _size(column) != num_rows:
                 rule = f"must hold {num_rows} values, one per response, got {_size(column)}"
-                raise self._bad(f": `{key}` {rule}")
+                raise self._bad(f": `{shorten(str(key))}` {rule}")
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str) -> Scores:
         # Plain strings: another process could not unpickle a user's subclass.
         names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
-            got = f"the keys {sorted(names)}"
+            got = f"the keys {shorten(str(sorted(names)))}"
             if not isinstance(scores, dict):
                 got = f"{type(scores).__name__} {shorten(repr(scores))}"
             raise self._bad(f" must return a dict with `overall` for each response, got {got} for {where}")
         named = zip(names, scores.values(), strict=True)
         checked = {name: self._as_float(name, value, where) for name, value in named}
         if len(checked) < len(names):
-            raise self._bad(f" must give each score its own name, got {sorted(names)} for {where}")
+            raise self._bad(
+                f" must give each score its own name, got {shorten(str(sorted(names)))} for {where}"
+            )
         return checked
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, Real) or not math.isfinite(number := _nearest_float(value)):
-            raise self._bad(f": `{key}` must be a finite number, got {shorten(repr(value))} for {where}")
+            raise self._bad(
+                f": `{shorten(key)}` must be a finite number, got {shorten(repr(value))} for {where}"
+            )
         return number
 
     def _bad(self, what: str) -> BadScoresError:
@@ -283,18 +288,19 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
     return "\n  ".join([which, *shown])
 
 
-def shorten(text: str) -> str:
-    if len(text) <= EXCERPT_HEAD + EXCERPT_TAIL:
+def shorten(text: str, head: int = EXCERPT_HEAD, tail: int = EXCERPT_TAIL) -> str:
+    if len(text) <= head + tail:
         return text
-    return f"{text[:EXCERPT_HEAD]} ... ({len(text)} characters) ... {text[-EXCERPT_TAIL:]}"
+    return f"{text[:head]} ... ({len(text)} characters) ... {text[-tail:]}"
 
 
 def describe_error(error: BaseException, path: Path) -> str:
     """Describe an error with its line in the user's file and the traceback from there on."""
     if isinstance(error, SyntaxError):
-        line = (error.text or "").strip()
+        line = shorten((error.text or "").strip())
         return f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {line}"
-    return "".join(traceback.format_exception_only(error)).strip() + describe_place(error, path)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return shorten(text, ERROR_HEAD, ERROR_TAIL) + describe_place(error, path)
 
 
 def describe_place(error: BaseException, path: Path) -> str:
@@ -305,4 +311,5 @@ def describe_place(error: BaseException, path: Path) -> str:
         return ""
     at = frames[users[-1]] if users else frames[-1]
     trace = "".join(traceback.format_list(frames[users[0] :] if users else frames))
-    return f" at {at.filename}:{at.lineno}, in {at.name}\n{TRACEBACK_HEADING}\n{trace}"
+    shown = shorten(trace, ERROR_HEAD, ERROR_TAIL)
+    return f" at {at.filename}:{at.lineno}, in {at.name}\n{TRACEBACK_HEADING}\n{shown}"
