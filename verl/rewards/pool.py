@@ -35,9 +35,19 @@ LATE_GRACE_S = 2.0  # an `async def` call times out inside its process first, wh
 EXIT_WAIT_S = 1.0  # between the end of its connection and that of a process
 EXIT_POLL_S = 0.01
 SIZE, LONG_SIZE = struct.Struct("!i"), struct.Struct("!iQ")  # of a message, as `Connection` sends it
+HOPELESS = 5  # calls of a batch that hang or die, none having succeeded, that end the run
 MAX_ANSWER = 64 << 20  # bytes; the scores of 100,000 responses have some 10 MiB
 
 logger = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Calls that are scored together."""
+
+    finished: "SimpleQueue[Call]" = field(default_factory=SimpleQueue)  # calls with scores or failed for good
+    is_cancelled: threading.Event = field(default_factory=threading.Event)  # it needs no more scores
+    has_scores: bool = False
 
 
 @dataclass(eq=False)
@@ -47,8 +57,7 @@ class Call:
     rows: list[int]
     inputs: list[dict[str, Any]]
     payload: bytes  # pickled (rows, inputs)
-    finished: "SimpleQueue[Call]"  # receives this call when it has scores or has failed for good
-    is_cancelled: threading.Event  # set when the batch needs no more scores
+    batch: Batch
     failures: list[Failure] = field(default_factory=list)  # one for each failed attempt
     scores: list[Scores] | None = None
     is_suspect: bool = False  # it shared a process that ended, and must not share another
@@ -71,6 +80,7 @@ class RewardPool:
         self._serve = partial(serve, self.function, kwargs, config.reward_type, *limits)
         self._processes: list[RewardProcess] = []
         self._open: set[Call] = set()  # submitted and not finished
+        self._hopeless: list[Call] = []  # hung or died since the last success, in batches without scores
         self._order = count()
         self._ready: Future[Ready] = Future()
         self._broken: Failure | None = None  # the pool's end, and the reason
@@ -174,7 +184,7 @@ class RewardPool:
             await self._score(process, call)
 
     async def _score(self, process: "RewardProcess", call: Call) -> None:
-        if call.is_cancelled.is_set():
+        if call.batch.is_cancelled.is_set():
             self._open.discard(call)
             return
         timeout_s = self.config.timeout_s
@@ -189,6 +199,8 @@ class RewardPool:
         del process.calls[answer.call_number]
         if answer.failure is None:
             call.scores = answer.scores
+            call.batch.has_scores = True
+            self._hopeless.clear()
             self._finish(call)
         else:
             self._fail(process, call, answer.failure)
@@ -218,21 +230,38 @@ class RewardPool:
         call.failures.append(failure)
         # A call that hung is repeated before all others: if the function always hangs, the run ends after two
         # time limits. Other calls are repeated after those waiting, when the cause may have passed.
-        is_late = failure.kind is TimeoutError
+        is_first = failure.kind is TimeoutError
+        if self.config.on_failure != "error" and not call.batch.has_scores:
+            is_first = False  # other calls say sooner whether any can succeed
+            self._check_hope(call, failure)
         if len(call.failures) > self.config.max_retries:
             if self.config.on_failure == "error":
-                call.is_cancelled.set()
+                call.batch.is_cancelled.set()
             self._finish(call)
         elif not call.is_suspect:
-            self._enqueue([call], priority=0 if is_late else 1)
-        elif is_late:
+            self._enqueue([call], priority=0 if is_first else 1)
+        elif is_first:
             process.suspects.appendleft(call)
         else:
             process.suspects.append(call)
 
+    def _check_hope(self, call: Call, failure: Failure) -> None:
+        """End the run if every call hangs or dies: each would cost a time limit or a new process."""
+        if failure.kind is ValueError or len(call.failures) > 1:
+            return
+        self._hopeless.append(call)
+        if len(self._hopeless) < HOPELESS:
+            return
+        message = (
+            f"the reward function hung or died in {HOPELESS} of {HOPELESS} calls, and no call of their batch"
+            " succeeded: `worker.reward.on_failure` and `worker.reward.max_failure_ratio` are for single"
+            f" failures. The last one: {failure.message}"
+        )
+        raise PoolBrokenError(Failure(RuntimeError, message))
+
     def _finish(self, call: Call) -> None:
         self._open.discard(call)
-        call.finished.put(call)
+        call.batch.finished.put(call)
 
     def _enqueue(self, calls: list[Call], priority: int = 1) -> None:
         for call in calls:
