@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from verl.rewards.foreign_signatures import wrapper_for
+
 OPTION = "worker.reward.reward_function"
 KWARGS_OPTION = "worker.reward.reward_function_kwargs"
 DEFAULT_FUNCTION = "main"
@@ -191,12 +193,13 @@ def load_reward_function(
     reward_type = getattr(module, "REWARD_TYPE", default_type)
     if reward_type not in REWARD_TYPES:
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    line = code.co_firstlineno if code else 0
+    _check_convention(function, function_name, f"{path}:{line}", path)
     is_async = inspect.iscoroutinefunction(function)
     if is_async and reward_type != "sequential":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential"')
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    line = code.co_firstlineno if code else 0
     _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
     name = str(getattr(module, "REWARD_NAME", path.stem))
     return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
@@ -250,6 +253,16 @@ def _find_function(module: ModuleType, path: Path, function_name: str) -> Callab
     remedy = f": write {path}:{suggestion}" if suggestion else f"; it defines {public or 'no function'}"
     what = "is not a function" if function is not None else "is missing"
     raise ValueError(f"`{OPTION}`: `{function_name}` {what} in {path}{remedy}")
+
+
+def _check_convention(function: Callable[..., Any], name: str, where: str, path: Path) -> None:
+    found = wrapper_for(function, name)
+    if found is not None:
+        library, wrapper, code = found
+        raise ValueError(
+            f"`{OPTION}`: {where} `{name}` has the arguments of a reward function for {library}. Add the"
+            f" following to the file, and set `{OPTION}={path}:{wrapper}`:\n\n{code}"
+        )
 
 
 def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: str) -> None:
