@@ -20,9 +20,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -203,6 +203,21 @@ def load_reward_function(
     _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
     name = str(getattr(module, "REWARD_NAME", path.stem))
     return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
+
+
+def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Return the indices of the responses in each call; responses of a group are adjacent.
+
+    `batch_size` (`worker.reward.batch_size`) counts the responses of a `batch` call; 0 is a group.
+    """
+    indices = list(range(len(groups)))
+    if reward_type == "dataproto":
+        return [indices]
+    if reward_type == "sequential":
+        batch_size = 1
+    if batch_size > 0:
+        return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    return [list(group) for _, group in groupby(indices, key=lambda index: groups[index])]
 
 
 def split_spec(spec: str) -> tuple[Path, str]:

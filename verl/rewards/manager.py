@@ -132,7 +132,7 @@ class RewardJob:
         calls = []
         for batch in batches:
             rows, inputs = [row for row, _ in batch], [row_input for _, row_input in batch]
-            calls.append(Call(rows, inputs, _pickle(rows, inputs), self._batch))
+            calls.append(Call(rows, inputs, pickle_inputs(rows, inputs), self._batch))
         self._pool.submit(calls)
 
     def _collect(self) -> None:
@@ -194,7 +194,7 @@ def spread_groups(rows: list[Row], parts: int) -> list[list[Row]]:
     return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
 
 
-def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
+def pickle_inputs(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
     try:
         return pickle.dumps((rows, inputs), protocol=pickle.HIGHEST_PROTOCOL)
     except UNPICKLABLE as error:
