@@ -102,7 +102,8 @@ def test_a_run_whose_training_process_is_killed_restarts(tmp_path, text_argument
 
 
 def is_scorer(process):
-    return SCORER in " ".join(process.cmdline())
+    """Whether it scores: its parent, which guards it, has the same command line."""
+    return all(SCORER in " ".join(each.cmdline()) for each in (process, process.parent()))
 
 
 def is_reader(process):

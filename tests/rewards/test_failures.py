@@ -4,6 +4,7 @@
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_a_call_that_fails_is_repeated_and_then_ends_the_run_by_its_reason(rewar
     error, reason = WAYS[way]
     with (
         make_manager(reward_file(FAILS), timeout_s=timeout_of(way)) as manager,
-        pytest.raises(error, match=rf"(?s){reason}.*2 attempts"),
+        pytest.raises(error, match=rf"(?s){reason}.*2 attempts\n1 of \d finished calls failed"),
     ):
         scored(manager, five_with(way))
 
@@ -248,6 +249,63 @@ def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file)
             scored(manager, ["hangs"] * 40)
 
     assert time.monotonic() - start < 8.0  # all of them, two at a time: 10 s and the new processes
+
+
+FAILS_EVERYWHERE = """
+    import os, pathlib, time
+    REWARD_TYPE = "sequential"
+    def main(row):
+        with pathlib.Path(__file__).with_suffix(".calls").open("a") as file:
+            file.write(".")
+        {statement}
+    """
+
+
+@pytest.mark.parametrize(
+    ("statement", "on_failure", "per_batch"),
+    [("time.sleep(1000)", "mask", 40), ("os.abort()", "score", 40), ("time.sleep(1000)", "score", 2)],
+)
+def test_a_function_that_hangs_or_dies_in_every_call_ends_the_run_after_five(
+    reward_file, statement, on_failure, per_batch
+):
+    path = reward_file(FAILS_EVERYWHERE.format(statement=statement))
+    timeout_s = 0.5 if "sleep" in statement else 20.0
+    options = {"max_failure_ratio": 1.0, "num_cpus": 1, "timeout_s": timeout_s}
+    with (
+        make_manager(path, on_failure=on_failure, **options) as manager,
+        pytest.raises(RuntimeError, match=r"(?s)hung or died in 5 of 5 calls.*(in main|SIGABRT)"),
+    ):
+        for _ in range(5):
+            scored(manager, ["a"] * per_batch)
+
+    # Batches of two are over after 2 x 2 attempts, without a score, and the next ones fail as well.
+    num_calls = len(Path(path).with_suffix(".calls").read_text())
+    assert num_calls == (5 if per_batch == 40 else 9)
+
+
+@pytest.mark.parametrize("statement", ["1 / 0", "return float('nan')"], ids=["raises", "returns nonsense"])
+@pytest.mark.parametrize("ratio", [0.1, 1.0])
+def test_a_function_that_fails_for_every_response_ends_the_run_whatever_is_allowed(
+    reward_file, statement, ratio
+):
+    path = reward_file(FAILS_EVERYWHERE.format(statement=statement))
+    message = {
+        0.1: r"failed for 2 of 10 responses, more than .*max_failure_ratio` \(0.1\).*; 2 of 2 finished calls",
+        1.0: "failed for 10 of 10 responses, which leaves none to learn from; 10 of 10 finished calls failed",
+    }[ratio]
+    with (
+        make_manager(path, on_failure="mask", max_failure_ratio=ratio, num_cpus=1) as manager,
+        pytest.raises(RuntimeError, match=message),
+    ):
+        scored(manager, ["a"] * 10)
+
+
+def test_calls_that_hang_beside_others_that_succeed_do_not_end_the_run(reward_file):
+    options = {"max_failure_ratio": 1.0, "max_retries": 0, "timeout_s": 0.3, "num_cpus": 1}
+    with make_manager(reward_file(FAILS), on_failure="mask", **options) as manager:
+        scores = scored(manager, ["a", *["hangs"] * 6, "aa"])
+
+    assert scores["overall"][0] == 1.0 and scores["overall"][-1] == 2.0 and sum(scores["failures"]) == 6
 
 
 def test_a_function_that_always_hangs_ends_the_run_after_two_time_limits(reward_file):

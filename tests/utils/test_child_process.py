@@ -268,3 +268,54 @@ def test_a_fresh_interpreter_says_where_it_hangs():
         assert "in hang" in child.stacks()
     finally:
         assert child.kill() == child.kill() == -signal.SIGKILL
+
+
+def start_daemon(connection):
+    """Fork twice and leave the session, as daemons do; send the daemon's pid, and obey."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            connection.send(os.getpid())
+            time.sleep(1000)
+        os._exit(0)
+    match connection.recv():
+        case "hang":
+            time.sleep(1000)
+        case "abort":
+            os.abort()
+
+
+@pytest.mark.parametrize("deed", ["hang", "abort", "return"])
+def test_a_daemon_ends_with_the_fresh_interpreter_that_started_it(deed):
+    child = ChildProcess.start(start_daemon)
+    daemon = child.connection.recv()
+    child.connection.send(deed)
+    if deed != "hang":
+        wait_until_gone(daemon)  # nobody has asked for its end
+        with pytest.raises(EOFError):  # the daemon does not hold the connection open
+            child.connection.recv()
+
+    exit_code = child.kill()
+
+    assert exit_code == {"hang": -signal.SIGKILL, "abort": -signal.SIGABRT, "return": 0}[deed]
+    assert not is_there(daemon)
+
+
+def test_a_daemon_of_a_fresh_interpreter_ends_when_the_controller_is_killed():
+    code = """
+import time
+from tests.utils.test_child_process import start_daemon
+from verl.utils.child_process import ChildProcess
+child = ChildProcess.start(start_daemon)
+print(child.connection.recv(), child.pid, flush=True)
+time.sleep(1000)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert all(is_there(pid) for pid in pids)
+
+    parent.kill()
+    parent.wait()
+
+    for pid in pids:
+        wait_until_gone(pid)

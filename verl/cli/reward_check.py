@@ -24,8 +24,7 @@ import pdb
 import sys
 import tempfile
 import time
-from collections.abc import Hashable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,13 +37,14 @@ from verl.rewards.function import (
     describe,
     describe_error,
     load_reward_function,
+    split_calls,
 )
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.cuda_builds import repair_cuda_builds
 
 if TYPE_CHECKING:
-    from verl.cli.reward_inputs import Response
+    from verl.trainer.reward_samples import Response
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
 ALIKE = (
@@ -85,7 +85,8 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_check_open import opened_data  # noqa: PLC0415
-    from verl.cli.reward_inputs import RowColumns, read_responses, sample_responses  # noqa: PLC0415
+    from verl.cli.reward_inputs import read_responses  # noqa: PLC0415
+    from verl.trainer.reward_samples import RowColumns, sample_responses  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train
@@ -126,21 +127,6 @@ def _score(
             pdb.post_mortem(call.error.__traceback__)
             break
     return calls
-
-
-def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
-    """Return the indices of the responses in each call; responses of a group are adjacent.
-
-    `batch_size` (`worker.reward.batch_size`) counts the responses of a `batch` call; 0 is a group.
-    """
-    indices = list(range(len(groups)))
-    if reward_type == "dataproto":
-        return [indices]
-    if reward_type == "sequential":
-        batch_size = 1
-    if batch_size > 0:
-        return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-    return [list(group) for _, group in groupby(indices, key=lambda index: groups[index])]
 
 
 def check_call(

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.config.worker import RewardConfig
 from verl.rewards.function import SHOWN_COLUMNS, Scores
-from verl.rewards.pool import Call
+from verl.rewards.pool import HOPELESS, Call
 from verl.rewards.worker_process import Failure
 from verl.utils.rank_logger import get_logger
 
@@ -35,13 +35,15 @@ class FailedCalls:
         self.retries: dict[int, int] = {}  # for each response whose call was repeated
         self._config = config
         self._log = log
+        self._num_calls = 0  # that have scores or failed
         self._num_reported = 0
 
     def add(self, call: Call) -> None:
         self.calls.append(call)
         self.rows.update(call.rows)
 
-    def count_retries(self, call: Call) -> None:
+    def count(self, call: Call) -> None:
+        self._num_calls += 1
         repeated = min(len(call.failures), self._config.max_retries)
         if repeated:
             self.retries |= dict.fromkeys(call.rows, repeated)
@@ -51,16 +53,23 @@ class FailedCalls:
         return {"overall": math.nan if self._config.on_failure == "mask" else self._config.failure_score}
 
     def reason_to_stop(self, num_responses: int) -> Failure | None:
-        """Return the error of a batch of `num_responses` if calls failed for too many of them."""
+        """Return the error of a batch of `num_responses` if calls failed for too many of them, or for all."""
         failed, limit = len(self.rows), self._config.max_failure_ratio
-        if failed <= limit * num_responses:
+        is_everywhere = failed == num_responses and len(self.calls) >= HOPELESS
+        if failed <= limit * num_responses and not is_everywhere:
             return None
         reasons = "\n\n".join(reason(call) for call in self.calls[:NUM_REASONS])
+        rule = f"more than `worker.reward.max_failure_ratio` ({limit:g}) allows"
         message = (
-            f"the reward function failed for {failed} of {num_responses} responses, more than"
-            f" `worker.reward.max_failure_ratio` ({limit:g}) allows. The first reasons:\n\n{reasons}"
+            f"the reward function failed for {failed} of {num_responses} responses,"
+            f" {'which leaves none to learn from' if is_everywhere else rule}; {len(self.calls)} of"
+            f" {self._num_calls} finished calls failed. The first reasons:\n\n{reasons}"
         )
         return Failure(RuntimeError, message)
+
+    def only(self, call: Call) -> str:
+        """Describe the call that ends the run with `on_failure=error`."""
+        return f"{reason(call)}\n1 of {self._num_calls} finished calls failed"
 
     def report(self) -> None:
         new = self.calls[self._num_reported :]

@@ -20,13 +20,15 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from verl.rewards.foreign_signatures import wrapper_for
 
 OPTION = "worker.reward.reward_function"
 KWARGS_OPTION = "worker.reward.reward_function_kwargs"
@@ -35,6 +37,7 @@ TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
 REWARD_TYPES = ("batch", "sequential", "dataproto")
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a prompt or response that an error shows
+ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
 
 Scores = dict[str, float]
 
@@ -128,8 +131,8 @@ class RewardFunction:
 
     def _rows_of_columns(self, returned: Any, num_rows: int) -> list[dict[str, Any]]:
         if not isinstance(returned, dict) or not {"reward", "overall"} & returned.keys():
-            got = sorted(map(str, returned)) if isinstance(returned, dict) else type(returned).__name__
-            raise self._bad(f" must return a dict with `reward` for all responses, got {got}")
+            got = str(sorted(map(str, returned))) if isinstance(returned, dict) else type(returned).__name__
+            raise self._bad(f" must return a dict with `reward` for all responses, got {shorten(got)}")
         if {"reward", "overall"} <= returned.keys():
             raise self._bad(" must return `reward` or `overall`, got both")
         columns = {
@@ -139,28 +142,32 @@ class RewardFunction:
         for key, column in columns.items():
             if _size(column) != num_rows:
                 rule = f"must hold {num_rows} values, one per response, got {_size(column)}"
-                raise self._bad(f": `{key}` {rule}")
+                raise self._bad(f": `{shorten(str(key))}` {rule}")
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str) -> Scores:
         # Plain strings: another process could not unpickle a user's subclass.
         names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
-            got = f"the keys {sorted(names)}"
+            got = f"the keys {shorten(str(sorted(names)))}"
             if not isinstance(scores, dict):
                 got = f"{type(scores).__name__} {shorten(repr(scores))}"
             raise self._bad(f" must return a dict with `overall` for each response, got {got} for {where}")
         named = zip(names, scores.values(), strict=True)
         checked = {name: self._as_float(name, value, where) for name, value in named}
         if len(checked) < len(names):
-            raise self._bad(f" must give each score its own name, got {sorted(names)} for {where}")
+            raise self._bad(
+                f" must give each score its own name, got {shorten(str(sorted(names)))} for {where}"
+            )
         return checked
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, Real) or not math.isfinite(number := _nearest_float(value)):
-            raise self._bad(f": `{key}` must be a finite number, got {shorten(repr(value))} for {where}")
+            raise self._bad(
+                f": `{shorten(key)}` must be a finite number, got {shorten(repr(value))} for {where}"
+            )
         return number
 
     def _bad(self, what: str) -> BadScoresError:
@@ -186,15 +193,31 @@ def load_reward_function(
     reward_type = getattr(module, "REWARD_TYPE", default_type)
     if reward_type not in REWARD_TYPES:
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    line = code.co_firstlineno if code else 0
+    _check_convention(function, function_name, f"{path}:{line}", path)
     is_async = inspect.iscoroutinefunction(function)
     if is_async and reward_type != "sequential":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential"')
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    line = code.co_firstlineno if code else 0
     _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
     name = str(getattr(module, "REWARD_NAME", path.stem))
     return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
+
+
+def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Return the indices of the responses in each call; responses of a group are adjacent.
+
+    `batch_size` (`worker.reward.batch_size`) counts the responses of a `batch` call; 0 is a group.
+    """
+    indices = list(range(len(groups)))
+    if reward_type == "dataproto":
+        return [indices]
+    if reward_type == "sequential":
+        batch_size = 1
+    if batch_size > 0:
+        return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    return [list(group) for _, group in groupby(indices, key=lambda index: groups[index])]
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
@@ -247,6 +270,16 @@ def _find_function(module: ModuleType, path: Path, function_name: str) -> Callab
     raise ValueError(f"`{OPTION}`: `{function_name}` {what} in {path}{remedy}")
 
 
+def _check_convention(function: Callable[..., Any], name: str, where: str, path: Path) -> None:
+    found = wrapper_for(function, name)
+    if found is not None:
+        library, wrapper, code = found
+        raise ValueError(
+            f"`{OPTION}`: {where} `{name}` has the arguments of a reward function for {library}. Add the"
+            f" following to the file, and set `{OPTION}={path}:{wrapper}`:\n\n{code}"
+        )
+
+
 def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: str) -> None:
     signature = inspect.signature(function)
     try:
@@ -283,18 +316,19 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
     return "\n  ".join([which, *shown])
 
 
-def shorten(text: str) -> str:
-    if len(text) <= EXCERPT_HEAD + EXCERPT_TAIL:
+def shorten(text: str, head: int = EXCERPT_HEAD, tail: int = EXCERPT_TAIL) -> str:
+    if len(text) <= head + tail:
         return text
-    return f"{text[:EXCERPT_HEAD]} ... ({len(text)} characters) ... {text[-EXCERPT_TAIL:]}"
+    return f"{text[:head]} ... ({len(text)} characters) ... {text[-tail:]}"
 
 
 def describe_error(error: BaseException, path: Path) -> str:
     """Describe an error with its line in the user's file and the traceback from there on."""
     if isinstance(error, SyntaxError):
-        line = (error.text or "").strip()
+        line = shorten((error.text or "").strip())
         return f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {line}"
-    return "".join(traceback.format_exception_only(error)).strip() + describe_place(error, path)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return shorten(text, ERROR_HEAD, ERROR_TAIL) + describe_place(error, path)
 
 
 def describe_place(error: BaseException, path: Path) -> str:
@@ -305,4 +339,5 @@ def describe_place(error: BaseException, path: Path) -> str:
         return ""
     at = frames[users[-1]] if users else frames[-1]
     trace = "".join(traceback.format_list(frames[users[0] :] if users else frames))
-    return f" at {at.filename}:{at.lineno}, in {at.name}\n{TRACEBACK_HEADING}\n{trace}"
+    shown = shorten(trace, ERROR_HEAD, ERROR_TAIL)
+    return f" at {at.filename}:{at.lineno}, in {at.name}\n{TRACEBACK_HEADING}\n{shown}"

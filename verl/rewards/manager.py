@@ -8,18 +8,17 @@ they finish, and the scores are read at the end.
 
 import math
 import pickle
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from verl.config.worker import RewardConfig
-from verl.rewards.failures import FAILURES, RETRIES, FailedCalls, reason
+from verl.rewards.failures import FAILURES, RETRIES, FailedCalls
 from verl.rewards.function import OPTION, Scores
-from verl.rewards.pool import Call, RewardPool
+from verl.rewards.pool import Batch, Call, RewardPool
 from verl.rewards.worker_process import Failure
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
@@ -82,8 +81,8 @@ class RewardJob:
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}
         self._failure: Failure | None = None  # ends the run
-        self._finished: SimpleQueue[Call] = SimpleQueue()  # filled by the pool
-        self._is_cancelled = threading.Event()
+        self._batch = Batch()
+        self._finished = self._batch.finished  # filled by the pool
 
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
         """Hand over finished responses and return at once.
@@ -133,7 +132,7 @@ class RewardJob:
         calls = []
         for batch in batches:
             rows, inputs = [row for row, _ in batch], [row_input for _, row_input in batch]
-            calls.append(Call(rows, inputs, _pickle(rows, inputs), self._finished, self._is_cancelled))
+            calls.append(Call(rows, inputs, pickle_inputs(rows, inputs), self._batch))
         self._pool.submit(calls)
 
     def _collect(self) -> None:
@@ -144,13 +143,13 @@ class RewardJob:
             return
 
     def _take(self, call: Call) -> None:
-        self._failed.count_retries(call)
+        self._failed.count(call)
         if call.scores is not None:
             self._scores.update(zip(call.rows, call.scores, strict=True))
         elif call.is_broken:
             self._end_run(call.failures[-1])
         elif self._config.on_failure == "error":
-            self._end_run(call.failures[-1]._replace(message=reason(call)))
+            self._end_run(call.failures[-1]._replace(message=self._failed.only(call)))
         else:
             self._failed.add(call)
 
@@ -163,7 +162,7 @@ class RewardJob:
 
     def _end_run(self, failure: Failure) -> None:
         self._failure = self._failure or failure
-        self._is_cancelled.set()
+        self._batch.is_cancelled.set()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -195,7 +194,7 @@ def spread_groups(rows: list[Row], parts: int) -> list[list[Row]]:
     return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
 
 
-def _pickle(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
+def pickle_inputs(rows: list[int], inputs: list[dict[str, Any]]) -> bytes:
     try:
         return pickle.dumps((rows, inputs), protocol=pickle.HIGHEST_PROTOCOL)
     except UNPICKLABLE as error:

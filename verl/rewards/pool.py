@@ -8,6 +8,7 @@ child when the *thread* that started it ends: no process outlives a controller t
 
 import asyncio
 import os
+import pickle
 import re
 import socket
 import struct
@@ -15,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
@@ -30,10 +32,22 @@ from verl.utils.rank_logger import get_logger
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine
 LATE_GRACE_S = 2.0  # an `async def` call times out inside its process first, where the reason is known
-SEND_TIMEOUT_S = 5  # a process that reads nothing for so long is dead
 EXIT_WAIT_S = 1.0  # between the end of its connection and that of a process
+EXIT_POLL_S = 0.01
+SIZE, LONG_SIZE = struct.Struct("!i"), struct.Struct("!iQ")  # of a message, as `Connection` sends it
+HOPELESS = 5  # calls of a batch that hang or die, none having succeeded, that end the run
+MAX_ANSWER = 64 << 20  # bytes; the scores of 100,000 responses have some 10 MiB
 
 logger = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Calls that are scored together."""
+
+    finished: "SimpleQueue[Call]" = field(default_factory=SimpleQueue)  # calls with scores or failed for good
+    is_cancelled: threading.Event = field(default_factory=threading.Event)  # it needs no more scores
+    has_scores: bool = False
 
 
 @dataclass(eq=False)
@@ -43,8 +57,7 @@ class Call:
     rows: list[int]
     inputs: list[dict[str, Any]]
     payload: bytes  # pickled (rows, inputs)
-    finished: "SimpleQueue[Call]"  # receives this call when it has scores or has failed for good
-    is_cancelled: threading.Event  # set when the batch needs no more scores
+    batch: Batch
     failures: list[Failure] = field(default_factory=list)  # one for each failed attempt
     scores: list[Scores] | None = None
     is_suspect: bool = False  # it shared a process that ended, and must not share another
@@ -67,6 +80,7 @@ class RewardPool:
         self._serve = partial(serve, self.function, kwargs, config.reward_type, *limits)
         self._processes: list[RewardProcess] = []
         self._open: set[Call] = set()  # submitted and not finished
+        self._hopeless: list[Call] = []  # hung or died since the last success, in batches without scores
         self._order = count()
         self._ready: Future[Ready] = Future()
         self._broken: Failure | None = None  # the pool's end, and the reason
@@ -93,7 +107,7 @@ class RewardPool:
             self._loop.call_soon_threadsafe(self._enqueue, calls)
 
     def pids(self) -> list[int]:
-        return [process.child.pid for process in list(self._processes)]
+        return [process.pid for process in list(self._processes)]
 
     def close(self) -> None:
         """Kill every process and fail the open calls. Safe to call twice."""
@@ -158,7 +172,7 @@ class RewardPool:
             message = Failure(TimeoutError, why)
         if isinstance(message, Failure):
             raise PoolBrokenError(message)
-        process.is_loaded = True
+        process.is_loaded, process.pid = True, message.pid
         process.grace_s = LATE_GRACE_S if message.is_async else 0.0
         if not self._ready.done():
             self._ready.set_result(message)
@@ -170,7 +184,7 @@ class RewardPool:
             await self._score(process, call)
 
     async def _score(self, process: "RewardProcess", call: Call) -> None:
-        if call.is_cancelled.is_set():
+        if call.batch.is_cancelled.is_set():
             self._open.discard(call)
             return
         timeout_s = self.config.timeout_s
@@ -185,6 +199,8 @@ class RewardPool:
         del process.calls[answer.call_number]
         if answer.failure is None:
             call.scores = answer.scores
+            call.batch.has_scores = True
+            self._hopeless.clear()
             self._finish(call)
         else:
             self._fail(process, call, answer.failure)
@@ -202,7 +218,7 @@ class RewardPool:
                 call.is_suspect = True
             process.suspects.extendleft(reversed(calls))
         elif not calls:
-            logger.warning("an idle reward process %s and is replaced: pid=%d", end.how, process.child.pid)
+            logger.warning("an idle reward process %s and is replaced: pid=%d", end.how, process.pid)
         else:
             what = describe(calls[0].rows, calls[0].inputs)
             message = f"the process of reward function {self.function} {end.how} while it scored"
@@ -214,21 +230,38 @@ class RewardPool:
         call.failures.append(failure)
         # A call that hung is repeated before all others: if the function always hangs, the run ends after two
         # time limits. Other calls are repeated after those waiting, when the cause may have passed.
-        is_late = failure.kind is TimeoutError
+        is_first = failure.kind is TimeoutError
+        if self.config.on_failure != "error" and not call.batch.has_scores:
+            is_first = False  # other calls say sooner whether any can succeed
+            self._check_hope(call, failure)
         if len(call.failures) > self.config.max_retries:
             if self.config.on_failure == "error":
-                call.is_cancelled.set()
+                call.batch.is_cancelled.set()
             self._finish(call)
         elif not call.is_suspect:
-            self._enqueue([call], priority=0 if is_late else 1)
-        elif is_late:
+            self._enqueue([call], priority=0 if is_first else 1)
+        elif is_first:
             process.suspects.appendleft(call)
         else:
             process.suspects.append(call)
 
+    def _check_hope(self, call: Call, failure: Failure) -> None:
+        """End the run if every call hangs or dies: each would cost a time limit or a new process."""
+        if failure.kind is ValueError or len(call.failures) > 1:
+            return
+        self._hopeless.append(call)
+        if len(self._hopeless) < HOPELESS:
+            return
+        message = (
+            f"the reward function hung or died in {HOPELESS} of {HOPELESS} calls, and no call of their batch"
+            " succeeded: `worker.reward.on_failure` and `worker.reward.max_failure_ratio` are for single"
+            f" failures. The last one: {failure.message}"
+        )
+        raise PoolBrokenError(Failure(RuntimeError, message))
+
     def _finish(self, call: Call) -> None:
         self._open.discard(call)
-        call.finished.put(call)
+        call.batch.finished.put(call)
 
     def _enqueue(self, calls: list[Call], priority: int = 1) -> None:
         for call in calls:
@@ -241,6 +274,7 @@ class RewardProcess:
     def __init__(self, serve: Callable[[Connection], object], suspects: deque[Call]) -> None:
         self._loop = asyncio.get_running_loop()
         self.child = ChildProcess.start(serve)
+        self.pid = self.child.pid  # of its guardian until the function is loaded
         self.loaded: asyncio.Future[Ready | Failure] = self._loop.create_future()  # its first message
         self.calls: dict[int, Call] = {}  # not answered yet
         self.suspects = suspects  # calls to repeat one at a time, before any other
@@ -249,29 +283,33 @@ class RewardProcess:
         self.grace_s = 0.0  # that a call may take beyond its time limit
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = count()
-        self._is_silent, self._has_exited = asyncio.Event(), asyncio.Event()
-        _limit_send_time(self.child.connection)
-        self._connection = self.child.connection.fileno()
-        self._pidfd = os.pidfd_open(self.child.pid)
-        self._loop.add_reader(self._connection, self._receive)
-        self._loop.add_reader(self._pidfd, self._note_exit)
+        # Reads and writes wait in the event loop: a process that stops amid a message stops no other.
+        self._socket = socket.socket(fileno=os.dup(self.child.connection.fileno()))
+        self._socket.setblocking(False)
+        self._sending = asyncio.Lock()
 
     async def ask(self, call: Call) -> Answer:
         number = next(self._numbers)
         answer = self._answers[number] = self._loop.create_future()
         self.calls[number] = call
-        try:
-            self.child.connection.send((number, call.payload))
-        except OSError:  # it has died or reads nothing; `watch` raises the reason
-            self._is_silent.set()
+        message = pickle.dumps((number, call.payload))
+        size = len(message)
+        with suppress(OSError):  # it has died: `watch` raises the reason
+            async with self._sending:
+                head = SIZE.pack(size) if size < 1 << 31 else LONG_SIZE.pack(-1, size)
+                await self._loop.sock_sendall(self._socket, head)
+                await self._loop.sock_sendall(self._socket, message)
         return await answer
 
     async def watch(self) -> None:
-        """Raise when the process ends."""
-        await self._is_silent.wait()
+        """Receive messages, and raise when the process ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._take(await self._receive())
         try:
             async with asyncio.timeout(EXIT_WAIT_S):
-                await self._has_exited.wait()
+                while not self.child.has_ended():
+                    await asyncio.sleep(EXIT_POLL_S)
         except TimeoutError:
             raise ProcessEndedError("stopped answering") from None
         report = self.child.crash_report()
@@ -281,34 +319,36 @@ class RewardProcess:
 
     def close(self) -> int:
         """Kill the process and return its exit code. Safe to call twice."""
-        if self.child.exit_code is None:
-            self._loop.remove_reader(self._connection)
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
+        self._socket.close()
         return self.child.kill()
 
-    def _receive(self) -> None:
+    async def _receive(self) -> Any:
+        (size,) = SIZE.unpack(await self._read(SIZE.size))
+        if not 0 <= size <= MAX_ANSWER:
+            raise ProcessEndedError(f"sent a message of more than {MAX_ANSWER >> 20} MiB")
+        message = await self._read(size)
         try:
-            message = self.child.connection.recv()
-        except (EOFError, OSError):
-            self._loop.remove_reader(self._connection)
-            self._is_silent.set()
-            return
+            return pickle.loads(message)
+        except Exception as error:  # the function wrote to the connection
+            raise ProcessEndedError(f"sent a message that cannot be read ({error!r:.200})") from error
+
+    async def _read(self, size: int) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            part = await self._loop.sock_recv(self._socket, min(size - len(content), 1 << 20))
+            if not part:
+                raise EOFError
+            content += part
+        return bytes(content)
+
+    def _take(self, message: Any) -> None:
         if isinstance(message, Answer):
             self.num_answers += 1
-            answer = self._answers.pop(message.call_number)
-            if not answer.done():  # else it came too late
+            answer = self._answers.pop(message.call_number, None)  # None: a fork of the process answered too
+            if answer is not None and not answer.done():  # else it came too late
                 answer.set_result(message)
-        else:
+        elif isinstance(message, Ready | Failure) and not self.loaded.done():
             self.loaded.set_result(message)
-
-    def _note_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        # It may have answered before. Processes that it started may hold the connection open.
-        while not self._is_silent.is_set() and self.child.connection.poll():
-            self._receive()
-        self._is_silent.set()
-        self._has_exited.set()
 
 
 @dataclass(eq=False)
@@ -336,12 +376,6 @@ async def _run_together(*works: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _limit_send_time(connection: Connection) -> None:
-    """Let sends to a process that reads nothing fail, because they would stop the pool's thread."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
 
 
 def _where_it_hangs(stacks: str, path: str) -> str:

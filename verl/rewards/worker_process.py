@@ -39,6 +39,7 @@ class Ready(NamedTuple):
     name: str
     reward_type: str
     is_async: bool
+    pid: int
 
 
 class Failure(NamedTuple):
@@ -76,7 +77,7 @@ def serve(
         memory.lift()
         connection.send(Failure(type(error), f"{error}{memory.hint(error.__cause__)}"))
         return
-    connection.send(Ready(reward.name, reward.reward_type, reward.is_async))
+    connection.send(Ready(reward.name, reward.reward_type, reward.is_async, os.getpid()))
     worker = RewardWorker(connection, reward, memory, timeout_s)
     if reward.is_async:
         asyncio.run(worker.serve_concurrently())

@@ -29,10 +29,12 @@ def train_once(config: PPOConfig, wait_s: float | None = None) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure; see `run_once`."""
     # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
     from verl.trainer.prepare import prepared_run  # noqa: PLC0415
+    from verl.trainer.reward_samples import check_reward  # noqa: PLC0415
     from verl.trainer.run.run_once import run_once  # noqa: PLC0415
     from verl.trainer.setup import running_trainer  # noqa: PLC0415
 
-    prepared = prepared_run(config, planned_ppo, wait_s or 0.0, config.trainer.viewer_port)
+    check = check_reward if wait_s is None else None  # a restart uses what was checked
+    prepared = prepared_run(config, planned_ppo, wait_s or 0.0, config.trainer.viewer_port, check)
     return run_once(config.trainer, prepared, running_trainer, is_restart=wait_s is not None)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preparation of a run: exports checkpoints it starts from, checks its models and finds its devices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -30,13 +30,18 @@ logger = get_logger(__name__)
 
 @contextmanager
 def prepared_run(
-    config: C, describe: Describe[C], wait_s: float = 0.0, viewer_port: int | None = None
+    config: C,
+    describe: Describe[C],
+    wait_s: float = 0.0,
+    viewer_port: int | None = None,
+    check: Callable[[C], None] | None = None,
 ) -> Iterator[tuple[C, ResourcePool]]:
     """Check everything that needs no devices, then join the cluster; leaving disconnects from it.
 
     Args:
         describe: `planned_ppo` or `planned_sft`.
         wait_s: Seconds to wait for a cluster that is too small or unreachable.
+        check: Raises for what it finds wrong with the run.
 
     Yields:
         The config, with numbers instead of `auto` and for the devices that were found; the devices.
@@ -48,6 +53,8 @@ def prepared_run(
         export_checkpoints(planned.model for planned in run.models)
         device = resolve_device(config.trainer.device)
         check_trained_models(run)
+        if check is not None:
+            check(config)
         config, pool = join_cluster(config, device, wait_s, stack)
         # After joining: with `trainer.elastic` there may be fewer devices, and sizes depend on them.
         yield resolve_auto_sizes(config, describe, device), pool

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,9 +25,11 @@ A = TypeVar("A")
 R = TypeVar("R")
 Serve = Callable[[Connection], object]
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STACK_SIGNAL = signal.SIGUSR1  # answered in C, even inside an endless regular expression
 STACK_WAIT_S = 1.0
+KILL_WAIT_S = 2.0  # for a guardian to end what it guards
+GUARDED = (signal.SIGCHLD, signal.SIGTERM, STACK_SIGNAL)  # signals that a guardian waits for
 FIRST_TO_KILL = "1000"  # the kernel's out-of-memory score of a process to kill before all others
 BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys.argv[1:4]))"
 
@@ -59,13 +61,14 @@ class ChildEndedError(ChildProcessError):
 class ChildProcess:
     """A process that runs `serve(connection)`, as its parent sees it.
 
-    On Linux it dies with the *thread* that started it, which must live as long as the process should.
+    On Linux it dies with the *thread* that started it, which must live as long as the process should. With a
+    fresh interpreter dies all that it started, in whatever session, see `_guard`.
     """
 
     def __init__(
         self, pid: int, connection: Connection, reap: Callable[[], int], report: IO[bytes] | None = None
     ) -> None:
-        self.pid, self.connection = pid, connection
+        self.pid, self.connection = pid, connection  # on Linux a fresh interpreter's guardian
         self.parent_pid = os.getpid()
         self.exit_code: int | None = None
         self._reap, self._report = reap, report
@@ -95,7 +98,7 @@ class ChildProcess:
             [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
             stdin=subprocess.DEVNULL,
             pass_fds=handles,
-            start_new_session=True,  # Ctrl-C does not reach it, and what it starts is killed with it
+            start_new_session=True,  # Ctrl-C does not reach it
             env=os.environ | {"PYTHONPATH": path},
         )
         theirs.close()
@@ -128,12 +131,23 @@ class ChildProcess:
         if is_ours and self._report is None:
             os.kill(self.pid, signal.SIGKILL)
         elif is_ours:
-            os.killpg(self.pid, signal.SIGKILL)
+            self._end_group()
         self.exit_code = self._reap() if is_ours else 0
         self.connection.close()
         if self._report is not None:
             self._report.close()
         return self.exit_code
+
+    def has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _end_group(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGCONT):  # the guardian ends all that was started, then itself
+            os.kill(self.pid, number)
+        end = time.monotonic() + KILL_WAIT_S
+        while not self.has_ended() and time.monotonic() < end:
+            time.sleep(0.002)
+        os.killpg(self.pid, signal.SIGKILL)
 
     def _read_report(self, start: int) -> str:
         assert self._report is not None, "a forked process writes no report"
@@ -243,12 +257,74 @@ def _run_forked(serve: Serve, connection: Connection, parent_pid: int) -> NoRetu
 
 
 def _run_fresh(connection_fd: int, report_fd: int, parent_pid: int) -> None:
-    end_with_parent(parent_pid)
+    for fd in (connection_fd, report_fd):
+        os.set_inheritable(fd, False)  # programs that the function starts need neither
+    if sys.platform == "linux":
+        _guard(parent_pid, connection_fd)
+    else:
+        end_with_parent(parent_pid)
     faulthandler.enable(report_fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
     connection = Connection(connection_fd)
     serve: Serve = pickle.loads(connection.recv_bytes())
     serve(connection)
+
+
+def _guard(parent_pid: int, connection_fd: int) -> None:
+    """Fork, and return in the child; this process becomes its guardian and ends as the child does.
+
+    Daemons leave the session and the process group of the child, and lose their parent. Linux then hands them
+    to the guardian, which kills them when the child ends, on SIGTERM, or when its own parent dies.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent(parent_pid, signal.SIGTERM)
+    guardian, child = os.getpid(), os.fork()
+    if child == 0:
+        end_with_parent(guardian)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARDED)
+        return
+    os.close(connection_fd)  # the parent sees its end when the last process that could write to it is gone
+    exit_code = _wait_for(child)
+    _kill_orphans()
+    if exit_code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # SIGKILL has no other action
+            signal.signal(-exit_code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-exit_code})
+        os.kill(guardian, -exit_code)
+    os._exit(exit_code)
+
+
+def _wait_for(child: int) -> int:
+    """Return the exit code of the child; kill it on SIGTERM, and pass on the request for its stacks."""
+    while True:
+        number = signal.sigwait(GUARDED)
+        if number != signal.SIGCHLD:
+            os.kill(child, STACK_SIGNAL if number == STACK_SIGNAL else signal.SIGKILL)
+            continue
+        pid = -1
+        while pid not in (0, child):  # others are orphans
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _kill_orphans() -> None:
+    """Kill the children of this process until there are none: theirs become its own."""
+    with suppress(ChildProcessError):  # no child is left
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                for pid in _children():
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
+
+
+def _children() -> Iterator[int]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                yield int(stat.parent.name)
 
 
 def _serve_calls(

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run scores three samples before it starts Ray."""
+
+import logging
+import re
+
+import pytest
+import ray
+
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.trainer import reward_samples
+from verl.trainer.main import main
+from verl.trainer.reward_samples import check_reward
+
+NOTES_CALLS = """
+import pathlib, time
+REWARD_TYPE = "{kind}"
+
+
+def judge(row):
+    with pathlib.Path(__file__).with_suffix(".calls").open("a") as file:
+        file.write(".")
+    {statement}
+
+
+def compute_score(given):
+    return judge(given) if REWARD_TYPE == "sequential" else [judge(row) for row in given]
+"""
+
+
+@pytest.fixture
+def reward(run, tmp_path):
+    """Arguments of a run whose function calls this statement for each `row`, and the number of its calls."""
+
+    def write(statement, *options, kind="sequential"):
+        path = tmp_path / "reward.py"
+        path.write_text(NOTES_CALLS.format(statement=statement, kind=kind))
+        arguments = [*run, f"worker.reward.reward_function={path}:compute_score", *options]
+        return arguments, lambda: len(path.with_suffix(".calls").read_text())
+
+    return write
+
+
+def check(arguments):
+    check_reward(load_config(PPOConfig, arguments))
+
+
+@pytest.mark.parametrize("kind", ["sequential", "batch"])
+def test_the_scores_of_the_samples_are_one_line_of_the_log(reward, caplog, kind):
+    score = "return {'overall': len(row['response']) / max(1, len(row['ground_truth']))}"
+    arguments, num_calls = reward(score, kind=kind)
+
+    with caplog.at_level(logging.INFO):
+        check(arguments)
+
+    (line,) = [line for line in caplog.messages if "samples of the reward function" in line]
+    assert line.startswith(
+        "samples of the reward function: row 0, ground truth 1; row 0, empty 0; row 0, wrong"
+    )
+    assert num_calls() == 3
+
+
+@pytest.mark.parametrize(
+    ("statement", "on_failure", "reason"),
+    [
+        ("1 / 0", "error", "raised ZeroDivisionError"),
+        ("time.sleep(1000)", "mask", r"did not return within .* it is at .*reward.py:9, in judge"),
+        ("return 1.0", "score", "must return a dict with `overall`"),
+    ],
+)
+def test_a_function_that_fails_everywhere_ends_the_command_before_ray_starts(
+    reward, capsys, statement, on_failure, reason
+):
+    limits = ["worker.reward.timeout_s=1", f"worker.reward.on_failure={on_failure}"]
+    arguments, num_calls = reward(statement, *limits, "worker.reward.max_failure_ratio=1")
+
+    assert main(arguments) == 2
+
+    text = capsys.readouterr().err
+    assert re.search(rf"failed in (\d) of \1 calls before the run.*{reason}", text, re.DOTALL), text
+    assert not ray.is_initialized() and num_calls() <= 6  # each sample and one retry
+
+
+FAILS_FOR_EMPTY = "return {'overall': 1 / len(row['response'])}"
+
+
+@pytest.mark.parametrize("kind", ["sequential", "batch"])
+def test_on_failure_decides_on_a_function_that_fails_for_an_empty_response(reward, caplog, kind):
+    arguments, _ = reward(FAILS_FOR_EMPTY, kind=kind)
+
+    with pytest.raises(ValueError, match=r"(?s)empty failed.*raised ZeroDivisionError"):
+        check(arguments)
+    with caplog.at_level(logging.INFO):
+        check([*arguments, "worker.reward.on_failure=mask"])
+
+    assert "row 0, empty failed; row 0, wrong 0.0714286" in caplog.text  # the 14 letters of "no such answer"
+    assert "a run handles such failures by on_failure=mask: reward function" in caplog.text
+
+
+def test_a_slow_function_delays_the_start_by_its_time_limit_at_most(reward, caplog, monkeypatch):
+    monkeypatch.setattr(reward_samples, "MARGIN_S", 0.3)
+    arguments, _ = reward("time.sleep(0.9); return {'overall': 1.0}", "worker.reward.timeout_s=1")
+
+    with caplog.at_level(logging.INFO):
+        check(arguments)
+
+    assert "row 0, ground truth 1; row 0, empty not scored in time; row 0, wrong not scored" in caplog.text
+
+
+def test_without_a_usable_row_opening_the_data_gives_the_reason(run, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"problem": "<image>?", "answer": "red"}\n' * 2)
+
+    check([*run, f"data.train_files={path}"])
