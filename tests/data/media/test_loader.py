@@ -265,7 +265,7 @@ def test_decoded_videos_outlive_the_run_in_their_folder(processors, tmp_path):
             replace(options, max_pixels=10**4),
         ]
         for other in others:
-            with pytest.raises(TypeError, match="NoneType"):
+            with pytest.raises(ValueError, match="NoneType"):
                 MediaLoader(processors["qwen2_5_vl"], other).decode(media)
 
 
