@@ -27,7 +27,7 @@ from verl.data.media.video import VideoInfo, choose_frames, frame_size, probe_vi
 
 MediaData = Mapping[str, Sequence[Reference]] | None
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
-FORMAT = "1"  # change it when the content of cached entries changes
+FORMAT = {"image": "2", "video": "1"}  # change one when the content of its cached entries changes
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class MediaLoader:
         self._videos = options.of_videos(video.patch_size * video.merge_size)
         options.check_budget(video)
         self._options = {
-            "image": json.dumps([FORMAT, self.min_pixels, self.max_pixels]),
-            "video": json.dumps([FORMAT, astuple(self._videos), os.environ.get(BUDGET_VARIABLE)]),
-            "video info": FORMAT,
+            "image": json.dumps([FORMAT["image"], self.min_pixels, self.max_pixels]),
+            "video": json.dumps([FORMAT["video"], astuple(self._videos), os.environ.get(BUDGET_VARIABLE)]),
+            "video info": FORMAT["video"],
         }
         settings = processor.image_processor.to_json_string() + video.to_json_string()
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
