@@ -3,10 +3,14 @@
 
 import csv
 import json
+import os
 import pickle
+import resource
 
 import datasets
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -196,3 +200,79 @@ def test_a_missing_or_unknown_subset_is_answered_with_the_subsets(hub, source):
     message = r"`data.val_files`: openai/gsm8k.* has the subsets \['main', 'socratic'\]: write one as"
     with pytest.raises(ValueError, match=message):
         load_rows(source, "data.val_files")
+
+
+# --- hostile files
+
+
+def write_bomb(path, how, value=b"x" * (1 << 17), count=512):
+    """Write a few kilobytes that become 64 MiB."""
+    rows = pa.array([value] * count)
+    nested = pa.ListArray.from_arrays(pa.array(range(count + 1), pa.int32()), rows)
+    table = pa.table({"problem": nested if how == "nested" else rows})
+    if path.suffix == ".arrow":
+        codec = pa.ipc.IpcWriteOptions(compression="zstd")
+        with (
+            pa.OSFile(str(path), "wb") as file,
+            pa.ipc.new_stream(file, table.schema, options=codec) as writer,
+        ):
+            writer.write_table(table)
+    else:
+        pq.write_table(table, path, compression="zstd", use_dictionary=how != "pages")
+    assert path.stat().st_size < 100_000
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("a.parquet", "values"), ("a.parquet", "pages"), ("a.parquet", "nested"), ("a.arrow", "")],
+)
+def test_a_file_that_becomes_too_large_is_refused_before_it_is_decoded(name, how, folder, monkeypatch):
+    monkeypatch.setattr("verl.data.decoded_size.FREE_BYTES", 16 << 20)
+    file = write_bomb(folder / name, how)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(
+        ValueError, match=rf"`data.train_files`: {file} cannot be read: it becomes more than 1\d MiB"
+    ):
+        load_rows(file)
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10  # KiB
+    assert not list(folder.glob("cache/**/*.arrow"))
+
+
+def test_a_file_within_the_limit_is_decoded_once(folder, monkeypatch):
+    # 2000 equal texts of 2000 characters are 4 MB, from a few kilobytes.
+    file = write_bomb(folder / "a.parquet", "values", "x" * 2000, 2000)
+    assert len(load_rows(file)) == 2000
+
+    monkeypatch.setattr("verl.data.decoded_size.FREE_BYTES", 0)
+    monkeypatch.setattr("verl.data.decoded_size.MAX_RATIO", 0)
+
+    assert load_rows(file)[1999] == {"problem": "x" * 2000}
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_a_pickle_is_opened_only_if_it_is_named(folder):
+    data = folder / "set"
+    data.mkdir()
+    write(data / "train.parquet")
+    (data / "test.pkl").write_bytes(pickle.dumps([Trap(str(folder / "sprung"))]))
+
+    for name in (f"{data}", f"{data}@test"):
+        with pytest.raises(
+            ValueError, match=rf"{data} has the pickle {data}/test.pkl, .* name the file itself"
+        ):
+            load_rows(name)
+
+    assert not (folder / "sprung").exists()
+    assert all_rows(write(data / "rows.pkl")) == ROWS

@@ -23,6 +23,8 @@ import datasets
 import pandas
 from datasets.exceptions import DatasetsError
 
+from verl.data.decoded_size import check_decoded_size
+
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"
 SPLIT_NAMES = {
@@ -128,6 +130,12 @@ def _open_directory(path: Path, split: str | None) -> list[Source]:
     found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     if not found:
         raise ValueError(f"the directory {path} has no file that ends in one of {sorted(READERS)}")
+    pickled = next((file for file in found if file.suffix == ".pkl"), None)
+    if pickled is not None:
+        raise ValueError(
+            f"the directory {path} has the pickle {pickled}, which may run any code when it is opened: name"
+            " the file itself if you trust it, else remove it"
+        )
     files = _files_of_split(path, found, split or DEFAULT_SPLIT)
     if split is not None and "[" in split and len(files) > 1:
         raise ValueError(f"a slice (`@{split}`) needs a single file, {path} has {len(files)}")
@@ -220,8 +228,11 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _read_table(path: Path) -> Source:
-    builder = path.suffix.removeprefix(".")
-    return _table(str(path), datasets.load_dataset(builder, data_files=str(path), split=DEFAULT_SPLIT))
+    builder = datasets.load_dataset_builder(path.suffix.removeprefix("."), data_files=str(path))
+    if not os.path.isdir(builder.cache_dir):  # else it was decoded before
+        check_decoded_size(path)
+        builder.download_and_prepare()
+    return _table(str(path), builder.as_dataset(split=DEFAULT_SPLIT))
 
 
 def _read_jsonl(path: Path) -> Source:

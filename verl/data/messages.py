@@ -17,12 +17,13 @@ from PIL import Image
 from verl.data.bad_rows import BadRowError
 from verl.data.media.item_options import read_item_options
 from verl.data.media.references import Reference, is_url
+from verl.data.media.sizes import to_8_bits
 from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video"}
 MARKER = re.compile(f"({'|'.join(MARKERS)})")
-PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
@@ -155,7 +156,7 @@ def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> st
         return bytes(item)
     if isinstance(item, Image.Image) and kind == "image":
         buffer = io.BytesIO()
-        (item if item.mode in PNG_MODES else item.convert("RGB")).save(buffer, format="PNG")
+        (item if item.mode in PNG_MODES else to_8_bits(item).convert("RGB")).save(buffer, format="PNG")
         return buffer.getvalue()
     raise BadRowError(
         f"{kind}s must be paths, bytes, or dictionaries with `bytes` or `path`, got {item!r:.80}"

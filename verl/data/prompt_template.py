@@ -2,7 +2,6 @@
 """Prompt templates: Jinja files that see the prompt as `content` and every column of the row."""
 
 import os
-import resource
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl.data.bad_rows import BadRowError
-from verl.utils.child_process import IsolatedCalls
+from verl.utils.child_process import IsolatedCalls, limit_memory
 
 MAX_RENDERED = 10_000_000  # characters of a prompt; tokenizing them takes seconds
 RENDER_TIMEOUT_S = 10.0
@@ -46,7 +45,9 @@ class PromptFormat:
         self._names = {node.name for node in tree.find_all(nodes.Name)}  # that the template reads
         self._render: Callable[[dict[str, Any]], str] = partial(_render, source)
         if not all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node))):
-            self._render = IsolatedCalls(self._render, timeout_s, _limit_memory, retry=True)
+            self._render = IsolatedCalls(
+                self._render, timeout_s, partial(limit_memory, RENDER_MEMORY), retry=True
+            )
 
     def __call__(self, content: str, row: dict[str, Any]) -> str:
         """Render the template; the prompt hides a column named `content`.
@@ -114,11 +115,3 @@ def _is_plain(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Test):
         return node.name in PLAIN_TESTS
     return isinstance(node, PLAIN_NODES)
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        data = int(file.read().split()[5]) * resource.getpagesize()  # as `RLIMIT_DATA` counts it
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data + RENDER_MEMORY if hard == resource.RLIM_INFINITY else min(data + RENDER_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

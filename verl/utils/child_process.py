@@ -42,6 +42,15 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
         os._exit(1)
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Let this process allocate no more than `num_bytes` from now on."""
+    with open("/proc/self/statm") as file:
+        data = int(file.read().split()[5]) * resource.getpagesize()  # as `RLIMIT_DATA` counts it
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = data + num_bytes if hard == resource.RLIM_INFINITY else min(data + num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
 def describe_exit(exit_code: int) -> str:
     """Explain an exit code; a negative one is a signal, as in "was killed by SIGSEGV"."""
     if exit_code >= 0:

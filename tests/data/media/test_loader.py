@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes from headers, pixels, features and tokens of media, against the models' real processors."""
 
+import io
 import os
 import pickle
 from dataclasses import replace
@@ -19,6 +20,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.tokens import expand_prompt
 from verl.data.media.video import SizeOptions, VideoOptions, choose_frames, probe_video, read_video
+from verl.data.messages import references
 from verl.data.tokenizer import load_processor
 from verl.models.tiny import save_tiny_model
 
@@ -321,6 +323,36 @@ def test_every_image_becomes_rgb(mode):
     assert image.mode == "RGB" and image.width * image.height <= 500
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pixels", "gray"),
+    [
+        # 16 bits: 65535 / 255 = 257, so that 32896 = 128 * 257 is 128 and 128 rounds to 0, 129 to 1.
+        (np.uint16, [0, 128, 129, 257, 32896, 65535], [0, 0, 1, 1, 128, 255]),
+        (np.uint16, [0, 100, 200, 200, 200, 200], [0, 0, 1, 1, 1, 1]),
+        # Integers: 0 to 255 and 0 to 65535, else from the smallest to the largest: here 20000.
+        (np.int32, [0, 1, 2, 254, 255, 255], [0, 1, 2, 254, 255, 255]),
+        (np.int32, [0, 1, 257, 256, 32896, 65535], [0, 0, 1, 1, 128, 255]),
+        (np.int32, [-10000, 0, 10000, 10000, 5000, 5000], [0, 128, 255, 255, 191, 191]),
+        (np.int32, [70000] * 6, [0] * 6),
+        # Floats: 0 to 1 too, so that 0.5 is 127.5 and rounds to 128; NaN and inf count as 0.
+        (np.float32, [0, 0.5, 1, 0.2, 0, 0], [0, 128, 255, 51, 0, 0]),
+        (np.float32, [0, 1.5, 254, 255, 0, 0], [0, 2, 254, 255, 0, 0]),
+        (np.float32, [-1, 0, 1, 0.5, np.nan, np.inf], [0, 128, 255, 191, 128, 128]),
+    ],
+)
+def test_images_of_more_than_8_bits_keep_their_range(dtype, pixels, gray, tmp_path):
+    image = Image.fromarray(np.array([pixels, pixels], dtype=dtype))
+    image.save(tmp_path / "a.tiff")
+
+    with Image.open(tmp_path / "a.tiff") as opened:
+        read = process_image(opened, 1, 12)
+    (png,) = references(image, "image", None)
+
+    assert read.mode == "RGB" and read.size == (6, 2)
+    for shown in (read, process_image(Image.open(io.BytesIO(png)), 1, 12)):
+        assert np.asarray(shown).tolist() == [[[value] * 3 for value in gray]] * 2
+
+
 def test_media_are_decoded_once_for_all_processes_that_share_a_cache(processors, tmp_path, monkeypatch):
     path = save_image(tmp_path / "a.png", 64, 48)
     video = save_video(tmp_path / "a.mp4", 64, 48, 8)
@@ -375,7 +407,7 @@ def test_decoded_videos_outlive_the_run_in_their_folder(processors, tmp_path):
             replace(options, max_pixels=10**4),
         ]
         for other in others:
-            with pytest.raises(TypeError, match="NoneType"):
+            with pytest.raises(ValueError, match="NoneType"):
                 MediaLoader(processors["qwen2_5_vl"], other).decode(media)
 
 

@@ -28,7 +28,7 @@ from verl.data.media.video import VideoInfo, choose_frames, frame_size, probe_vi
 
 MediaData = Mapping[str, Sequence[Reference]] | None
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
-FORMAT = "1"  # change it when the content of cached entries changes
+FORMAT = {"image": "2", "video": "1"}  # change one when the content of its cached entries changes
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class MediaLoader:
         return self.cache.get_or_make(self.feature_key("video", ref), make)
 
     def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
-        options: list[Any] = [FORMAT]
+        options: list[Any] = [FORMAT[kind.removesuffix(" info")]]
         if kind == "image":
             options.append(astuple(with_item_options(self._images, ref)))
         elif kind == "video":

@@ -4,21 +4,12 @@
 import io
 import os
 import re
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
-import av.error
-from PIL import Image
-
 Reference = str | bytes | dict[str, Any]
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-# raised by Pillow and PyAV for files that are not images or videos
-UNREADABLE = (
-    OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError,
-    av.error.FFmpegError,
-)  # fmt: skip
 
 
 def is_url(source: str | bytes) -> TypeGuard[str]:
@@ -36,7 +27,9 @@ def reading(kind: str, ref: Reference, content: bytes | None = None) -> Iterator
         yield
         if content is not None and _content_id(ref) != content:
             raise ValueError("it changed while it was being read")
-    except UNREADABLE as error:
+    except ImportError:  # a fault of the installation
+        raise
+    except Exception as error:  # damaged files make Pillow and PyAV raise almost anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the {kind} {shown_name(ref)} cannot be read: {reason}") from error
 

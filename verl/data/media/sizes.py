@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from verl.data.media.download import DownloadOptions
@@ -72,9 +73,27 @@ def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> t
 
 def process_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Scale an image to a width and height, as RGB."""
+    image = to_8_bits(image)
     image.load()
     resized = image if size == image.size else image.resize(size)
     return resized if resized.mode == "RGB" else resized.convert("RGB")
+
+
+def to_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit, integer and float pixels, which Pillow would clip at 255, to gray levels.
+
+    16-bit pixels have the range 0 to 65535. Others have the first of the ranges 0 to 1 (floats only), 0 to
+    255 and 0 to 65535 that contains all of them, else that from the smallest to the largest. NaN and infinity
+    count as 0.
+    """
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)
+    low, high = pixels.min(), pixels.max()
+    tops = {"I": (255, 65535), "F": (1, 255, 65535)}.get(image.mode, (65535,))
+    top = next((top for top in tops if low >= 0 and high <= top), None)
+    low, size = (low, high - low or 1) if top is None else (0, top)
+    return Image.fromarray(((pixels - low) * 255 / size).round().astype(np.uint8))
 
 
 def image_grid(image_processor: Any, height: int, width: int) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import av
+import av.error
 import numpy as np
 from av.container import InputContainer
 
@@ -30,6 +31,12 @@ from verl.data.media.video_seek import (
 # lists, a truncated last group), up to this share of the video.
 MISSING_RATIO = 0.02
 DECODING_THREADS = 4  # before a jump, each one decodes a frame that is not needed
+# Other demuxers open what a file names: playlists other files, session descriptions network ports.
+FORMATS = (
+    "mov", "matroska", "avi", "gif", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "ivf", "flv",
+    "asf", "ogg",
+)  # fmt: skip
+SAFE = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "file"}
 RESIZED_BYTES = 64 << 20  # frames are resized in chunks of this size, to keep few original frames
 
 
@@ -118,7 +125,8 @@ def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) 
     if tokens is not None:
         most = min(most, tokens * factor * factor)
     size = qwen.smart_resize(height, width, factor=factor, min_pixels=min(smallest, most), max_pixels=most)
-    if 0 in size or (tokens is not None and size[0] * size[1] > most):  # a narrow frame, or rounded up
+    pixels = size[0] * size[1]
+    if pixels == 0 or (tokens is not None and pixels > most):  # a narrow frame, or rounded up
         return _largest_size(height, width, max(1, most // factor**2), factor)
     return size
 
@@ -146,7 +154,7 @@ def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
 def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
     with _opened(source) as (container, stream):
         fps = stream.average_rate or stream.guessed_rate
-        if not fps:
+        if not fps or fps < 0:
             raise ValueError("the video has no frame rate")
         # Packets are counted if the container has no frame count.
         packets = None if stream.frames else read_packets(container, stream)
@@ -154,6 +162,8 @@ def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
         if num_frames < 1:
             raise ValueError("the video has no frames")
         size = stream.codec_context.width, stream.codec_context.height
+        if not all(size):
+            raise ValueError("the video has no frame size")
         return VideoInfo(num_frames, float(fps), *size), packets
 
 
@@ -250,7 +260,14 @@ def _resize(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 @contextmanager
 def _opened(source: str | bytes) -> Iterator[tuple[InputContainer, av.VideoStream]]:
-    with av.open(openable(source), "r") as container:
+    try:
+        container = av.open(openable(source), "r", container_options=SAFE)
+    except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed
+        raise ValueError(f"it is damaged, or in none of the formats {', '.join(FORMATS)}") from error
+    with container:
         if not container.streams.video:
             raise ValueError("the file has no video stream")
-        yield container, container.streams.video[0]
+        stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise ValueError("there is no decoder for its video stream")
+        yield container, stream
