@@ -13,6 +13,7 @@ from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
+from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
@@ -113,8 +114,12 @@ class TrainingCommand(Generic[C]):
             end = exit_status_of(error, config.trainer)
         except KeyboardInterrupt:
             end = ExitStatus(INTERRUPTED, "interrupted; nothing was trained")
+        except SystemExit as stop:  # by a second signal
+            end_process_if_hung(int(stop.code or 0))
+            raise
         if end.message is not None:
             sys.stderr.write(f"{end.message}\n")
+        end_process_if_hung(end.status)
         return end.status
 
 

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.config.trainer import RunTree
+from verl.logger.guarded import end_process_if_hung
 from verl.trainer.run.exit_status import FAILED, ExitStatus, report_failure, resume_hint
 from verl.trainer.run.run_lock import locked_by_child
 from verl.trainer.run.stopping import ENDED_BY, handling_signals
@@ -120,9 +121,9 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
             exit_status = train_once(config, wait_s)
     except SystemExit as end:
         exit_status = ExitStatus(end.code if isinstance(end.code, int) else FAILED)
-        raise
     finally:
         sender.send(exit_status)
+    end_process_if_hung(exit_status.status)
     sys.exit(exit_status.status)
 
 
