@@ -24,6 +24,7 @@ from verl.trainer.run.run_lock import locked_by_child
 from verl.trainer.run.stopping import ENDED_BY, handling_signals
 from verl.utils.child_process import end_with_parent
 from verl.utils.rank_logger import get_logger
+from verl.utils.standard_streams import outlive_readers
 
 POLL_S = 0.5  # between checks that the child lives
 
@@ -114,6 +115,7 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which forwards it: once, not twice
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "this is a child"
+    outlive_readers()
     end_with_parent(parent.pid, signal.SIGTERM)  # without a parent there would be no restart
     exit_status = ExitStatus(FAILED)
     try:
