@@ -134,8 +134,7 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
             written.rename(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{Path(root) / TRACKER} names {folder.name}, which is missing: {remedy(folder)},"
-            " or start over with `trainer.find_last_checkpoint=false`"
+            f"{Path(root) / TRACKER} names {folder.name}, which is missing: {remedy(folder)}"
         )
     return folder
 

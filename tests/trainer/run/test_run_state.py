@@ -118,7 +118,7 @@ def save_with_carried_groups(folder, model, rows, manager):
 def test_a_checkpoint_that_lost_its_carried_groups_is_refused(model, rows, reward_manager, tmp_path):
     (save_with_carried_groups(tmp_path, model, rows, reward_manager) / GROUPS_FILE).unlink()
 
-    with pytest.raises(FileNotFoundError, match=r"carried_groups.pt is missing: resume from another step"):
+    with pytest.raises(FileNotFoundError, match=r"carried_groups.pt is missing: no other checkpoint"):
         start_run(tmp_path, model, rows, reward_manager, algorithm=FILTERING).load()
 
 
