@@ -12,7 +12,7 @@ GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a pipe without reader, a termina
 
 
 def outlive_readers() -> None:
-    """Have this process, and processes that it starts later, continue when their output can no longer be read."""
+    """Let this process, and processes that it starts later, continue when their output has no reader."""
     for number in NUMBERS:
         if not _is_open(number):  # else a file that is opened later would get the number, and what is printed
             _discard(number)
