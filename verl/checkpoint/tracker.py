@@ -60,7 +60,7 @@ class CheckpointTracker:
 
     def clear(self) -> None:
         for leftover in self.root.glob(f"global_step_*{PARTIAL}"):
-            logger.warning("removing an incomplete checkpoint: path=%s", leftover)
+            logger.info("removing an incomplete checkpoint: path=%s", leftover)
             shutil.rmtree(leftover)
 
     def publish(self, step: int, score: float | None = None) -> Path:

@@ -7,6 +7,8 @@ import os
 import pickle
 import signal
 import time
+import uuid
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -144,6 +146,20 @@ def test_a_file_that_was_overwritten_at_the_same_length_is_replaced(change, tmp_
     assert cache.get_or_make(key_of(3), lambda: Entry(FRAMES, {"value": 4})).meta == {"value": 4}
     assert caplog.text.count("a damaged file of the media cache is replaced") == 1
     assert cache.get_or_make(key_of(3), refuse).meta == {"value": 4}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_warning_for_all_files(tmp_path, monkeypatch, caplog):
+    cache = MediaFolder(tmp_path)
+    monkeypatch.setattr(uuid, "uuid4", lambda: SimpleNamespace(hex="e" * 32))
+    for number in range(5):
+        path_of(cache, number).parent.mkdir()
+        (path_of(cache, number).parent / ("e" * 32 + ".tmp")).symlink_to("/dev/full")
+
+        assert cache.get_or_make(key_of(number), lambda n=number: entry(n)).meta == {"value": number}
+
+    assert caplog.text.count("no room to cache media") == 1
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 def test_an_error_while_making_an_entry_leaves_nothing_behind(tmp_path):

@@ -36,6 +36,7 @@ MIN_SHARED_MEMORY = 4 << 30  # containers often have 64 MiB, which a single batc
 MAX_BYTES = 32 << 30
 LOCAL_BYTES = 1 << 30
 PREFIX = "verl-media"
+QUIET_S = 600.0  # between warnings of a process that there is no room: a batch may have thousands of files
 YOUNG_S = 60  # a directory without an `alive` file may be about to get one
 
 logger = get_logger(__name__)
@@ -106,6 +107,7 @@ class MediaFolder:
         self.directory, self.is_temporary = Path(directory).absolute(), is_temporary
         self.directory.mkdir(parents=True, exist_ok=True)
         self._room = Room(self.directory, FILE, max_bytes)
+        self._lost, self._quiet_until = 0, 0.0  # files for which there was no room; when to say so again
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
         """Return the entry under `key`, a hexadecimal digest; if missing, keep the result of `make`."""
@@ -132,8 +134,12 @@ class MediaFolder:
         return self.directory / key[:2] / f"{key[2:]}.safetensors"
 
     def _write(self, key: str, content: bytes) -> None:
-        if not write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
-            logger.warning("no room to cache media: path=%s bytes=%d", self.directory, len(content))
+        if write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
+            return
+        self._lost += 1
+        if time.monotonic() >= self._quiet_until:
+            logger.warning("no room to cache media: path=%s files=%d", self.directory, self._lost)
+            self._quiet_until = time.monotonic() + QUIET_S
 
 
 class MediaCache:
