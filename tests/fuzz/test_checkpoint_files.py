@@ -87,11 +87,8 @@ def check_reads_or_names(read, file, remedies):
         return None
 
 
-TRACKER_REMEDIES = [
-    "remove it and set `trainer.load_checkpoint_path`",
-    "resume from another step with",
-    "start over",
-]
+REMEDIES = ["resume from another step with", "start over"]
+TRACKER_REMEDIES = ["remove it and set `trainer.load_checkpoint_path`", *REMEDIES]
 
 
 @given(contents | st.dictionaries(names, values).map(lambda content: json.dumps(content).encode()))
@@ -131,7 +128,7 @@ def test_any_manifest_names_complete_files_of_its_folder_or_is_an_error_with_a_r
     (folder / MANIFEST).write_bytes(content)
 
     try:
-        read = check_reads_or_names(lambda: read_manifest(folder), folder, ["resume from another step"])
+        read = check_reads_or_names(lambda: read_manifest(folder), folder, REMEDIES)
     finally:
         (folder / MANIFEST).write_bytes(original)
 
@@ -146,9 +143,7 @@ def test_a_damaged_manifest_is_read_or_refused_with_its_path(run, data):
     path.write_bytes(damaged(original, data))
 
     try:
-        check_reads_or_names(
-            lambda: checkpoint_to_resume(run, None, True), run / "global_step_4", ["resume from another step"]
-        )
+        check_reads_or_names(lambda: checkpoint_to_resume(run, None, True), run / "global_step_4", REMEDIES)
     finally:
         path.write_bytes(original)
 
@@ -159,7 +154,7 @@ def test_any_bytes_as_the_metadata_of_shards_are_refused_with_their_path(tmp_pat
     path.write_bytes(content)
 
     with path.open("rb") as file:
-        read = check_reads_or_names(lambda: load_metadata(file, path), path, ["resume from another step"])
+        read = check_reads_or_names(lambda: load_metadata(file, path), path, REMEDIES)
 
     assert read is None or isinstance(read, Metadata)
 
@@ -170,7 +165,7 @@ def test_damaged_metadata_of_shards_are_read_or_refused_with_their_path(real_met
     path.write_bytes(damaged(real_metadata, data))
 
     with path.open("rb") as file:
-        read = check_reads_or_names(lambda: load_metadata(file, path), path, ["resume from another step"])
+        read = check_reads_or_names(lambda: load_metadata(file, path), path, REMEDIES)
 
     assert read is None or isinstance(read, Metadata)
 

@@ -74,19 +74,30 @@ def test_equal_images_share_a_small_file(tmp_path):
     assert image.size == (1000, 500)
 
 
-def test_a_full_disk_skips_the_step_with_a_warning(tmp_path, monkeypatch, caplog):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_skips_the_files_of_a_step_with_one_warning(tmp_path, monkeypatch, caplog):
     store = RolloutStore(tmp_path)
-    store.folder.mkdir()
+    (store.folder / "media").mkdir(parents=True)
     monkeypatch.setattr(uuid, "uuid4", lambda: SimpleNamespace(hex="e" * 32))
-    (store.folder / ("e" * 32 + ".tmp")).symlink_to("/dev/full")
-
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
-    assert not store.write(1, [rollout(1, 0, 0)])
 
-    assert "no room to keep rollouts" in caplog.text
-    assert list(store.folder.iterdir()) == []
+    def has_room(call, folder):
+        (folder / ("e" * 32 + ".tmp")).symlink_to("/dev/full")
+        return call()
+
+    for step in (1, 2):
+        for shade in (10, 20, 30):
+            image = Image.new("RGB", (40, 40), (shade, step, 0))
+            assert not has_room(lambda image=image: store.add_image(image), store.folder / "media")
+        rows = [rollout(step, 0, 0)]
+        assert not has_room(lambda step=step, rows=rows: store.write(step, rows), store.folder)
+
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        f"no room to keep rollouts: path={store.folder} step={step} files=4" for step in (1, 2)
+    ]
+    assert list(store.folder.iterdir()) == [store.folder / "media"]
+    assert store.write(3, [rollout(3, 0, 0)]) and len(caplog.records) == 2
 
 
 def test_numbers_are_stored_unchanged_even_nan(tmp_path):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
@@ -63,14 +64,27 @@ def check_digests(folder: Path, manifest: dict[str, Any], names: Iterable[str]) 
 
 
 def remedy(folder: Path) -> str:
-    """Advise to resume from a complete checkpoint, by name if there is one."""
+    """Advise to resume from another complete checkpoint of the run if there is one, else to start over."""
     own = folder if STEP_FOLDER.fullmatch(folder.name) else folder.parent
     is_step = STEP_FOLDER.fullmatch(own.name) is not None and own.parent.is_dir()
-    siblings = own.parent.iterdir() if is_step else ()
-    found = [(int(match[1]), path) for path in siblings if (match := STEP_FOLDER.fullmatch(path.name))]
-    others = [path for _, path in sorted(found, reverse=True) if path != own and is_whole(path)]
-    name = str(others[0]) if others else "…/global_step_N"
-    return f"resume from another step with `trainer.load_checkpoint_path={name}`"
+    others = [path for path in whole_steps(own.parent) if path != own] if is_step else []
+    if others:
+        return f"resume from another step with {resume_from(others[0])}"
+    return (
+        "no other checkpoint of the run is whole, so start over with `trainer.find_last_checkpoint=false` and"
+        " without `trainer.load_checkpoint_path`"
+    )
+
+
+def resume_from(step_folder: Path) -> str:
+    """Return the option that resumes from a step, as a shell reads it."""
+    return f"`{shlex.quote(f'trainer.load_checkpoint_path={step_folder}')}`"
+
+
+def whole_steps(root: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, the newest first."""
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := STEP_FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True) if is_whole(path)]
 
 
 def is_whole(step_folder: Path) -> bool:

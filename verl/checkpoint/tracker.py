@@ -60,7 +60,7 @@ class CheckpointTracker:
 
     def clear(self) -> None:
         for leftover in self.root.glob(f"global_step_*{PARTIAL}"):
-            logger.warning("removing an incomplete checkpoint: path=%s", leftover)
+            logger.info("removing an incomplete checkpoint: path=%s", leftover)
             shutil.rmtree(leftover)
 
     def publish(self, step: int, score: float | None = None) -> Path:
@@ -134,8 +134,7 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
             written.rename(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{Path(root) / TRACKER} names {folder.name}, which is missing: {remedy(folder)},"
-            " or start over with `trainer.find_last_checkpoint=false`"
+            f"{Path(root) / TRACKER} names {folder.name}, which is missing: {remedy(folder)}"
         )
     return folder
 

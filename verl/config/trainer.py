@@ -49,6 +49,9 @@ class RunConfig:
         None, "Checkpoint to resume from, a folder named `global_step_N`.", resolve=checkpoint_folder
     )
     find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
+    allow_changed_inputs: bool = option(
+        False, "Resume although the training rows or the model's files differ from the checkpoint's."
+    )
     worker_timeout_s: float | None = option(
         3600.0, "Seconds without progress on any rank that count as a hang; null is no limit.", minimum=1.0
     )

@@ -6,11 +6,15 @@
 workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or a conversation (`sft_dataset.py`).
 """
 
+import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +39,8 @@ MAX_LISTED = 10
 # Below this number of rows, starting processes takes longer than checking (0.2 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
+DIGESTED_BYTES = 256  # at each end
+SIMPLE_TYPES = (date, time, timedelta, Decimal)  # whose text says which value it is
 PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
 logger = get_logger(__name__)
@@ -56,6 +62,7 @@ class RowCheck(NamedTuple):
     reason: str | None  # why it cannot be used
     length: int = 0
     num_learned: int = 0
+    digest: bytes = b""
 
 
 class RowDataset(Dataset, ABC):
@@ -141,12 +148,13 @@ class RowDataset(Dataset, ABC):
     def inspect(self, index: int) -> RowCheck:
         """Check a row and count its tokens, without decoding its media."""
         try:
-            rendered = self.render(self.rows[index])
+            row = self.rows[index]
+            rendered = self.render(row)
             ids = rendered.raw_ids
             if rendered.media and self.config.filter_overlong_prompts:
                 shape = self._media_reader.read(rendered.media, decode=False)
                 ids = expand_prompt(ids, self.processor, shape)
-            return RowCheck(None, len(ids), sum(rendered.is_trained))
+            return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row))
         except ValueError as error:
             return RowCheck(str(error))
 
@@ -205,6 +213,10 @@ class RowDataset(Dataset, ABC):
                 self.num_overlong += 1
             else:
                 usable.append(index)
+        digests = b"".join(checks[index].digest for index in usable)
+        self.digest = hashlib.blake2b(
+            digests, digest_size=16
+        ).hexdigest()  # of the usable rows in their order
         self._report_bad_rows(option)
         logger.info(
             "data opened: option=%s rows=%d overlong=%d bad=%d used=%d",
@@ -235,6 +247,20 @@ class RowDataset(Dataset, ABC):
         if is_error:
             raise ValueError(text + BAD_ROW_REMEDY)
         logger.warning(text)
+
+
+def row_digest(row: Row) -> bytes:
+    """Digest of a row's values; of bytes, such as an image, only their number and their two ends."""
+    text = json.dumps(row, default=_as_text, skipkeys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} {value[:DIGESTED_BYTES].hex()} {value[-DIGESTED_BYTES:].hex()}"
+    if isinstance(value, np.ndarray | np.generic):
+        return str(value.tolist())
+    return str(value) if isinstance(value, SIMPLE_TYPES) else type(value).__name__
 
 
 def scan_rows(

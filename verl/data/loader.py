@@ -11,7 +11,7 @@ Processes read ahead: while a step uses a batch, they decode the media of the ne
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -106,21 +106,27 @@ class PromptLoader(Generic[D]):
         if not self.read_on:
             self._rows, self._next = iter(()), None  # ends the processes
 
-    def state_dict(self) -> dict[str, int]:
-        """The position after the last batch that was yielded."""
-        where = {"epoch": self.epoch, "position": self.position}
-        return where | {"seed": self.seed, "num_rows": len(self.dataset)}
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded, and the rows that it is a position in."""
+        return {"epoch": self.epoch, "position": self.position} | self._rows_of_state()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a position; raise `ValueError` if the data or its order changed."""
-        found = {"seed": self.seed, "num_rows": len(self.dataset)}
-        changed = {name: (state[name], value) for name, value in found.items() if state[name] != value}
-        if changed:
+    def changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return what differs from the rows of a state and their order, then and now."""
+        now = self._rows_of_state()  # an older checkpoint has no digest
+        return {name: (state[name], now[name]) for name in now if state.get(name, now[name]) != now[name]}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_changes: bool = False) -> None:
+        """Continue from a position; raise `ValueError` if the rows or their order changed."""
+        changed = self.changes(state)
+        if changed and not allow_changes:
             raise ValueError(
                 f"the data differ from the checkpoint's, (then, now): {changed}: resume with the same"
                 " `data.train_files`, `data.seed` and filter options"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch, self.position = state["epoch"], min(state["position"], len(self.dataset))
+
+    def _rows_of_state(self) -> dict[str, Any]:
+        return {"seed": self.seed, "num_rows": len(self.dataset), "rows": self.dataset.digest}
 
     def _read(self, position: int) -> dict[str, Any] | BadRow:
         if self._next != (self.epoch, position):

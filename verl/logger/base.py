@@ -37,9 +37,10 @@ class Generation(NamedTuple):
 
 
 class Logger:
-    """Destination of a run's metrics; the methods here do nothing."""
+    """Destination of a run's metrics; the methods here do nothing. An exception costs only its own lines."""
 
     module: ClassVar[str] = ""  # optional package that it imports on use
+    is_local: ClassVar[bool] = False  # writes at once; others get a thread, since services may hang
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -82,6 +82,8 @@ class StepClock:
 class ConsoleLogger(Logger):
     """A progress bar on a terminal, plain lines elsewhere."""
 
+    is_local = True
+
     def __init__(self, run: Run, console: Console | None = None) -> None:
         super().__init__(run)
         self._console = console or Console()

@@ -8,8 +8,10 @@
 A resumed run appends to the same files. Steps that it repeats appear twice; the later line counts.
 """
 
+import errno
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ GENERATIONS_FILE = "generations.log"
 @LOGGERS.register("file")
 class FileLogger(Logger):
     """Writes to the run's folder; every line is on disk when `log` returns."""
+
+    is_local = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -61,12 +65,18 @@ def read_log(directory: Path) -> list[dict[str, Any]]:
 def _write_config(directory: Path, config: dict[str, Any]) -> None:
     path = directory / CONFIG_FILE
     text = json.dumps(config, indent=2, default=str) + "\n"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    partial = path.with_suffix(".tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     if path.exists():
-        if path.read_text(encoding="utf-8") == text:
-            return
         number = len(list(directory.glob("experiment_config.*.json"))) + 1
         path.rename(directory / f"experiment_config.{number}.json")
-    path.write_text(text, encoding="utf-8")
+    partial.rename(path)
 
 
 def _end_last_line(path: Path) -> None:
@@ -76,5 +86,13 @@ def _end_last_line(path: Path) -> None:
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    """Append a text whole; a full disk leaves the file as it was."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        content = text.encode()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(size)
+            raise

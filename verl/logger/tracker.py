@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """All loggers of a run as one."""
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from verl.logger import console, file, services  # noqa: F401 (importing them registers their loggers)
-from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, import_optional
+from verl.logger.base import LOGGERS, Generation, Metrics, Run, import_optional
+from verl.logger.guarded import CLOSE_S, HURRY_S, BackgroundLogger, GuardedLogger
 
 
 def check_loggers(loggers: str | Sequence[str]) -> None:
@@ -25,42 +28,46 @@ class Tracker:
     """
 
     def __init__(self, loggers: str | Sequence[str], run: Run) -> None:
-        names = [loggers] if isinstance(loggers, str) else list(loggers)
-        classes = [LOGGERS[name] for name in dict.fromkeys(names)]  # checks all names before the first opens
-        self._loggers: list[Logger] = []
-        try:
-            for logger_class in classes:
-                self._loggers.append(logger_class(run))
-        except BaseException:
-            self.close(failed=True)
-            raise
+        check_loggers(loggers)  # before the first opens
+        names = dict.fromkeys([loggers] if isinstance(loggers, str) else loggers)
+        self._loggers = [_guarded(name, run) for name in names]
+        for logger in self._loggers:
+            logger.open()
 
     def begin_step(self, step: int) -> None:
-        for logger in self._loggers:
-            logger.begin_step(step)
+        self._call("begin_step", step)
 
     def stage(self, name: str) -> None:
-        for logger in self._loggers:
-            logger.stage(name)
+        self._call("stage", name)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        for logger in self._loggers:
-            logger.progress(done, total, unit)
+        self._call("progress", done, total, unit)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        for logger in self._loggers:
-            logger.log(metrics, step)
+        self._call("log", dict(metrics), step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        for logger in self._loggers:
-            logger.log_generations(generations, step)
+        self._call("log_generations", list(generations), step)
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, wait_s: float | None = None) -> None:
+        """Close every logger, waiting at most `wait_s` seconds for services."""
+        deadline = time.monotonic() + (CLOSE_S if wait_s is None else wait_s)
+        self._call("close", failed)
         while self._loggers:
-            self._loggers.pop().close(failed)
+            self._loggers.pop().finish(deadline)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for logger in self._loggers:
+            logger.call(method, *arguments)
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=exception_type is not None)
+        is_interrupt = exception_type in (KeyboardInterrupt, SystemExit)
+        self.close(failed=exception_type is not None, wait_s=HURRY_S if is_interrupt else None)
+
+
+def _guarded(name: str, run: Run) -> GuardedLogger:
+    kind = LOGGERS[name]
+    return (GuardedLogger if kind.is_local else BackgroundLogger)(name, kind, run)

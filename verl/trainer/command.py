@@ -13,6 +13,7 @@ from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
+from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
@@ -27,6 +28,7 @@ from verl.trainer.run.exit_status import (
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor, TrainOnce
 from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.standard_streams import outlive_readers
 from verl.utils.version_check import check_versions, name_clash
 
 SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
@@ -67,8 +69,9 @@ class TrainingCommand(Generic[C]):
         """Run the command with the given arguments or this process's, and return its exit status.
 
         It is 0; 2 for bad input, before anything was trained; 1 for an unsuitable machine or a failed run;
-        128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM.
+        128 + the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM, 129 after its terminal closed.
         """
+        outlive_readers()
         repair_cuda_builds()
         arguments = sys.argv[1:] if arguments is None else arguments
         overrides = [argument for argument in arguments if not argument.startswith("-")]
@@ -113,8 +116,12 @@ class TrainingCommand(Generic[C]):
             end = exit_status_of(error, config.trainer)
         except KeyboardInterrupt:
             end = ExitStatus(INTERRUPTED, "interrupted; nothing was trained")
+        except SystemExit as stop:  # by a second signal
+            end_process_if_hung(int(stop.code or 0))
+            raise
         if end.message is not None:
             sys.stderr.write(f"{end.message}\n")
+        end_process_if_hung(end.status)
         return end.status
 
 
@@ -158,6 +165,7 @@ def run_with_config(
     foreign_keys: RenamedKeys | None = None,
 ) -> int:
     """Load the config from `switches.options` and run a command with it; see `run_command`."""
+    outlive_readers()
     repair_cuda_builds()
     try:
         config = load_with_notes(config_class, switches.options, foreign_keys)

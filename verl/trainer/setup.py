@@ -34,6 +34,7 @@ from verl.data.loader import (
 from verl.data.media.cache import MediaCache
 from verl.logger.base import Run
 from verl.logger.tracker import Tracker
+from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
@@ -48,6 +49,7 @@ from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.run.checkpointing import PPORunState, RunState
+from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
 from verl.workers.base_worker import ModelRunOptions
@@ -90,6 +92,8 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
         media = media_options(data, worker.rollout)
         readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
         loaders = make_loaders(data, readers, folder)
+        origin = origin_of(config, planned_ppo(config).models)
+        check_resume(config, origin, loaders.train)
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
 
         shared = ModelRunOptions(
@@ -110,7 +114,9 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
         validator = Validator(sampler, loaders.val, worker, config.dp_size, trainer.val_generations_to_log)
         controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
-        run_state = PPORunState(trainer, training_steps, *controllers, workers, loaders.train, collector)
+        run_state = PPORunState(
+            trainer, training_steps, *controllers, workers, loaders.train, collector, origin
+        )
         rollout_log = RolloutLog(
             folder, trainer.rollouts_to_keep, readers.tokenizer, readers.media,
             skip_special_tokens=worker.reward.skip_special_tokens,
@@ -133,6 +139,8 @@ def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
         media = media_options(data, data)
         readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
         loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
+        origin = origin_of(config, planned_sft(config).models)
+        check_resume(config, origin, loaders.train)
         training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
 
         options = ModelRunOptions(
@@ -140,7 +148,7 @@ def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
         )
         workers = start_workers(stack, pool, SFTWorker, worker, options, trainer.worker_timeout_s)
         tracker = stack.enter_context(open_tracker(trainer, dataclasses.asdict(config), training_steps))
-        run_state = RunState(trainer, training_steps, workers, loaders.train)
+        run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
         batches = endless(loaders.train)
         yield SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
         write_timeline(trainer)

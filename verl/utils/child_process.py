@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
+from verl.utils.standard_streams import outlive_readers
+
 A = TypeVar("A")
 R = TypeVar("R")
 Serve = Callable[[Connection], object]
@@ -272,6 +274,7 @@ def _run_fresh(connection_fd: int, report_fd: int, parent_pid: int) -> None:
         _guard(parent_pid, connection_fd)
     else:
         end_with_parent(parent_pid)
+    outlive_readers()
     faulthandler.enable(report_fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
     connection = Connection(connection_fd)
@@ -339,7 +342,7 @@ def _children() -> Iterator[int]:
 def _serve_calls(
     function: Callable[[Any], Any], enter: Callable[[], None] | None, connection: Connection
 ) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches every process, and is not a call's fault
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's reach every process
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing the image of a large process takes long
     if sys.platform == "linux":

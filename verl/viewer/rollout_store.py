@@ -87,6 +87,7 @@ class RolloutStore:
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
+        self._lost = 0  # files of this step for which there was no room
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> bool:
         """Write the rows of a step over earlier ones; missing columns are null. False if the disk is full."""
@@ -96,7 +97,12 @@ class RolloutStore:
         table = pa.Table.from_pylist([_storable(row) for row in rows], schema=SCHEMA)
         content = io.BytesIO()
         pq.write_table(table, content, compression="zstd")
-        return self._write(self.folder / f"step_{step}.parquet", content.getvalue())
+        is_written = self._write(self.folder / f"step_{step}.parquet", content.getvalue())
+        if self._lost:
+            text = "no room to keep rollouts: path=%s step=%d files=%d"
+            logger.warning(text, self.folder, step, self._lost)
+        self._lost = 0
+        return is_written
 
     def add_image(self, image: Image.Image) -> str | None:
         """Keep a small copy of an image; return its file name, or None if the disk is full."""
@@ -110,8 +116,7 @@ class RolloutStore:
 
     def _write(self, path: Path, content: bytes) -> bool:
         is_written = write_whole(path, content, make_room=lambda size: None)
-        if not is_written:
-            logger.warning("no room to keep rollouts: file=%s bytes=%d", path, len(content))
+        self._lost += not is_written
         return is_written
 
 

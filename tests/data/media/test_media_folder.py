@@ -7,8 +7,11 @@ import os
 import pickle
 import signal
 import time
+import uuid
+from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from verl.data.media.cache import Entry, MediaFolder
@@ -111,6 +114,52 @@ def test_a_truncated_file_is_replaced(tmp_path):
     path_of(cache, 3).write_bytes(path_of(cache, 3).read_bytes()[:-1])
 
     assert cache.get_or_make(key_of(3), lambda: entry(4)).meta == {"value": 4}
+
+
+FRAMES = {
+    "bytes": torch.arange(1000).to(torch.uint8),
+    "pixels": torch.arange(12.0).reshape(3, 4),
+    "features": torch.arange(6.0).to(torch.bfloat16).reshape(2, 3),
+    "count": torch.tensor(7),
+    "nothing": torch.zeros(0, 4),
+}
+
+
+@pytest.mark.parametrize("change", ["a bit of a tensor", "a shape", "a value", "another program's file"])
+def test_a_file_that_was_overwritten_at_the_same_length_is_replaced(change, tmp_path, caplog):
+    cache = MediaFolder(tmp_path)
+    cache.get_or_make(key_of(3), lambda: Entry(FRAMES, {"value": 3}))
+    path = path_of(cache, 3)
+    content = bytearray(path.read_bytes())
+    found = cache.get(key_of(3))
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in FRAMES.items())
+    if change == "a bit of a tensor":
+        content[-30] ^= 1
+    elif change == "another program's file":
+        content = safetensors.torch.save({"frames": torch.zeros(3)})
+    else:
+        old, new = {"a shape": (b"[3,4]", b"[4,3]"), "a value": (b": 3}", b": 5}")}[change]
+        assert content.count(old) == 1
+        content = content.replace(old, new)
+    path.write_bytes(content)
+
+    assert cache.get_or_make(key_of(3), lambda: Entry(FRAMES, {"value": 4})).meta == {"value": 4}
+    assert caplog.text.count("a damaged file of the media cache is replaced") == 1
+    assert cache.get_or_make(key_of(3), refuse).meta == {"value": 4}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_warning_for_all_files(tmp_path, monkeypatch, caplog):
+    cache = MediaFolder(tmp_path)
+    monkeypatch.setattr(uuid, "uuid4", lambda: SimpleNamespace(hex="e" * 32))
+    for number in range(5):
+        path_of(cache, number).parent.mkdir()
+        (path_of(cache, number).parent / ("e" * 32 + ".tmp")).symlink_to("/dev/full")
+
+        assert cache.get_or_make(key_of(number), lambda n=number: entry(n)).meta == {"value": number}
+
+    assert caplog.text.count("no room to cache media") == 1
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 def test_an_error_while_making_an_entry_leaves_nothing_behind(tmp_path):

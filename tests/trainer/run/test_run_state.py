@@ -118,7 +118,7 @@ def save_with_carried_groups(folder, model, rows, manager):
 def test_a_checkpoint_that_lost_its_carried_groups_is_refused(model, rows, reward_manager, tmp_path):
     (save_with_carried_groups(tmp_path, model, rows, reward_manager) / GROUPS_FILE).unlink()
 
-    with pytest.raises(FileNotFoundError, match=r"carried_groups.pt is missing: resume from another step"):
+    with pytest.raises(FileNotFoundError, match=r"carried_groups.pt is missing: no other checkpoint"):
         start_run(tmp_path, model, rows, reward_manager, algorithm=FILTERING).load()
 
 
@@ -238,6 +238,7 @@ def test_a_failure_to_write_is_logged_and_leaves_the_checkpoint_before(
     with pytest.raises(OSError, match=r"step 2 could not be saved to `trainer.save_checkpoint_path`: rank 1"):
         state.flush()
     assert "the next step tries again: step=2" in caplog.text and "No space left on device" in caplog.text
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_1"]
     state.workers.save_problem = None
     run_steps(state, 3)

@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -34,6 +36,7 @@ MIN_SHARED_MEMORY = 4 << 30  # containers often have 64 MiB, which a single batc
 MAX_BYTES = 32 << 30
 LOCAL_BYTES = 1 << 30
 PREFIX = "verl-media"
+QUIET_S = 600.0  # between warnings of a process that there is no room: a batch may have thousands of files
 YOUNG_S = 60  # a directory without an `alive` file may be about to get one
 
 logger = get_logger(__name__)
@@ -52,21 +55,41 @@ class Entry(NamedTuple):
 
 
 def encode_entry(entry: Entry) -> bytes:
-    tensors = {name: tensor.contiguous() for name, tensor in entry.tensors.items()}
-    return save(tensors, {"meta": json.dumps(entry.meta)})
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.tensors.items()}
+    meta = json.dumps(entry.meta)
+    return save(tensors, {"meta": meta, "crc32": _checksum(tensors, meta)})
 
 
-def read_entry(path: Path) -> Entry | None:
-    """Map the entry of a file into memory; None if there is no file."""
+def read_entry(path: Path, *, is_checked: bool = True) -> Entry | None:
+    """Map the entry of a file into memory; None if there is no file.
+
+    Raises:
+        ValueError: The file was cut off or, if `is_checked`, overwritten; 4 GB are checked in a second.
+    """
     try:
         opened = path.open("rb")
     except FileNotFoundError:
         return None
     # `safe_open` opens the path twice, and another process may remove it in between: an open descriptor stays
     # valid for both.
-    with opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        return Entry(tensors, json.loads(file.metadata()["meta"]))
+    try:
+        with opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    meta = metadata.get("meta", "")
+    if is_checked and metadata.get("crc32") != _checksum(tensors, meta):
+        raise ValueError("its content has changed since it was written (crc32)")
+    return Entry(tensors, json.loads(meta))
+
+
+def _checksum(tensors: dict[str, Tensor], meta: str) -> str:
+    checksum = zlib.crc32(meta.encode())
+    for name, tensor in sorted(tensors.items()):
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), checksum)
+        checksum = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
 
 
 class MediaFolder:
@@ -84,6 +107,7 @@ class MediaFolder:
         self.directory, self.is_temporary = Path(directory).absolute(), is_temporary
         self.directory.mkdir(parents=True, exist_ok=True)
         self._room = Room(self.directory, FILE, max_bytes)
+        self._lost, self._quiet_until = 0, 0.0  # files for which there was no room; when to say so again
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
         """Return the entry under `key`, a hexadecimal digest; if missing, keep the result of `make`."""
@@ -97,9 +121,10 @@ class MediaFolder:
     def get(self, key: str) -> Entry | None:
         path = self._path(key)
         try:
-            entry = read_entry(path)
-        except SafetensorError:  # after a system crash
-            logger.warning("a damaged file of the media cache is replaced: path=%s", path)
+            # That of one run needs no check: no one else writes there, and a crash of the system removes it.
+            entry = read_entry(path, is_checked=not self.is_temporary)
+        except ValueError as error:
+            logger.warning("a damaged file of the media cache is replaced: path=%s cause=%s", path, error)
             return None
         with suppress(FileNotFoundError, PermissionError):  # removed since, or another user's
             os.utime(path)
@@ -109,8 +134,12 @@ class MediaFolder:
         return self.directory / key[:2] / f"{key[2:]}.safetensors"
 
     def _write(self, key: str, content: bytes) -> None:
-        if not write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
-            logger.warning("no room to cache media: path=%s bytes=%d", self.directory, len(content))
+        if write_whole(self._path(key), content, self._room.make, is_durable=not self.is_temporary):
+            return
+        self._lost += 1
+        if time.monotonic() >= self._quiet_until:
+            logger.warning("no room to cache media: path=%s files=%d", self.directory, self._lost)
+            self._quiet_until = time.monotonic() + QUIET_S
 
 
 class MediaCache:

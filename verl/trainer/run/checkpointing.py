@@ -7,6 +7,7 @@ A checkpoint is `global_step_N/` with the workers' folders, the loader's `datalo
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,14 +25,15 @@ logger = get_logger(__name__)
 
 LOADER_FILE = "dataloader.pt"
 STATE_FILE = "trainer_state.json"
+ORIGIN = "origin"  # its entry for what the run is computed from, see `resuming.py`
 GROUPS_FILE = "carried_groups.pt"  # only if groups wait for the next step
 
 
 class ResumableLoader(Protocol):
     """A data loader with a position that can be saved."""
 
-    def state_dict(self) -> dict[str, int]: ...
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_changes: bool = False) -> None: ...
 
 
 class PendingCheckpoint(NamedTuple):
@@ -45,13 +47,20 @@ class RunState:
     """The progress of a run, and its checkpoints."""
 
     def __init__(
-        self, config: RunConfig, training_steps: int, workers: RayWorkerGroup, loader: ResumableLoader | None
+        self,
+        config: RunConfig,
+        training_steps: int,
+        workers: RayWorkerGroup,
+        loader: ResumableLoader | None,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.training_steps = training_steps
         self.workers = workers
         self.loader = loader  # None in a run that only validates
+        self.origin = origin  # what checkpoints record for `check_resume`
         self.step = 0  # done, the current one included
+        self.is_loaded = False  # `load` has come to its end
         self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
         self.saved: Path | None = None  # the last checkpoint of this object
         self.save_error: str | None = None  # of the last checkpoint that was begun
@@ -100,12 +109,16 @@ class RunState:
             config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
         )
         self.checkpoints.clear()
-        if folder is None:
-            return
+        if folder is not None:
+            self._load_from(folder)
+        self.is_loaded = True
+
+    def _load_from(self, folder: Path) -> None:
         self.step = checkpoint_step(folder)
         self.workers.load_checkpoint(str(folder))
         if self.loader is not None:
-            self.loader.load_state_dict(torch.load(folder / LOADER_FILE, weights_only=True))
+            where = torch.load(folder / LOADER_FILE, weights_only=True)
+            self.loader.load_state_dict(where, allow_changes=self.config.allow_changed_inputs)
         state = json.loads((folder / STATE_FILE).read_text())
         self._score = state.get("validation_score")
         self._load_own(folder, state)
@@ -114,7 +127,7 @@ class RunState:
     def _write_own_files(self, folder: Path) -> None:
         assert self.loader is not None, "a run that trains has a loader"
         torch.save(self.loader.state_dict(), folder / LOADER_FILE)
-        common = {"step": self.step, "validation_score": self._score}
+        common = {"step": self.step, "validation_score": self._score, ORIGIN: self.origin}
         write_json(folder / STATE_FILE, common | self._save_own(folder))
         write_manifest(folder, {"step": self.step})
 
@@ -164,8 +177,9 @@ class PPORunState(RunState):
         workers: RayWorkerGroup,
         loader: ResumableLoader | None,
         collector: RolloutCollector,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(config, training_steps, workers, loader)
+        super().__init__(config, training_steps, workers, loader, origin)
         self.kl_controller = kl_controller
         self.entropy_controller = entropy_controller
         self.collector = collector

@@ -13,6 +13,7 @@ from verl.config.schema import ConfigError, check_config
 from verl.config.trainer import RunTree
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
+from verl.trainer.run.stopping import hangups_for_us_only
 from verl.utils.rank_logger import get_logger
 
 RETRY_S = 1.0  # between looks for missing machines
@@ -30,7 +31,8 @@ def join_cluster(config: C, device: str, wait_s: float, stack: ExitStack) -> tup
     """
     deadline = time.monotonic() + wait_s
     if not ray.is_initialized():
-        _retry_until(deadline, connect)
+        with hangups_for_us_only():
+            _retry_until(deadline, connect)
         stack.callback(ray.shutdown)  # not if the caller had connected before
     pool = _pool_of(config, device)
     try:

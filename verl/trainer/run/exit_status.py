@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.checkpoint.manifest import resume_from, whole_steps
 from verl.checkpoint.tracker import read_record
 from verl.config.trainer import RunConfig
 from verl.trainer.run.stopping import ENDED_BY
+from verl.utils.rank_logger import get_logger
 
 FAILED = 1  # exit status: the machine is unsuitable, or the run ended before its last step
 BAD_INPUT = 2  # exit status: an option or a file is wrong; nothing was trained
@@ -17,6 +19,8 @@ REPORT = "failures.log"  # in the checkpoint folder: each failure, with the stac
 
 # Raised by our own code for the user to read; `OSError` covers missing files, full disks and timeouts.
 FOR_THE_USER = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,23 @@ class ExitStatus:
 
 
 def exit_status_of(
-    error: BaseException, trainer: RunConfig, step: int | None = None, *, retryable: bool = False
+    error: BaseException,
+    trainer: RunConfig,
+    step: int | None = None,
+    *,
+    retryable: bool = False,
+    can_resume: bool = True,
 ) -> ExitStatus:
-    """Turn an error of ours, raised in `step` (None is before the first), into an exit status."""
+    """Turn an error of ours, raised in `step` (None is before the first), into an exit status.
+
+    Without `can_resume` the error is that of resuming: the same command would raise it again.
+    """
     if step is None:
         is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
         return ExitStatus(FAILED if is_machine else BAD_INPUT, str(error), retryable=retryable)
-    message = f"the run failed in step {step}: {error}\n\n{resume_hint(trainer)}"
-    return ExitStatus(FAILED, message, step, retryable)
+    message = f"the run failed in step {step}: {error}"
+    hint = f"\n\n{resume_hint(trainer)}" if can_resume else ""
+    return ExitStatus(FAILED, message + hint, step, retryable)
 
 
 def raised_by_us(error: BaseException) -> bool:
@@ -53,19 +66,24 @@ def raised_by_us(error: BaseException) -> bool:
 
 
 def resume_hint(trainer: RunConfig) -> str:
+    """Say how to resume from the newest checkpoint that is whole."""
     record = read_record(trainer.checkpoint_folder)
-    if record is None or record.last_global_step is None:
+    steps = whole_steps(Path(trainer.checkpoint_folder)) if record is not None else []
+    if record is None or not steps:
         return "no checkpoint was saved: `trainer.save_freq` says how often one is"
-    folder = f"{trainer.checkpoint_folder}/global_step_{record.last_global_step}"
-    if trainer.find_last_checkpoint and trainer.load_checkpoint_path is None:
-        return f"the same command resumes from the last checkpoint, {folder}"
-    return f"the last checkpoint is {folder}: resume from it with `trainer.load_checkpoint_path={folder}`"
+    is_last = steps[0].name == f"global_step_{record.last_global_step}"
+    if is_last and trainer.find_last_checkpoint and trainer.load_checkpoint_path is None:
+        return f"the same command resumes from the last checkpoint, {steps[0]}"
+    return f"the last checkpoint is {steps[0]}: resume from it with {resume_from(steps[0])}"
 
 
 def report_failure(trainer: RunConfig, step: int | None, text: str) -> None:
-    """Append a failure to the report in the checkpoint folder."""
-    folder = Path(trainer.checkpoint_folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Append a failure to the report in the checkpoint folder; a full disk changes no exit status."""
+    path = Path(trainer.checkpoint_folder) / REPORT
     moment = time.strftime("%Y-%m-%d %H:%M:%S")
-    with (folder / REPORT).open("a") as file:
-        file.write(f"=== {moment}, step {'unknown' if step is None else step}\n{text}\n\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"=== {moment}, step {'unknown' if step is None else step}\n{text}\n\n")
+    except OSError as error:
+        logger.warning("a failure could not be reported: path=%s cause=%s", path, error)

@@ -51,7 +51,8 @@ def run_once(
             report_failure(options, step, str(error))
             is_loss = error.may_go_away
         has_begun = step is not None or is_restart
-        return exit_status_of(error, options, step, retryable=is_loss and has_begun)
+        can_resume = is_loss or (trainer is not None and trainer.run_state.is_loaded)
+        return exit_status_of(error, options, step, retryable=is_loss and has_begun, can_resume=can_resume)
     except RayError as error:  # not raised by a worker: the cluster lost its head, or this process its node
         step = None if trainer is None else trainer.run_state.step
         report_failure(options, step, f"Ray: {error}")

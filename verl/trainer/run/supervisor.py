@@ -18,11 +18,13 @@ from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.config.trainer import RunTree
+from verl.logger.guarded import end_process_if_hung
 from verl.trainer.run.exit_status import FAILED, ExitStatus, report_failure, resume_hint
 from verl.trainer.run.run_lock import locked_by_child
 from verl.trainer.run.stopping import ENDED_BY, handling_signals
 from verl.utils.child_process import end_with_parent
 from verl.utils.rank_logger import get_logger
+from verl.utils.standard_streams import outlive_readers
 
 POLL_S = 0.5  # between checks that the child lives
 
@@ -113,6 +115,7 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which forwards it: once, not twice
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "this is a child"
+    outlive_readers()
     end_with_parent(parent.pid, signal.SIGTERM)  # without a parent there would be no restart
     exit_status = ExitStatus(FAILED)
     try:
@@ -120,9 +123,9 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
             exit_status = train_once(config, wait_s)
     except SystemExit as end:
         exit_status = ExitStatus(end.code if isinstance(end.code, int) else FAILED)
-        raise
     finally:
         sender.send(exit_status)
+    end_process_if_hung(exit_status.status)
     sys.exit(exit_status.status)
 
 
