@@ -89,7 +89,7 @@ FORMS = {
         ("two lines", "Answer: ~\nNo.\nAnswer: @", 1, 0),
         ("equation", "I compute.\nAnswer: k = @", 1, 0),
         ("lower case", "I compute.\nanswer : @.", 1, 0),
-        ("not at the end", "Answer: @" + "\nI go on." * 40, 0, 0),
+        ("not at the end", "Answer: @" + "\nAnd so on." * 40, 0, 0),
         ("no answer", "I compute. It is @.", 0, 0),
     ],
 }

@@ -27,7 +27,9 @@ BARE_COMMAND = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|log|ln)(?
 IN_TEXT = re.compile(
     r"\\(?:(text[a-z]*|mbox|hbox|emph)|mathrm|mathbf|mathit|mathsf|operatorname) ?\{([^{}]*)\}"
 )
-LEAD = re.compile(r'\A"?(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is:?|:)[ "]*', re.IGNORECASE)
+LEAD = re.compile(
+    r'\A(?:\\approx ?|"?(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is:?|:)[ "]*)', re.IGNORECASE
+)
 
 DIGIT_GROUPS = re.compile(r"(?<=\d)(?: |\{,\})(?=\d{3}(?!\d))")
 MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+) (\d+) ?/ ?(\d+)(?![\d.])")
@@ -39,11 +41,11 @@ ANGLE_FUNCTION = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
 CURRENCY = re.compile(r"^ ?(-?) ?\\?(\$(?=[^$]*$)|[€£¥₹]) ?(?=[\d.])")
 PERCENT = re.compile(r'" *(?:percent|pct) *"|\b(?:percent|pct)\b|(?<!\\)%')
-RATE = re.compile(r"(?<=[\d}]) ?([A-Za-z]{1,2} ?/ ?(?:s|h|hr|min|sec|L|kg|m|mol))(?![A-Za-z])")
+RATE = re.compile(r"(?<=[\d})]) ?([A-Za-z]{1,2} ?/ ?(?:s|h|hr|min|sec|L|kg|m|mol))(?![A-Za-z])")
 LETTER_UNIT = re.compile(r"(?<=\d) ([mghsLNJWV])$")
 HALF_OF_DAY = re.compile(r'(?<=\d)([ "]*)([ap])\.? ?m\b\.?', re.IGNORECASE)
 SEPARATOR = re.compile(r',? *(?:" *(?:and|or) *"|\b(?:and|or)\b) *')
-ORDINAL = re.compile(r'(?<=\d) ?(?:\^ ?\{? ?)?"?(?:st|nd|rd|th)"? ?\}?$')
+ORDINAL = re.compile(r'(?<=\d) ?(?:\^ ?\{? ?)?"?(?:st|[nr]d|th)"? ?\}?$')
 LABEL = re.compile(r'^[^="]*"[^"]*"[^=]*=')
 TRAILING_WORDS = re.compile(r'(?: *"(?:[^"\d]|\^ ?\{?[23])*"(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?)+[ .]*$')
 BARE_WORD = re.compile(r"(?<![\\A-Za-z_^'])[A-Za-z][A-Za-z'-]*[A-Za-z]")
@@ -92,8 +94,9 @@ def same_text(answer: Answer, truth: Answer) -> bool | None:
     if answer.text == truth.text:
         return bool(answer.text)
     choice, true_choice = _choice(answer.text), _choice(truth.text)
-    if choice and true_choice:
-        return choice == true_choice
+    if choice and true_choice:  # a letter, and the text of the choice if given
+        texts = {choice[1], true_choice[1]} - {""}
+        return choice[0] == true_choice[0] and len(texts) < 2
     if not answer.value or not truth.value:
         return False
     if '"' in answer.value + truth.value:
@@ -166,13 +169,17 @@ def _mark_words(text: str) -> str:
 
 
 def _mark_word(match: re.Match[str]) -> str:
-    word, before = match[0], match.string[: match.start()][-1:]
-    is_word = before in ("", " ") and len(word) > 2 and WORD.fullmatch(word) and not FUNCTION.fullmatch(word)
-    return f'"{word}"' if is_word or word.casefold() in UNITS or word.casefold() in DIRECTIONS else word
+    word, before = match[0], match.string[: match.start()]
+    if len(word) < 3:  # `5 cm` has a unit, `2 rs` is a product
+        is_word = before.rstrip()[-1:] in set("0123456789})") and word.casefold() in UNITS.keys() | DIRECTIONS
+    else:
+        is_word = before[-1:] in ("", " ") and WORD.fullmatch(word) and not FUNCTION.fullmatch(word)
+        is_word = is_word or word.casefold() in UNITS
+    return f'"{word}"' if is_word else word
 
 
 def _is_phrase(text: str) -> bool:
-    """Whether a text is words and nothing else."""
+    """Return whether a text is words and nothing else."""
     if not PHRASE.fullmatch(text):
         return False
     words = re.findall(r"[^\W\d_]+", text)
@@ -182,14 +189,14 @@ def _is_phrase(text: str) -> bool:
 
 
 def _phrase(text: str) -> str:
-    return re.sub(r"^(?:an?|the) (?=..)", "", text.casefold().strip(" .!?"))
+    return re.sub(r"^(?:an?|the) (?=..)|[{}]", "", text.casefold().strip(" .!?"))
 
 
-def _choice(text: str) -> str | None:
+def _choice(text: str) -> tuple[str, str] | None:
     match = CHOICE.fullmatch(text)
     if match is None or OTHER_CHOICE.search(match[3] or ""):
         return None
-    return (match[1] or match[2]).upper()
+    return (match[1] or match[2]).upper(), _phrase(match[3] or "")
 
 
 def _squeeze(text: str) -> str:

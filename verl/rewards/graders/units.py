@@ -3,10 +3,10 @@
 
 _NAMES = """
     millimeter mm millimetre|centimeter cm centimetre|decimeter dm|meter m metre|kilometer km kilometre
-    inch in inches|foot ft feet|yard yd|mile mi|acre|hectare ha
-    second s sec|minute min|hour h hr|day|week|month|year yr
-    milligram mg|gram g|kilogram kg|ton tonne|pound lb lbs|ounce oz|milliliter ml|liter l litre|gallon gal
-    dollar usd $|cent|euro €|rupee rs ₹|yen ¥|sterling £|degree deg|radian rad|celsius c|fahrenheit f
+    inch in inches|foot ft feet|yard yd|mile mi|acre|hectare
+    second s sec|minute min|hour h|day|week|month|year yr
+    milligram|gram g|kilogram kg|ton tonne|pound lb lbs|ounce oz|milliliter ml|liter l litre|gallon gal
+    dollar usd $|cent|euro €|rupee ₹|yen ¥|sterling £|degree deg|radian rad|celsius c|fahrenheit f
     newton n|joule j|watt w|volt v|hertz hz|mole mol
 """
 _RATES = {"mph": ("mile", "hour"), "kmh": ("kilometer", "hour"), "kph": ("kilometer", "hour")}
