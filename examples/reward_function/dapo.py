@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DAPO: the answer is the last line `Answer: ...`; long responses are penalized.
+r"""DAPO: the answer is the last line `Answer: ...`, else the last `\boxed{}`; long responses are penalized.
 
 Use it with `examples/format_prompt/dapo.jinja`.
 
     overall = accuracy + overlong_penalty_factor * overlong
 
-    accuracy              1 if the last `Answer:` equals the ground truth mathematically, else -1
+    accuracy              1 if the answer equals the ground truth as text or mathematically, else -1
     overlong              for L = response_length, M = max_response_length, b = overlong_buffer_length:
                           0 for L <= M - b;   (M - b - L) / b for M - b < L <= M;   -1 for L > M
     accuracy_normalized   (accuracy + 1) / 2, in [0, 1]; use it as `algorithm.filter_key`
@@ -27,10 +27,8 @@ ANSWER_WINDOW = 300  # characters at the end of a response; the longest answer o
 
 def accuracy_reward(response: str, ground_truth: str) -> float:
     answers = ANSWER.findall(response[-ANSWER_WINDOW:])
-    if not answers:
-        return -1.0
-    answer = answers[-1].strip(" *")  # bold text in Markdown
-    return 1.0 if same_answer(last_boxed(answer) or answer, ground_truth) else -1.0
+    answer = answers[-1] if answers else last_boxed(response)
+    return 1.0 if answer is not None and same_answer(answer, ground_truth) else -1.0
 
 
 def overlong_penalty(response_length: int, max_response_length: int, overlong_buffer_length: int) -> float:

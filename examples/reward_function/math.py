@@ -3,8 +3,9 @@ r"""Mathematics: an answer in `\boxed{}` after a `<think>` block, for `examples/
 
 overall = (1 - format_weight) * accuracy + format_weight * format        0.9 and 0.1 by default
 
-accuracy   1 if the last `\boxed{}` equals the ground truth mathematically, else 0
-format     1 if the response is `<think>...</think>` followed by text with a `\boxed{}`, else 0
+accuracy   1 if the last `\boxed{}` equals the ground truth as text or mathematically, else 0
+format     1 if the response is `<think>...</think>` followed by text with a `\boxed{}`, else 0; the tags may
+           have spaces, `< think >`, as Qwen2.5-VL-32B writes them
 """
 
 import re
@@ -14,7 +15,8 @@ from verl.rewards.graders.math import last_boxed, same_answer
 
 REWARD_NAME = "math"
 REWARD_TYPE = "batch"
-FORMAT = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+THINK, THOUGHT = re.compile(r"\s*+<\s*+think\s*+>"), re.compile(r"<\s*+/\s*+think\s*+>")
+BOX = re.compile(r"\\boxed\s*+\{")
 
 
 def accuracy_reward(response: str, ground_truth: str) -> float:
@@ -23,7 +25,10 @@ def accuracy_reward(response: str, ground_truth: str) -> float:
 
 
 def format_reward(response: str) -> float:
-    return float(FORMAT.fullmatch(response) is not None)
+    start = THINK.match(response)
+    end = start and THOUGHT.search(response, start.end())
+    box = end and BOX.search(response, end.end())
+    return float(box is not None and response.find("}", box.end()) >= 0)
 
 
 def compute_score(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:

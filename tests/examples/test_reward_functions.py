@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shipped reward function on right, wrong, unformatted and garbage responses, worked out by hand."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,10 @@ def test_math_is_nine_tenths_accuracy_and_one_tenth_format(response, overall, fo
         ("<think>a</think><answer>4</answer> no, <answer>3</answer>", 1.0, 1, 1),  # the last answer counts
         (r"<think>a</think><answer>\boxed{3}</answer>", 1.0, 1, 1),
         ("<think>3</think> 3", 0.0, 0, 0),
-        ("3", 0.0, 0, 0),
+        ("3", 0.5, 0, 1),  # without any tags the whole response is the answer
+        ("<think>a</think> <answer>3", 0.0, 0, 0),
+        ("<think>a</think><answer><answer>3</answer>", 1.0, 1, 1),
+        ("<think>Not <answer>4</answer>.</think>\n<answer>\n3\n</answer>", 1.0, 1, 1),
         ("<answer>", 0.0, 0, 0),
         ("", 0.0, 0, 0),
     ],
@@ -62,6 +66,61 @@ def test_r1v_is_half_accuracy_and_half_format(response, overall, formatted, accu
 def test_r1v_takes_a_ground_truth_out_of_its_tags():
     assert score("r1v", "<answer>B</answer>", "<answer> B </answer>")["accuracy"] == 1.0
     assert score("r1v", "<answer>C</answer>", "<answer>B</answer>")["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "accuracy"),
+    [
+        ("B", 1.0),
+        ("b", 1.0),
+        ("(B)", 1.0),
+        ("B. The man walks away.", 1.0),
+        ("B) The man walks away.", 1.0),
+        ("A. The man walks away.", 0.0),
+        ("A, B", 0.0),
+        ("A. He walks. B. He runs.", 0.0),  # every choice
+        ("Bob walks", 0.0),
+    ],
+)
+def test_r1v_reads_a_choice_with_or_without_its_text(answer, accuracy):
+    assert score("r1v", f"<think>I look.</think><answer>{answer}</answer>", "B")["accuracy"] == accuracy
+
+
+# 130,000 characters, about 32,000 tokens.
+ENDLESS = [
+    "<think>" + "</think>" * 16_000,
+    "<think>" + "</think> <answer>" * 8_000,
+    "<think></think>" + "\\boxed{" * 18_000,
+    "<think></think>" + "\\boxed{}" * 16_000 + "\n",
+    "<" + " " * 130_000,
+    "<think></think>" + " " * 130_000,
+    "</think>" + " " * 130_000 + "<answer" * 10,
+    "<think>" + "<answer>" * 16_000,
+    "<think>" + "< / think " * 13_000,
+    "a" * 130_000,
+]
+
+
+@pytest.mark.parametrize("name", ["math", "r1v", "dapo"])
+def test_the_time_of_a_reward_grows_with_the_length_of_the_response_and_not_faster(name):
+    kwargs = DAPO_KWARGS if name == "dapo" else {}
+    start = time.process_time()
+    for response in ENDLESS:
+        score(name, response, "B", **kwargs)
+
+    assert time.process_time() - start < 5.0  # 0.5 s on a quiet machine
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "< think >\n1/2\n< /think >\n\\boxed{0.5}",  # as Qwen2.5-VL-32B writes them
+        "\n<think>1/2</think>\\boxed {0.5}",
+        "<think>1/2</think> </think> \\boxed{0.5}",
+    ],
+)
+def test_math_reads_tags_and_boxes_with_spaces(response):
+    assert score("math", response, "0.5") == {"overall": 1.0, "format": 1.0, "accuracy": 1.0}
 
 
 def test_r1v_compares_words_as_text():
@@ -76,6 +135,9 @@ def test_r1v_compares_words_as_text():
         ("answer : $\\frac{1}{2}$", 1.0),
         ("**Answer: 0.5**", 1.0),
         ("Answer: \\boxed{0.5}", 1.0),
+        ("**Answer:** 0.5.", 1.0),
+        ("So it is \\boxed{0.5}.", 1.0),  # without the line, the box counts
+        ("Answer: 2, not \\boxed{0.5}" + "\nNo.", 1.0),
         ("Answer: 2\nNo.\nAnswer: 0.5", 1.0),
         ("Answer: 2", -1.0),
         ("0.5", -1.0),

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from verl.rewards.graders.answer_text import read
 from verl.rewards.graders.math import TimeLimitReached, _comparer, last_boxed, same_answer
 from verl.rewards.graders.math import _time_limit as time_limit
+
+WRAPS = ("text", "textbf", "textit", "mathrm", "mathbf")
 
 
 @pytest.mark.parametrize(
@@ -20,12 +23,18 @@ from verl.rewards.graders.math import _time_limit as time_limit
         (r"\boxed{1} and \boxed{2", "1"),
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{a\boxed{3}", "3"),
+        (r"\boxed{x = \boxed{3}} { and", "3"),
+        (r"\boxed {5}", "5"),
+        ("\\boxed\n{5}", "5"),
+        (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),  # `\{` is no brace
+        (r"so \boxed{\frac{1}{2}", r"\frac{1}{2}"),  # the response was cut
+        (r"\boxed{5} } \boxed{6", "5"),
         (r"\boxed{}", ""),
         ("no box {5}", None),
         ("", None),
     ],
 )
-def test_the_last_closed_box_is_the_answer(text, content):
+def test_the_last_closed_box_is_the_answer_or_else_the_last_one_that_was_cut(text, content):
     assert last_boxed(text) == content
 
 
@@ -50,6 +59,37 @@ def test_the_last_closed_box_is_the_answer(text, content):
         ("A", "A"),
         ("yes", "Yes"),
         ("left  of it", "left of it"),
+        *((f"\\{wrap}{{{word}}}", word) for wrap in WRAPS for word in ("Evelyn", "east")),
+        *((word, f"\\{wrap}{{{word}}}") for wrap in WRAPS for word in ("evelyn", "East")),
+        (r"\text{an ellipse}", "ellipse"),
+        ("xy", "yx"),
+        ("mg/2", r"\frac{mg}{2}"),
+        ("b", "B"),
+        ("C) 14 cm", "C"),
+        ("½", "0.5"),
+        ("1½", "3/2"),
+        ("√2", r"\sqrt{2}"),
+        ("√(x+1)", r"\sqrt{x+1}"),
+        ("2³", "8"),
+        ("10⁻³", "0.001"),
+        ("-∞", r"-\infty"),
+        ("90°", r"90^\circ"),
+        ("90°", "90"),
+        ("\uff12\uff15", "25"),  # digits of full width
+        ("1e5", "100000"),
+        ("6.02e23", r"6.02 \times 10^{23}"),
+        ("9.10e-31", r"9.1 \times 10^{-31}"),
+        (r"0.\overline{36}", r"\frac{4}{11}"),
+        (r"12\,600", "12600"),
+        ("$5", "5"),
+        (r"\sin 30^\circ", r"\frac{1}{2}"),
+        (r"\frac{a}{b}\cdot c", r"\frac{ac}{b}"),
+        ("2 < x < 5", "(2,5)"),
+        (r"5\,\mathrm{cm}", r"5\text{ centimeters}"),
+        ("60 miles per hour", "60 mph"),
+        ("10:30 a.m.", r"10:30 \text{ AM}"),
+        (r"5 \text{ or } 6", "5, 6"),
+        ("52_8", "52_{8}"),
     ],
 )
 def test_equal_answers_are_the_same(answer, ground_truth):
@@ -71,6 +111,23 @@ def test_equal_answers_are_the_same(answer, ground_truth):
         ("5", ""),
         ("(1,2]", "(1,2)"),
         ("5 or 6", "5"),
+        (r"7 \text{ (or } 5)", "5"),
+        ("7 apples and 5 pears", "5"),
+        (r"9.1 \times 10^{-31}", r"1.6 \times 10^{-19}"),
+        ("0.0000004", "0.0000003"),
+        ("(0.0000004, 1)", "(0.0000003, 1)"),
+        ("0.00001", "0"),
+        ("1101_3", "1101_2"),
+        (r"5\text{ m}", r"5\text{ cm}"),
+        (r"10:30 \text{ p.m.}", r"10:30 \text{ a.m.}"),
+        (r"\$5", r"5\text{ cents}"),
+        ("2abc", "2"),
+        ("2 rs", "2"),
+        ("A. Lincoln", "A. Jackson"),
+        ("2**3", "23"),
+        ("silent", "listen"),
+        ("A. one B. two", "A"),
+        ("The answer is not 5", "5"),
         (r"\frac{\frac{\frac{", "5"),
         ("(" * 100, "5"),
         ("5" * 5000, "5"),
@@ -88,6 +145,15 @@ def test_an_answer_that_explodes_is_wrong_after_the_time_limit(answer):
     assert not same_answer(answer, "5", time_limit_s=0.5)
 
     assert time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize("text", ["a" * 300, '"a"' * 100, "½" * 300, r"\text{" * 50, "2 3 " * 75, "^{" * 150])
+def test_reading_an_answer_takes_no_time(text):
+    start = time.process_time()
+
+    read(text)
+
+    assert time.process_time() - start < 0.5  # 10 ms on a quiet machine
 
 
 def comparing_process():

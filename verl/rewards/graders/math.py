@@ -14,11 +14,12 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from verl.rewards.graders.answer_text import read, same_text
 from verl.utils.child_process import ChildEndedError, ChildProcess, IsolatedCalls
 
 TIME_LIMIT_S = 2.0  # of CPU time for one comparison; common ones take milliseconds
@@ -27,54 +28,50 @@ ALARM_PERIOD_S = 1.0  # the alarm rings again, in case some `except:` on the way
 KERNEL_GRACE_S = 2  # CPU time between the alarm and the kernel's limit
 MEMORY_LIMIT = 4 << 30  # bytes of address space; symbolic mathematics itself takes a tenth
 MAX_ANSWER_LENGTH = 300  # characters; MATH-500 has at most 159, and parsing costs grow with the square
-BOXED = r"\boxed{"
+TOKENS = re.compile(r"\\(boxed)\s*+\{|\\.|[{}]", re.DOTALL)  # `\{` is no brace
 
 _Question = tuple[str, str, float]  # answer, ground truth, limit in seconds of CPU time
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{...}`, with inner braces; None when there is none."""
-    start = text.rfind(BOXED)
-    while start >= 0:
-        depth = 1
-        for end in range(start + len(BOXED), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start + len(BOXED) : end].strip()
-        start = text.rfind(BOXED, 0, start)
-    return None
+    r"""Return the content of the last closed `\boxed{...}`, with inner braces.
+
+    Of a text without one, the content of the last `\boxed{` that the text's end has cut; None without any.
+    """
+    closed = (-1, -1)  # start and end of a content
+    opened: list[int] = []  # starts of the contents that are open; -1 for braces of no box
+    for token in TOKENS.finditer(text):
+        if token[1] or token[0] == "{":
+            opened.append(token.end() if token[1] else -1)
+        elif token[0] == "}" and opened:
+            closed = max(closed, (opened.pop(), token.start()))
+    start, end = closed if closed[0] >= 0 else (max(opened, default=-1), len(text))
+    return text[start:end].strip() if start >= 0 else None
 
 
 def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT_S) -> bool:
     r"""Return whether an answer equals the ground truth as text or as mathematics.
 
-    Both are plain text or LaTeX. Words (two or more letters and nothing else) are compared as text, ignoring
-    case. An answer that is too long, or that takes too much memory or more than `time_limit_s` seconds of CPU
-    time to decide, is wrong. Thread-safe.
+    Both are plain text or LaTeX. Case does not matter in words and letters of choices; `B. 12` is the choice
+    `B`. A unit may be missing but not be another one. An answer that is too long, or that takes too much
+    memory or more than `time_limit_s` seconds of CPU time to decide, is wrong. Thread-safe.
     """
-    answer, ground_truth = _plain(answer), _plain(ground_truth)
-    if answer.casefold() == ground_truth.casefold():
-        return answer == ground_truth or _is_word(answer)
-    # Words: math-verify reads `no` as the product n * o, which equals `on`.
-    if not answer or _is_word(ground_truth) or _is_word(answer) or len(answer) > MAX_ANSWER_LENGTH:
-        return False
+    answer, ground_truth = " ".join(answer.split()), " ".join(ground_truth.split())
+    if max(len(answer), len(ground_truth)) > MAX_ANSWER_LENGTH:
+        return answer.casefold() == ground_truth.casefold()
+    given, truth = read(last_boxed(answer) or answer), read(last_boxed(ground_truth) or ground_truth)
+    verdict = same_text(given, truth)
+    if verdict is not None:
+        return verdict
     comparer = _comparer(os.getpid())
     try:
-        return comparer.thread.submit(comparer.equal, (answer, ground_truth, time_limit_s)).result()
+        return comparer.thread.submit(comparer.equal, (given.value, truth.value, time_limit_s)).result()
     except ChildEndedError as error:
         if error.exit_code < 0:  # killed by the kernel: too much time or memory
             return False
         raise RuntimeError("the process that compares answers failed; it wrote why to stderr") from error
     except TimeoutError as error:
         raise TimeoutError(f"comparing answers {error}: is this machine too busy?") from error
-
-
-def _plain(answer: str) -> str:
-    return re.sub(r"\s+", " ", answer).strip().strip("$").strip().removesuffix(".")
-
-
-def _is_word(answer: str) -> bool:
-    return len(answer) > 1 and all(part.isalpha() for part in answer.split())
 
 
 class _Comparer(NamedTuple):
@@ -100,16 +97,32 @@ def _enter() -> None:
 
 def _equal(question: _Question) -> bool:
     answer, ground_truth, time_limit_s = question
-    from math_verify import parse, verify  # noqa: PLC0415 (takes a second, which only the child should pay)
+    from math_verify import verify  # noqa: PLC0415 (takes a second, which only the child should pay)
 
     _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + time_limit_s) + KERNEL_GRACE_S)
-    try:
-        with _time_limit(time_limit_s):
-            gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=0)
-            given = parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
-            return verify(gold, given, timeout_seconds=0)
-    except (TimeLimitReached, RecursionError, MemoryError):
-        return False
+    with suppress(TimeLimitReached, RecursionError, MemoryError), _time_limit(time_limit_s):
+        gold, given = _parse(ground_truth), _parse(answer)
+        return verify(gold, given, allow_set_relation_comp=True, timeout_seconds=0)
+    return False
+
+
+def _parse(answer: str) -> list[Any]:
+    """Parse LaTeX with exact decimals: math-verify rounds to 6 places, and 9.1e-31 would be 1.6e-19."""
+    from latex2sympy2_extended import NormalizationConfig  # noqa: PLC0415 (see above)
+    from math_verify import LatexExtractionConfig, parse  # noqa: PLC0415
+    from sympy import Basic, Float, MatrixBase, Rational  # noqa: PLC0415
+
+    # Units are split off before: math-verify would take the `c` of `ac` for one. Without an anchor it would
+    # take any number out of what it cannot read.
+    normalization = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all")
+    latex = LatexExtractionConfig(try_extract_without_anchor=False, normalization_config=normalization)
+    found = []
+    for expression in parse(f"\\boxed{{{answer}}}", [latex], parsing_timeout=0):
+        if isinstance(expression, Basic | MatrixBase):
+            decimals = {number: Rational(str(number)) for number in expression.atoms(Float)}
+            expression = expression.xreplace(decimals)
+        found.append(expression)
+    return found
 
 
 class TimeLimitReached(BaseException):
