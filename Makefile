@@ -42,9 +42,10 @@ demo-video: $(INSTALLED)  ## the same with videos
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py
 
-# Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps.
+# Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps. In the order of
+# the files, since the order of their numbers of tests leaves the longest runs, which have few, to the end.
 test: $(INSTALLED)        ## all CPU tests, with real training runs (20 minutes)
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(INSTALLED)   ## tests without engines, Ray, browsers and groups of ranks (4 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not heavy and not browser'

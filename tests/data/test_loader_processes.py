@@ -48,6 +48,6 @@ def test_readers_that_die_again_and_again_end_the_run_with_the_option(model, tmp
     monkeypatch.setattr(type(loader.dataset), "__getitem__", lambda dataset, row: os._exit(9))
 
     with pytest.raises(
-        RuntimeError, match=r"died twice before the row at place 0 .*`data.num_workers` \(1\)"
+        RuntimeError, match=r"died twice before the row at position 0 .*`data.num_workers` \(1\)"
     ):
         next(iter(loader))

@@ -130,6 +130,7 @@ def test_a_reward_model_can_be_the_only_source_of_scores(folder):
         f"worker.reward_model.model.model_path={scorer}",
         "worker.reward_model.coef=2.0",
         "worker.reward_model.fsdp.mp_param_dtype=fp32",
+        "trainer.n_gpus_per_node=1",
         "trainer.max_steps=1",
     ]
     metrics = train(folder / "reward_model", *options, *model)
@@ -206,6 +207,7 @@ def test_a_step_that_cannot_be_filled_says_why(folder):
         "algorithm.online_filtering=true",
         "algorithm.filter_low=0.98",
         "trainer.max_try_make_batch=2",
+        "trainer.n_gpus_per_node=1",
         "trainer.max_steps=1",
     ]
     finished = start_training(
