@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.config.ppo import DataConfig
 from verl.config.sft import SFTDataConfig
-from verl.data.bad_rows import BadRow
+from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.messages import references
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
@@ -214,6 +215,50 @@ def test_images_may_be_paths_bytes_or_dictionaries(media_model, tmp_path):
 
     assert [item["multi_modal_data"]["images"] for item in (dataset[0], dataset[2])] == [[content], [path]]
     assert torch.equal(dataset[0]["prompts"], dataset[2]["prompts"])
+
+
+def test_options_of_single_media_in_a_row_count_for_its_length_and_travel_with_it(media_model, tmp_path):
+    image, video = save_image(tmp_path / "a.png", 600, 500), save_video(tmp_path / "a.mp4", 56, 56, 40)
+    small = {"image": "a.png", "max_pixels": 50 * 50, "min_pixels": None}
+    few = {"type": "video", "video": "a.mp4", "nframes": 4}
+    rows = [
+        {"problem": "<image><video>?", "answer": "a", "images": ["a.png"], "videos": ["a.mp4"]},
+        {"problem": "<image><video>?", "answer": "a", "images": [small], "videos": [few]},
+    ]
+
+    dataset = open_media(media_model, write(tmp_path, rows), image_dir=str(tmp_path), max_prompt_length=512)
+
+    plain, ours = dataset[0], dataset[1]
+    assert ours["multi_modal_data"] == {
+        "images": [{"path": image, "max_pixels": 2500}],
+        "videos": [{"path": video, "nframes": 4}],
+    }
+    assert dataset.lengths == [int(item["prompt_mask"].sum()) for item in (plain, ours)]
+    assert dataset.lengths[1] < dataset.lengths[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_pixels": 9}, r"the video has \['total_pixels'\], which have no effect here.*'video_end'"),
+        ({"min_pixel": 9}, r"\['min_pixel'\]"),
+        ({"fps": 0}, "`fps` of the video must be a positive number, got 0"),
+        ({"nframes": 4.5}, "`nframes` of the video must be a whole number from 1 up, got 4.5"),
+        ({"nframes": 5}, r"an odd `nframes` \(5\)"),
+        ({"nframes": 4, "fps": 1}, r"`nframes`, which leaves \['fps'\] without effect"),
+        ({"min_pixels": 9, "max_pixels": 4}, r"a `min_pixels` \(9\) above its `max_pixels` \(4\)"),
+        ({"video_start": 3, "video_end": 2}, r"a `video_start` \(3.0\) above its `video_end`"),
+        ({"resized_height": 56}, "only one of `resized_height` and `resized_width`"),
+    ],
+)
+def test_an_option_of_a_medium_that_is_not_honored_is_named(options, message):
+    with pytest.raises(BadRowError, match=message):
+        references([{"video": "a.mp4"} | options], "video", None)
+
+
+def test_an_image_has_no_frames():
+    with pytest.raises(BadRowError, match=r"the image has \['fps'\], which have no effect"):
+        references([{"path": "a.png", "fps": 1.0}], "image", None)
 
 
 def test_the_template_sees_the_prompt_as_content_and_every_column(text_model, tmp_path):

@@ -15,7 +15,8 @@ from typing import Any
 from PIL import Image
 
 from verl.data.bad_rows import BadRowError
-from verl.data.media.references import is_url
+from verl.data.media.item_options import read_item_options
+from verl.data.media.references import Reference, is_url
 from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
@@ -115,12 +116,18 @@ def check_counts(
             )
 
 
-def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = False) -> list[str | bytes]:
-    """Read a media column (a single value, a list, or None) as paths, URLs and bytes.
+def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = False) -> list[Reference]:
+    """Read a media column (a single value, a list, or None) as paths, URLs and bytes, some with options.
 
     Relative paths start in `folder`; None is the working directory.
     """
-    return [_reference(item, kind, folder, allow_urls) for item in _as_list(value)]
+    references: list[Reference] = []
+    for item in _as_list(value):
+        options = read_item_options(item, kind) if isinstance(item, dict) else {}
+        source = _reference(item, kind, folder, allow_urls)
+        key = "path" if isinstance(source, str) else "bytes"
+        references.append({key: source} | options if options else source)
+    return references
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -14,10 +14,11 @@ from PIL import Image
 from tests.helpers.media import image_bytes, noise, save_image, save_video
 from verl.config.data import DataConfig
 from verl.data.media.cache import MediaCache
+from verl.data.media.item_options import with_item_options
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.tokens import expand_prompt
-from verl.data.media.video import VideoOptions, choose_frames, probe_video, read_video
+from verl.data.media.video import SizeOptions, VideoOptions, choose_frames, probe_video, read_video
 from verl.data.tokenizer import load_processor
 from verl.models.tiny import save_tiny_model
 
@@ -100,6 +101,85 @@ def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, o
     assert set(features) == (names | {"second_per_grid_ts"} if family == "qwen2_5_vl" else names)
     for name, value in features.items():
         torch.testing.assert_close(value, torch.as_tensor(expected[name]).to(value.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_of_single_items_reach_sizes_pixels_tokens_and_features(family, options, processors, media):
+    processor, loader = processors[family], MediaLoader(processors[family], options)
+    images = [
+        {"path": media["images"][4], "max_pixels": 9000},
+        {"path": media["images"][0], "min_pixels": 30000},
+        {"bytes": image_bytes(90, 50), "resized_height": 64, "resized_width": 130},
+        media["images"][1],
+    ]
+    videos = [
+        {"path": media["videos"][2], "nframes": 4, "max_pixels": 6000},
+        {"path": media["videos"][2], "fps": 1.0, "min_frames": 8, "max_frames": 12},
+        {"path": media["videos"][0], "video_start": 0.5, "video_end": 1.5, "fps": 4.0},
+        {"path": media["videos"][1], "resized_height": 64, "resized_width": 96},
+        media["videos"][2],
+    ]
+    row = {"images": images, "videos": videos}
+    text, expected = processor_inputs(processor, loader, row)
+
+    shape, features, decoded = loader.measure(row), loader.features(row), loader.decode(row)
+
+    raw = processor.tokenizer.encode(text, add_special_tokens=False)
+    assert expand_prompt(raw, processor, shape) == expected["input_ids"][0].tolist()
+    for name, value in features.items():
+        torch.testing.assert_close(value, torch.as_tensor(expected[name]).to(value.dtype), rtol=0, atol=0)
+    for taken, (frames, meta) in zip((4, 8, 4, None, None), decoded.videos, strict=True):
+        assert taken is None or len(frames) == len(meta["frames_indices"]) == taken
+    small, large, *_ = (image.width * image.height for image in decoded.images)
+    assert small <= 9000 and large >= 0.9 * 30000
+
+
+def test_a_part_of_a_video_has_its_own_frames_and_rate(processors, tmp_path):
+    # At 8 frames a second, 0.5 s to 1.5 s are frames 4 to 12: 9 of 16. Four a second take 4.5 of them, so 4,
+    # and a temporal patch of two lasts 2 / (4 / 9 * 8) = 0.5625 s.
+    loader = MediaLoader(processors["qwen2_5_vl"], OPTIONS)
+    part = {
+        "path": save_video(tmp_path / "a.mp4", 64, 48, 16),
+        "video_start": 0.5,
+        "video_end": 1.5,
+        "fps": 4.0,
+    }
+
+    ((_, meta),) = loader.decode({"videos": [part]}).videos
+
+    assert (meta["frames_indices"], meta["total_num_frames"]) == ([4, 7, 9, 12], 9)
+    assert loader.measure({"videos": [part]}).second_per_grid_ts.tolist() == [0.5625]
+    with pytest.raises(ValueError, match=r"a.mp4 cannot be read: ValueError: Invalid time range"):
+        loader.measure({"videos": [part | {"video_start": 9.0, "video_end": 10.0}]})
+
+
+def test_the_bound_of_an_item_moves_the_other_bound_of_the_run():
+    run = SizeOptions(min_pixels=1000, max_pixels=5000)
+
+    def bounds(**item):
+        options = with_item_options(run, {"path": "a.png"} | item)
+        return options.min_pixels, options.max_pixels
+
+    assert with_item_options(run, "a.png") is run
+    assert bounds(max_pixels=400) == (400, 400)
+    assert bounds(max_pixels=9000) == (1000, 9000)
+    assert bounds(min_pixels=8000) == (8000, 8000)
+    assert bounds(min_pixels=10, max_pixels=20) == (10, 20)
+
+
+def test_an_image_of_a_given_size_is_that_of_qwen_vl_utils(processors, tmp_path):
+    from qwen_vl_utils import fetch_image
+
+    path = save_image(tmp_path / "a.png", 151, 152)
+    size = {"resized_height": 100, "resized_width": 250}
+    loader = MediaLoader(processors["qwen2_vl"], OPTIONS)
+
+    (image,) = loader.decode({"images": [{"path": path} | size]}).images
+
+    expected = fetch_image({"image": path} | size, image_patch_size=14)
+    assert image.size == expected.size == (252, 112)  # 9 x 4 merged patches of 28 pixels
+    assert np.array_equal(np.asarray(image), np.asarray(expected))
 
 
 def test_media_without_pixel_bounds_keep_their_size_up_to_the_models_own_bounds(processors, tmp_path):
@@ -192,8 +272,22 @@ def test_a_container_without_a_frame_count_has_its_packets_counted(tmp_path):
     assert choose_frames(info, VideoOptions(1600, 22500, 28)) == [0, 3, 7, 10]
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"fps": 2.0},
+        {"fps": 1.0, "min_frames": 6},
+        {"fps": 8.0, "max_frames": 7},
+        {"nframes": 6},
+        {"fps": 2.0, "resized_height": 100, "resized_width": 60},
+        {"fps": 2.0, "max_pixels": 12000},
+    ],
+    ids=" ".join,
+)
 @pytest.mark.parametrize(("width", "height", "num_frames"), VIDEOS[:3])
-def test_frames_and_their_size_equal_those_of_qwen_vl_utils(width, height, num_frames, tmp_path, monkeypatch):
+def test_frames_and_their_size_equal_those_of_qwen_vl_utils(
+    item, width, height, num_frames, tmp_path, monkeypatch
+):
     from qwen_vl_utils import fetch_video
 
     def read_every_frame(path, **options):
@@ -204,10 +298,10 @@ def test_frames_and_their_size_equal_those_of_qwen_vl_utils(width, height, num_f
     # qwen-vl-utils reads videos by torchcodec, decord, or this function, which torchvision 0.28 has dropped.
     monkeypatch.setattr("torchvision.io.read_video", read_every_frame, raising=False)
     path = save_video(tmp_path / "a.mp4", width, height, num_frames)
-    given = {"video": path, "fps": 2.0, "min_pixels": 1600, "max_pixels": 22500}
+    given = {"video": path, "min_pixels": 1600, "max_pixels": 22500} | item
 
     expected, meta = fetch_video(given, image_patch_size=14, return_video_metadata=True)
-    video = read_video(path, VideoOptions(1600, 22500, 28))
+    video = read_video(path, with_item_options(VideoOptions(1600, 22500, 28), {"path": path} | item))
 
     assert video.meta["frames_indices"] == meta["frames_indices"].tolist()
     assert torch.equal(torch.from_numpy(video.frames).permute(0, 3, 1, 2).float(), expected)
@@ -222,7 +316,7 @@ def test_images_are_scaled_between_the_limits_and_keep_their_aspect():
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "RGB"])
 def test_every_image_becomes_rgb(mode):
-    image = process_image(Image.fromarray(noise(50, 40)).convert(mode), 100, 500)
+    image = process_image(Image.fromarray(noise(50, 40)).convert(mode), resized_size(50, 40, 100, 500))
 
     assert image.mode == "RGB" and image.width * image.height <= 500
 

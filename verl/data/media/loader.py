@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
+from verl.data.media.item_options import with_item_options
 from verl.data.media.references import Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import MediaOptions, image_grid, process_image, resized_size, video_grid
 from verl.data.media.tokens import MediaShape, sampled_fps, timestamps
@@ -58,18 +59,13 @@ class MediaLoader:
                 " and Qwen3-VL are"
             )
         self.processor = processor
-        self.min_pixels, self.max_pixels = options.min_pixels, options.max_pixels
         self.cache = cache or MediaCache(options.run_id)
         self._folder = MediaFolder(options.cache_dir) if options.cache_dir is not None else None
         self._urls = None if options.urls is None else DownloadFolder(options.urls, self.cache.run_id)
         video = processor.video_processor
+        self._images = options.of_images()
         self._videos = options.of_videos(video.patch_size * video.merge_size)
         options.check_budget(video)
-        self._options = {
-            "image": json.dumps([FORMAT, self.min_pixels, self.max_pixels]),
-            "video": json.dumps([FORMAT, astuple(self._videos), os.environ.get(BUDGET_VARIABLE)]),
-            "video info": FORMAT,
-        }
         settings = processor.image_processor.to_json_string() + video.to_json_string()
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
 
@@ -82,7 +78,7 @@ class MediaLoader:
             return ref
         if self._urls is None:
             raise ValueError(f"{source} was not fetched: set `data.allow_media_urls=true`")
-        return {"path": self._urls.path(source), "url": source}
+        return (ref if isinstance(ref, dict) else {}) | {"path": self._urls.path(source), "url": source}
 
     def _local(self, media: MediaData, kind: str) -> list[Reference]:
         return [self.on_disk(ref) for ref in (media or {}).get(kind) or []]
@@ -100,15 +96,22 @@ class MediaLoader:
 
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         with reading("image", ref), Image.open(openable(ref)) as image:
-            width, height = resized_size(image.width, image.height, self.min_pixels, self.max_pixels)
+            width, height = self._image_size(ref, image)
             return height, width
 
+    def _image_size(self, ref: Reference, image: Image.Image) -> tuple[int, int]:
+        options, processor = with_item_options(self._images, ref), self.processor.image_processor
+        if options.size is None:
+            return resized_size(image.width, image.height, options.min_pixels, options.max_pixels)
+        _, rows, columns = image_grid(processor, *options.size)
+        return columns * processor.patch_size, rows * processor.patch_size
+
     def _header_video(self, ref: Reference) -> tuple[int, int, int, dict[str, Any]]:
-        info = self._video_info(ref)
+        info, options = self._video_info(ref), with_item_options(self._videos, ref)
         with reading("video", ref):
-            indices = choose_frames(info, self._videos)
-            size = frame_size(len(indices), info.height, info.width, self._videos)
-            return len(indices), *size, video_meta(info, indices)
+            indices = choose_frames(info, options)
+            size = frame_size(len(indices), info.height, info.width, options)
+            return len(indices), *size, video_meta(info, indices, options)
 
     def _video_info(self, ref: Reference) -> VideoInfo:
         content = content_id("video", ref)
@@ -117,7 +120,7 @@ class MediaLoader:
             with reading("video", ref, content):
                 return Entry({}, {"info": list(probe_video(payload(ref)))})
 
-        return VideoInfo(*self._keep(self._key("video info", content), make).meta["info"])
+        return VideoInfo(*self._keep(self._key("video info", ref, content), make).meta["info"])
 
     def _shape(
         self, images: list[tuple[int, int]], videos: list[tuple[int, int, int, dict[str, Any]]]
@@ -152,7 +155,8 @@ class MediaLoader:
 
     def feature_key(self, kind: str, ref: Reference) -> str:
         """Return the cache key of the features of an image or a video, from its content and every option."""
-        return self._key(kind, content_id(kind, self.on_disk(ref)), self._processor_options)
+        ref = self.on_disk(ref)
+        return self._key(kind, ref, content_id(kind, ref), self._processor_options)
 
     def features_of(self, kind: str, ref: Reference) -> dict[str, Tensor]:
         """Like `features`, for one image or video."""
@@ -162,19 +166,19 @@ class MediaLoader:
     def _image(self, ref: Reference) -> Tensor:
         def make() -> Entry:
             with reading("image", ref), Image.open(openable(ref)) as image:
-                pixels = np.asarray(process_image(image, self.min_pixels, self.max_pixels))
+                pixels = np.asarray(process_image(image, self._image_size(ref, image)))
             return Entry({"pixels": torch.from_numpy(pixels.copy())}, {})
 
-        key = self._key("image", content_id("image", ref))
+        key = self._key("image", ref, content_id("image", ref))
         return self.cache.get_or_make(key, make).tensors["pixels"]
 
     def _video(self, ref: Reference) -> Entry:
         content = content_id("video", ref)
-        key = self._key("video", content)
+        key = self._key("video", ref, content)
 
         def make() -> Entry:
             with reading("video", ref, content):
-                video = read_video(payload(ref), self._videos)
+                video = read_video(payload(ref), with_item_options(self._videos, ref))
             return Entry({"frames": torch.from_numpy(video.frames)}, video.meta)
 
         return self.cache.get_or_make(key, lambda: self._keep(key, make))
@@ -208,8 +212,13 @@ class MediaLoader:
 
         return self.cache.get_or_make(self.feature_key("video", ref), make)
 
-    def _key(self, kind: str, content: bytes, more: str = "") -> str:
-        digest = hashlib.blake2b(f"{kind} {self._options[kind]} {more} ".encode(), digest_size=20)
+    def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
+        options: list[Any] = [FORMAT]
+        if kind == "image":
+            options.append(astuple(with_item_options(self._images, ref)))
+        elif kind == "video":
+            options += [astuple(with_item_options(self._videos, ref)), os.environ.get(BUDGET_VARIABLE)]
+        digest = hashlib.blake2b(f"{kind} {json.dumps(options)} {more} ".encode(), digest_size=20)
         digest.update(content)
         return digest.hexdigest()
 

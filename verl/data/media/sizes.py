@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from verl.data.media.download import DownloadOptions
-from verl.data.media.video import VideoOptions
+from verl.data.media.video import SizeOptions, VideoOptions
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class MediaOptions:
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
         pixels = data.min_pixels or 0, data.max_pixels or sys.maxsize  # null is no bound
         return cls(*pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, **others)
+
+    def of_images(self) -> SizeOptions:
+        return SizeOptions(self.min_pixels, self.max_pixels)
 
     def of_videos(self, factor: int) -> VideoOptions:
         """Video options for a model whose merged patches are `factor` pixels wide."""
@@ -67,9 +70,8 @@ def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> t
     return max(1, int(width * factor)), max(1, int(height * factor))
 
 
-def process_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
-    """Scale an image to between `min_pixels` and `max_pixels`, as RGB."""
-    size = resized_size(image.width, image.height, min_pixels, max_pixels)
+def process_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Scale an image to a width and height, as RGB."""
     image.load()
     resized = image if size == image.size else image.resize(size)
     return resized if resized.mode == "RGB" else resized.convert("RGB")

@@ -8,7 +8,7 @@ are computed from frame numbers and the average rate, even if the rate of the vi
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import av
@@ -43,17 +43,28 @@ class VideoInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VideoOptions:
+class SizeOptions:
+    """Options for resizing images and frames."""
+
+    min_pixels: int  # smaller ones are enlarged
+    max_pixels: int  # larger ones are reduced
+    size: tuple[int, int] | None = field(default=None, kw_only=True)  # height and width, replaces the bounds
+
+
+@dataclass(frozen=True)
+class VideoOptions(SizeOptions):
     """Options for sampling and resizing frames."""
 
-    min_pixels: int  # smaller frames are enlarged
-    max_pixels: int  # larger frames are reduced
     factor: int  # side of a merged patch in pixels; frame sides are multiples of it
     fps: float = 2.0  # frames sampled per second
     num_frames: int | None = None  # sampled from the whole video, rounded down to even; None uses `fps`
     # Limit in merged patches, takes precedence over `min_pixels`. Two frames that form a temporal patch share
     # their tokens.
     tokens_per_frame: int | None = None
+    min_frames: int | None = None  # bounds of the number sampled by `fps`; None is that of qwen-vl-utils
+    max_frames: int | None = None
+    video_start: float | None = None  # seconds, of the part to sample from
+    video_end: float | None = None
 
 
 class SampledVideo(NamedTuple):
@@ -69,16 +80,28 @@ def probe_video(source: str | bytes) -> VideoInfo:
 
 
 def choose_frames(info: VideoInfo, options: VideoOptions) -> list[int]:
-    """Choose an even number of frames, from the first one to the last."""
+    """Choose an even number of frames, from the first one of the video or part to the last."""
     from qwen_vl_utils.vision_process import smart_nframes  # noqa: PLC0415 - imports torchvision: seconds
 
-    if info.num_frames == 1:
-        return [0, 0]  # two frames make one temporal patch
+    part = part_of(info, options)
+    if len(part) == 1:
+        return [part[0]] * 2  # two frames make one temporal patch
     if options.num_frames is not None:
-        count = max(2, min(options.num_frames, info.num_frames) // 2 * 2)
+        count = max(2, min(options.num_frames, len(part)) // 2 * 2)
     else:
-        count = smart_nframes({"fps": min(options.fps, info.fps)}, info.num_frames, info.fps)
-    return np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
+        bounds = {"min_frames": options.min_frames, "max_frames": options.max_frames}
+        bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+        count = smart_nframes({"fps": min(options.fps, info.fps)} | bounds, len(part), info.fps)
+    return np.linspace(part[0], part[-1], count).round().astype(int).tolist()
+
+
+def part_of(info: VideoInfo, options: VideoOptions) -> range:
+    """Return the numbers of the frames between `video_start` and `video_end`; all without them."""
+    from qwen_vl_utils.vision_process import calculate_video_frame_range  # noqa: PLC0415 - imports torchvision
+
+    times = {"video_start": options.video_start, "video_end": options.video_end}
+    first, last, _ = calculate_video_frame_range(times, info.num_frames, info.fps)
+    return range(first, last + 1)
 
 
 def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
@@ -89,18 +112,22 @@ def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) 
     budget = qwen.MODEL_SEQ_LEN * factor * factor * 0.9
     most = min(qwen.VIDEO_MAX_TOKEN_NUM * factor * factor, budget / num_frames * qwen.FRAME_FACTOR)
     most = int(min(options.max_pixels, max(most, smallest * 1.05)))
+    if options.size is not None:
+        height, width = options.size
+        smallest, most = (n * factor * factor for n in (qwen.IMAGE_MIN_TOKEN_NUM, qwen.IMAGE_MAX_TOKEN_NUM))
     if tokens is not None:
         most = min(most, tokens * factor * factor)
     size = qwen.smart_resize(height, width, factor=factor, min_pixels=min(smallest, most), max_pixels=most)
-    if tokens is not None and not 0 < size[0] * size[1] <= most:  # a narrow frame, or rounded up
-        return _largest_size(height, width, most // factor**2, factor)
+    if 0 in size or (tokens is not None and size[0] * size[1] > most):  # a narrow frame, or rounded up
+        return _largest_size(height, width, max(1, most // factor**2), factor)
     return size
 
 
-def video_meta(info: VideoInfo, indices: list[int]) -> dict[str, Any]:
-    """Return the metadata of sampled frames, from which timestamps are computed."""
+def video_meta(info: VideoInfo, indices: list[int], options: VideoOptions) -> dict[str, Any]:
+    """Return the metadata of sampled frames, from which timestamps are computed; the total is the part's."""
+    total = len(part_of(info, options))
     return {
-        "total_num_frames": info.num_frames, "fps": info.fps, "duration": info.num_frames / info.fps,
+        "total_num_frames": total, "fps": info.fps, "duration": total / info.fps,
         "frames_indices": indices, "video_backend": "pyav", "do_sample_frames": False,
     }  # fmt: skip
 
@@ -113,7 +140,7 @@ def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
         frames = _resized(_seek_frames(source, info, packets, numbers), len(numbers), options)
     except UnknownTimesError:
         frames = _resized(_count_frames(source, info, numbers), len(numbers), options)
-    return SampledVideo(frames, video_meta(info, numbers))
+    return SampledVideo(frames, video_meta(info, numbers, options))
 
 
 def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
