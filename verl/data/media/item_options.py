@@ -57,11 +57,11 @@ def _conflicts(options: Mapping[str, int | float]) -> Iterator[str]:
 
 def _number(kind: str, name: str, value: Any) -> int | float:
     is_count = name in COUNTS
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if is_number and is_count and value >= 1 and value == int(value):
-        return int(value)
-    if is_number and not is_count and (value > 0 or (value == 0 and name != "fps")):
-        return float(value)
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if is_count and number >= 1 and number.is_integer():
+        return int(number)
+    if not is_count and 0 <= number < math.inf and (number > 0 or name != "fps"):
+        return number
     rule = "a whole number from 1 up" if is_count else "a positive number" + " or 0" * (name != "fps")
     raise BadRowError(f"`{name}` of the {kind} must be {rule}, got {value!r:.80}")
 

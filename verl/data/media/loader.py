@@ -96,7 +96,8 @@ class MediaLoader:
 
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         with reading("image", ref), Image.open(openable(ref)) as image:
-            return self._image_size(ref, image)[::-1]
+            width, height = self._image_size(ref, image)
+            return height, width
 
     def _image_size(self, ref: Reference, image: Image.Image) -> tuple[int, int]:
         options, processor = with_item_options(self._images, ref), self.processor.image_processor

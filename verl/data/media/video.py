@@ -125,8 +125,7 @@ def frame_size(num_frames: int, height: int, width: int, options: VideoOptions) 
     if tokens is not None:
         most = min(most, tokens * factor * factor)
     size = qwen.smart_resize(height, width, factor=factor, min_pixels=min(smallest, most), max_pixels=most)
-    pixels = size[0] * size[1]
-    if pixels == 0 or (tokens is not None and pixels > most):  # a narrow frame, or rounded up
+    if 0 in size or (tokens is not None and size[0] * size[1] > most):  # a narrow frame, or rounded up
         return _largest_size(height, width, max(1, most // factor**2), factor)
     return size
 
