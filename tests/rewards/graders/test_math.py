@@ -124,6 +124,7 @@ def test_equal_answers_are_the_same(answer, ground_truth):
         ("2abc", "2"),
         ("2 rs", "2"),
         ("A. Lincoln", "A. Jackson"),
+        (r"\infty <\sum_{k=1}^{3}1.5/0.0", "5"),  # SymPy raises an error
         ("2**3", "23"),
         ("silent", "listen"),
         ("A. one B. two", "A"),

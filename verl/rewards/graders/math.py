@@ -120,7 +120,10 @@ def _parse(answer: str) -> list[Any]:
     for expression in parse(f"\\boxed{{{answer}}}", [latex], parsing_timeout=0):
         if isinstance(expression, Basic | MatrixBase):
             decimals = {number: Rational(str(number)) for number in expression.atoms(Float)}
-            expression = expression.xreplace(decimals)
+            try:
+                expression = expression.xreplace(decimals)
+            except Exception:  # noqa: BLE001 (SymPy raises anything on nonsense like `1 < 1.5/0.0`)
+                continue
         found.append(expression)
     return found
 
