@@ -94,7 +94,7 @@ def test_on_failure_decides_on_a_function_that_fails_for_an_empty_response(rewar
     with caplog.at_level(logging.INFO):
         check([*arguments, "worker.reward.on_failure=mask"])
 
-    assert "row 0, empty failed; row 0, wrong 0.0714286" in caplog.text  # the 14 letters of "no such answer"
+    assert "row 0, ground truth 0.25; row 0, empty failed; row 0, wrong 0.333333" in caplog.text  # blue, red
     assert "a run handles such failures by on_failure=mask: reward function" in caplog.text
 
 

@@ -241,14 +241,16 @@ def test_an_image_run_on_a_tensor_parallel_engine_samples_with_equal_log_probs(t
 
 
 @pytest.mark.slow  # one more run; tests/faults has it too
-def test_a_raising_reward_function_ends_the_run_with_its_line(tmp_path, text_folder, text_arguments):
+def test_a_reward_function_that_raises_for_samples_ends_the_command_with_its_line(
+    tmp_path, text_folder, text_arguments
+):
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(reward_inputs):\n    return reward_inputs[0]['no such column']\n")
 
     override = f"worker.reward.reward_function={reward}:compute_score"
     finished = start_training(*text_arguments, override, f"trainer.save_checkpoint_path={tmp_path / 'run'}")
 
-    assert finished.returncode == 1
+    assert finished.returncode == 2
     assert (
         f"{reward}" in finished.stderr and "line 2" in finished.stderr and "no such column" in finished.stderr
     )

@@ -313,7 +313,7 @@ class RewardProcess:
         except TimeoutError:
             raise ProcessEndedError("stopped answering") from None
         report = self.child.crash_report()
-        exit_code = self.close()
+        exit_code = self.child.kill()
         hint = " (did the function call `exit`?)" if exit_code >= 0 else ""
         raise ProcessEndedError(describe_exit(exit_code) + hint, report=f"\n{report}" if report else "")
 

@@ -10,7 +10,9 @@ from queue import Empty
 from typing import Any, NamedTuple
 
 from verl.batch_keys import BATCH_KEYS
+from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
+from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.loader import load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
@@ -108,7 +110,8 @@ def check_reward(config: PPOConfig) -> None:
         return
     pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"))
     try:
-        samples = sample_responses(_open_rows(config), 1)  # while the process imports the file
+        rows = _open_rows(config.data, config.worker)  # while the process imports the file
+        samples = sample_responses(rows, 2)[:3]  # the second row has the wrong answer to the first
         reward_type = pool.wait_until_loaded().reward_type
         parts = split_calls(reward_type, [each.group for each in samples], options.batch_size)
         calls = _score(pool, samples, parts, options.timeout_s)
@@ -122,10 +125,9 @@ def check_reward(config: PPOConfig) -> None:
         pool.close()
 
 
-def _open_rows(config: PPOConfig) -> RowColumns:
-    data = config.data
-    media = media_options(data, config.worker.rollout)
-    readers = load_readers(config.worker.actor.model, data.override_chat_template, media, None)
+def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:
+    media = media_options(data, worker.rollout)
+    readers = load_readers(worker.actor.model, data.override_chat_template, media, None)
     option = "train_files" if data.train_files else "val_files"
     dataset = UncheckedRows(
         getattr(data, option),
