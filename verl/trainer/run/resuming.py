@@ -45,8 +45,8 @@ def origin_of(config: RunTree, models: Iterable[PlannedModel]) -> dict[str, Any]
     return {"options": _options(config), "models": trained}
 
 
-def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoader | None) -> None:
-    """Log the options that changed since the checkpoint that the run resumes from, if it resumes.
+def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoader | None) -> Path | None:
+    """Return the checkpoint that the run resumes from, if any, and log the options that changed since.
 
     Raises:
         ValueError: Its rows or models changed, and `trainer.allow_changed_inputs` is not set.
@@ -56,7 +56,7 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
     )
     if folder is None:
-        return
+        return None
     then = json.loads((folder / STATE_FILE).read_text()).get(ORIGIN)
     if then is None:
         then = {"options": origin["options"], "models": {}}
@@ -76,6 +76,7 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
         )
     for problem in problems:
         logger.warning("resuming with changed inputs: %s", problem)
+    return folder
 
 
 def changed_options(

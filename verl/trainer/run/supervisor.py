@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -124,7 +125,8 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
     except SystemExit as end:
         exit_status = ExitStatus(end.code if isinstance(end.code, int) else FAILED)
     finally:
-        sender.send(exit_status)
+        with suppress(BrokenPipeError):  # the parent was killed
+            sender.send(exit_status)
     end_process_if_hung(exit_status.status)
     sys.exit(exit_status.status)
 
