@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from verl.checkpoint.tracker import checkpoint_to_resume
@@ -93,7 +93,11 @@ def model_digests(model: ModelConfig) -> dict[str, str | None]:
     config, _ = PreTrainedConfig.get_config_dict(model.model_path)
     stable = {name: value for name, value in config.items() if name not in UNSTABLE}
     files = sorted(Path(model.model_path).glob("*.safetensors"))
-    return {"config": _digest(stable), "weights": _digest(_sketch(files)) if files else None}
+    try:
+        weights = _digest(_sketch(files)) if files else None
+    except SafetensorError:  # the workers name the file when they cannot load it
+        weights = None
+    return {"config": _digest(stable), "weights": weights}
 
 
 def _options(config: RunTree) -> dict[str, Any]:
@@ -112,7 +116,7 @@ def _sketch(files: Iterable[Path]) -> dict[str, Any]:
                 sketch[name] = [tensor.get_dtype(), tensor.get_shape()]
                 files_of[name] = path
     names = sorted(sketch)
-    for name in names[:: -(-len(names) // SAMPLED_TENSORS)]:
+    for name in names[:: max(1, len(names) // SAMPLED_TENSORS)]:
         with safe_open(files_of[name], framework="pt") as file:
             values = file.get_tensor(name).flatten()[:SAMPLED_VALUES]
             sketch[name].append(values.view(torch.uint8).tolist())
