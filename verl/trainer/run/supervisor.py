@@ -117,7 +117,7 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "this is a child"
     outlive_readers()
-    end_with_parent(parent.pid, signal.SIGTERM)  # without a parent there would be no restart
+    end_with_parent(parent.pid)  # at once, until there is a step to save: see `StopRequest.listening`
     exit_status = ExitStatus(FAILED)
     try:
         with locked_by_child(config.trainer):
