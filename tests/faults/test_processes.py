@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.faults.runs import READER, SCORER, Run, assert_same, descendants, steps_again
+from tests.faults.runs import READER, SCORER, SFT, Run, assert_same, descendants, steps_again
 from verl.data.media.cache import PREFIX, SHARED_MEMORY
 
 pytestmark = pytest.mark.faults
@@ -99,6 +99,33 @@ def test_a_run_whose_training_process_is_killed_restarts(tmp_path, text_argument
         "the training process is killed",
         again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
     )  # fmt: skip
+
+
+RESTART = {"Ray has started": "raylet/raylet", "workers start": "ray::SFTWorker"}
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "both"])
+@pytest.mark.parametrize("phase", RESTART)
+def test_processes_that_are_killed_during_a_restart_leave_no_workers(
+    phase, victim, tmp_path, sft_arguments, adopted
+):
+    before = {child.pid for child in descendants(adopted.pid)}
+    endless = ["trainer.max_restarts=1", "trainer.max_steps=100000"]
+    run = Run(tmp_path, [*sft_arguments, *endless], module=SFT)
+    run.wait_for_step(2)
+    os.kill(run.workers()[0], signal.SIGKILL)
+    run.wait(lambda: "restarting" in run.stderr)
+    run.wait(lambda: run.processes(lambda child: RESTART[phase] in " ".join(child.cmdline())))
+
+    (child,) = run.processes(lambda one: one.ppid() == run.pid and "spawn_main" in str(one.cmdline()))
+    for pid in [run.pid, child] if victim == "both" else [run.pid]:
+        os.kill(pid, signal.SIGKILL)
+
+    assert run.end() == -signal.SIGKILL
+    deadline = time.monotonic() + 60  # Ray's start is not interrupted
+    while left := [one for one in descendants(adopted.pid) if is_of_the_run(one) and one.pid not in before]:
+        assert time.monotonic() < deadline, [one.cmdline() for one in left]
+        time.sleep(0.02)
 
 
 def is_scorer(process):

@@ -13,9 +13,10 @@ CONFIG = {"trainer": {"max_steps": 2, "logger": ["file"]}, "data": {"train_files
 GENERATIONS = [Generation("1 + 1?", "<think>easy</think> 2", "2", 1.0), Generation("2 + 2?", "5", "4", 0.0)]
 
 
-def log_a_run(names: list[str], directory) -> None:
-    with Tracker(names, Run("project", "experiment", directory, CONFIG, total_steps=2)) as tracker:
-        for step in (1, 2):
+def log_a_run(names: list[str], directory, steps=(1, 2), **options) -> None:
+    run = Run("project", "experiment", directory, CONFIG, total_steps=2, **options)
+    with Tracker(names, run) as tracker:
+        for step in steps:
             tracker.begin_step(step)
             tracker.stage("gen")
             tracker.progress(1, 2, "responses")
@@ -83,6 +84,69 @@ def test_wandb_gets_metrics_and_one_growing_table(tmp_path, monkeypatch):
     assert sorted(len(table["data"]) for table in tables) == [2, 4]
     assert tables[0]["columns"] == ["step", "prompt", "response", "ground_truth", "score"]
     assert [1, *GENERATIONS[0]] in max(tables, key=lambda table: len(table["data"]))["data"]
+
+
+@pytest.mark.parametrize("service", ["wandb", "swanlab", "mlflow"])
+def test_a_resumed_run_keeps_its_id_of_a_service_and_a_new_one_gets_another(service, tmp_path, monkeypatch):
+    package = pytest.importorskip(service)
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    if service == "mlflow":
+        pytest.importorskip("sqlalchemy")
+        package.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    run, ids = tmp_path / "run", []
+
+    for step, is_resumed in enumerate((False, True, False), start=1):
+        log_a_run([service], run, steps=(step,), is_resumed=is_resumed)
+        ids.append((run / f"{service}_run_id").read_text().strip())
+
+    assert ids[0] == ids[1] != ids[2]
+
+
+WANDB = """
+import json, os, pathlib, types
+
+calls = pathlib.Path(os.environ["WANDB_DIR"], "calls")
+Table = types.SimpleNamespace
+
+def note(*call):
+    with calls.open("a") as file:
+        file.write(json.dumps(call) + "\\n")
+
+def init(*, project, name, config, **resume):
+    note("init", project, name, resume)
+    return types.SimpleNamespace(id=resume.get("id", f"new{calls.stat().st_size}"))
+
+def log(metrics, step):
+    note("log", step)
+
+def finish(exit_code):
+    note("finish", exit_code)
+"""
+
+
+def test_a_resumed_run_asks_wandb_for_the_run_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    run = tmp_path / "run"
+
+    log_a_run(["wandb"], run, steps=())
+    first = (run / "wandb_run_id").read_text().strip()
+    log_a_run(["wandb"], run, steps=(), is_resumed=True)
+    log_a_run(["wandb"], tmp_path / "another", steps=(), is_resumed=True)  # of a checkpoint that was moved
+    monkeypatch.setenv("WANDB_RUN_ID", "the user's")
+    log_a_run(["wandb"], run, steps=(), is_resumed=True)
+
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    resumed = {"id": first, "resume": "allow", "allow_val_change": True}
+    assert [call[3] for call in calls if call[0] == "init"] == [{}, resumed, {}, {}]
+    assert [call for call in calls if call[0] == "finish"] == [["finish", 0]] * 4
+    monkeypatch.delitem(sys.modules, "wandb")
 
 
 def test_mlflow_gets_params_metrics_and_an_artifact(tmp_path, monkeypatch):

@@ -213,10 +213,9 @@ class RowDataset(Dataset, ABC):
                 self.num_overlong += 1
             else:
                 usable.append(index)
+        # Of the usable rows in their order.
         digests = b"".join(checks[index].digest for index in usable)
-        self.digest = hashlib.blake2b(
-            digests, digest_size=16
-        ).hexdigest()  # of the usable rows in their order
+        self.digest = hashlib.blake2b(digests, digest_size=16).hexdigest()
         self._report_bad_rows(option)
         logger.info(
             "data opened: option=%s rows=%d overlong=%d bad=%d used=%d",

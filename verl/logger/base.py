@@ -22,6 +22,7 @@ class Run:
     directory: Path  # also holds its checkpoints
     config: dict[str, Any] = field(default_factory=dict)  # nested plain values
     total_steps: int | None = None
+    is_resumed: bool = False  # from a checkpoint in `directory`
 
 
 class Generation(NamedTuple):

@@ -3,6 +3,9 @@
 
 Each is configured by the environment variables of its package: `WANDB_MODE`, `SWANLAB_MODE`,
 `SWANLAB_API_KEY`, `MLFLOW_TRACKING_URI`, and `TENSORBOARD_DIR` for tensorboard.
+
+The id under which a service knows the run is kept in the run's folder (`wandb_run_id`), so that a resumed run
+continues its curves. `WANDB_RUN_ID`, `SWANLAB_RUN_ID` and `MLFLOW_RUN_ID` take precedence.
 """
 
 import json
@@ -12,11 +15,32 @@ from pathlib import Path
 from textwrap import indent
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, import_optional
+from verl.utils.rank_logger import get_logger
 
 GENERATIONS_KEY = "val/generations"
 VERBATIM = "    "  # Markdown shows indented text as it is
 MLFLOW_PARAMS_PER_CALL = 100  # limit of MLflow
 MLFLOW_MAX_PARAM_LENGTH = 500  # characters, the lowest limit of all versions and stores
+
+logger = get_logger(__name__)
+
+
+def kept_id(run: Run, service: str) -> str | None:
+    """Return the id under which a service knows the run that is resumed, if any."""
+    file = run.directory / f"{service}_run_id"
+    is_known = run.is_resumed and file.is_file() and f"{service.upper()}_RUN_ID" not in os.environ
+    return file.read_text().strip() if is_known else None
+
+
+def keep_id(run: Run, service: str, run_id: str) -> None:
+    file = run.directory / f"{service}_run_id"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{run_id}\n")
+    except OSError as error:
+        logger.warning(
+            "a resumed run will start new curves: logger=%s path=%s cause=%s", service, file, error
+        )
 
 
 @LOGGERS.register("tensorboard")
@@ -56,7 +80,12 @@ class WandbLogger(Logger):
         super().__init__(run)
         self._wandb = import_optional(self.module, "wandb")
         self._rows: list[list[object]] = []
-        self._wandb.init(project=run.project_name, name=run.experiment_name, config=run.config)
+        known = kept_id(run, "wandb")
+        resume = {} if known is None else {"id": known, "resume": "allow", "allow_val_change": True}
+        started = self._wandb.init(
+            project=run.project_name, name=run.experiment_name, config=run.config, **resume
+        )
+        keep_id(run, "wandb", started.id)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._wandb.log(dict(metrics), step=step)
@@ -82,13 +111,16 @@ class SwanlabLogger(Logger):
         self._swanlab = import_optional(self.module, "swanlab")
         if "SWANLAB_API_KEY" in os.environ:
             self._swanlab.login(api_key=os.environ["SWANLAB_API_KEY"])
-        self._swanlab.init(
+        known = kept_id(run, "swanlab")
+        started = self._swanlab.init(
             project=run.project_name,
             experiment_name=run.experiment_name,
             config=run.config,
             logdir=os.environ.get("SWANLAB_DIR", str(run.directory / "swanlab")),
             mode=os.environ.get("SWANLAB_MODE", "cloud"),
+            **({} if known is None else {"id": known, "resume": "allow"}),
         )
+        keep_id(run, "swanlab", started.id)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)
@@ -112,7 +144,13 @@ class MlflowLogger(Logger):
         super().__init__(run)
         self._mlflow = import_optional(self.module, "mlflow")
         self._mlflow.set_experiment(run.project_name)
-        self._mlflow.start_run(run_name=run.experiment_name)
+        known = kept_id(run, "mlflow")
+        started = self._mlflow.start_run(run_id=known, run_name=run.experiment_name)
+        keep_id(run, "mlflow", started.info.run_id)
+        if known is None:
+            self._log_params(run)  # MLflow refuses to change them
+
+    def _log_params(self, run: Run) -> None:
         flat = flatten(run.config, ".").items()
         params = [(key, str(value)[:MLFLOW_MAX_PARAM_LENGTH]) for key, value in flat]
         for start in range(0, len(params), MLFLOW_PARAMS_PER_CALL):

@@ -93,7 +93,7 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
         readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
         loaders = make_loaders(data, readers, folder)
         origin = origin_of(config, planned_ppo(config).models)
-        check_resume(config, origin, loaders.train)
+        checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
 
         shared = ModelRunOptions(
@@ -101,7 +101,7 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
         )
         options = ppo_options(shared, data, algorithm, config.models)
         workers = start_workers(stack, pool, FSDPWorker, worker, options, trainer.worker_timeout_s)
-        tracker = stack.enter_context(open_tracker(trainer, dataclasses.asdict(config), training_steps))
+        tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
         on_progress = None if worker.rollout.disable_tqdm else tracker.progress
         sampler = Sampler(data, worker, workers, reward, readers.tokenizer, on_progress)
@@ -140,14 +140,14 @@ def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
         readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
         loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
         origin = origin_of(config, planned_sft(config).models)
-        check_resume(config, origin, loaders.train)
+        checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
 
         options = ModelRunOptions(
             pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
         workers = start_workers(stack, pool, SFTWorker, worker, options, trainer.worker_timeout_s)
-        tracker = stack.enter_context(open_tracker(trainer, dataclasses.asdict(config), training_steps))
+        tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
         run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
         batches = endless(loaders.train)
         yield SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
@@ -207,14 +207,16 @@ def start_workers(
     return workers
 
 
-def open_tracker(trainer: RunConfig, config: dict[str, Any], training_steps: int) -> Tracker:
-    """Open the loggers of a run, which record its whole `config`."""
+def open_tracker(config: PPOConfig | SFTConfig, training_steps: int, checkpoint: Path | None) -> Tracker:
+    """Open the loggers of a run, which record its config; one that resumes its checkpoint continues them."""
+    trainer, folder = config.trainer, Path(config.trainer.checkpoint_folder)
     run = Run(
         project_name=trainer.project_name,
         experiment_name=trainer.experiment_name,
-        directory=Path(trainer.checkpoint_folder),
-        config=config,
+        directory=folder,
+        config=dataclasses.asdict(config),
         total_steps=training_steps,
+        is_resumed=checkpoint is not None and checkpoint.resolve().parent == folder.resolve(),
     )
     return Tracker(trainer.logger, run)
 

@@ -38,10 +38,14 @@ BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have Linux send this process a signal when its parent dies; exit now if it has died already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    signal_when_parent_dies(number)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
+
+
+def signal_when_parent_dies(number: signal.Signals) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def limit_memory(num_bytes: int) -> None:

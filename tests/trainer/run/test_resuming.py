@@ -147,6 +147,13 @@ def test_a_models_digest_does_not_depend_on_how_its_weights_are_spread_over_file
     assert model_digests(config) == before
 
 
+def test_a_damaged_weight_file_is_left_to_the_workers_which_name_it(folder):
+    (folder / "model" / "model.safetensors").write_bytes(b"cut off")
+
+    assert model_digests(ModelConfig(model_path=str(folder / "model")))["weights"] is None
+    resume(config_for(folder))
+
+
 def test_a_refused_resume_never_advises_the_same_command(folder):
     edit_rows(folder, CHANGES["reordered"])
     config = config_for(folder)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor restarts functions that train nothing."""
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from tests.helpers.attempts import (
@@ -14,9 +18,12 @@ from tests.helpers.attempts import (
     be_wrong,
     lose_a_worker_once,
     lose_every_worker,
+    start_for_ever,
+    train_until_stopped,
     waits_of,
 )
 from tests.helpers.fine_tuning import arguments_for
+from tests.helpers.training import ROOT
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.trainer import main
@@ -69,3 +76,25 @@ def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path,
 @pytest.mark.parametrize("train_once", [main.train_once, sft.fine_tune_once])
 def test_a_child_process_can_import_what_the_supervisor_runs(train_once):
     assert not train_once.__module__.endswith("__main__")  # spawn does not import a package's `__main__`
+
+
+@pytest.mark.parametrize(("deed", "mark"), [(start_for_ever, "starting"), (train_until_stopped, "training")])
+def test_a_killed_supervisor_ends_what_it_started_and_only_a_step_is_saved(deed, mark, tmp_path):
+    code = f"from tests.helpers.attempts import supervise; supervise({deed.__name__!r}, {str(tmp_path)!r})"
+    supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / mark).is_file() and (tmp_path / mark).read_text())
+    child = psutil.Process(int((tmp_path / mark).read_text()))
+
+    supervisor.kill()
+    supervisor.wait()
+
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    saved = tmp_path / "saved"
+    assert (saved.read_text() if saved.exists() else None) == (None if mark == "starting" else "SIGTERM")
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -88,7 +88,7 @@ def _checksum(tensors: dict[str, Tensor], meta: str) -> str:
     checksum = zlib.crc32(meta.encode())
     for name, tensor in sorted(tensors.items()):
         checksum = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), checksum)
-        checksum = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, checksum)
     return f"{checksum:08x}"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from verl.checkpoint.tracker import checkpoint_to_resume
@@ -45,8 +45,8 @@ def origin_of(config: RunTree, models: Iterable[PlannedModel]) -> dict[str, Any]
     return {"options": _options(config), "models": trained}
 
 
-def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoader | None) -> None:
-    """Log the options that changed since the checkpoint that the run resumes from, if it resumes.
+def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoader | None) -> Path | None:
+    """Return the checkpoint that the run resumes from, if any, and log the options that changed since.
 
     Raises:
         ValueError: Its rows or models changed, and `trainer.allow_changed_inputs` is not set.
@@ -56,7 +56,7 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
     )
     if folder is None:
-        return
+        return None
     then = json.loads((folder / STATE_FILE).read_text()).get(ORIGIN)
     if then is None:
         then = {"options": origin["options"], "models": {}}
@@ -76,6 +76,7 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
         )
     for problem in problems:
         logger.warning("resuming with changed inputs: %s", problem)
+    return folder
 
 
 def changed_options(
@@ -92,7 +93,11 @@ def model_digests(model: ModelConfig) -> dict[str, str | None]:
     config, _ = PreTrainedConfig.get_config_dict(model.model_path)
     stable = {name: value for name, value in config.items() if name not in UNSTABLE}
     files = sorted(Path(model.model_path).glob("*.safetensors"))
-    return {"config": _digest(stable), "weights": _digest(_sketch(files)) if files else None}
+    try:
+        weights = _digest(_sketch(files)) if files else None
+    except SafetensorError:  # the workers name the file when they cannot load it
+        weights = None
+    return {"config": _digest(stable), "weights": weights}
 
 
 def _options(config: RunTree) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def _sketch(files: Iterable[Path]) -> dict[str, Any]:
                 sketch[name] = [tensor.get_dtype(), tensor.get_shape()]
                 files_of[name] = path
     names = sorted(sketch)
-    for name in names[:: -(-len(names) // SAMPLED_TENSORS)]:
+    for name in names[:: max(1, len(names) // SAMPLED_TENSORS)]:
         with safe_open(files_of[name], framework="pt") as file:
             values = file.get_tensor(name).flatten()[:SAMPLED_VALUES]
             sketch[name].append(values.view(torch.uint8).tolist())

@@ -5,12 +5,15 @@ After the first signal the run finishes and saves its current step. A second one
 `nohup` the run continues without its terminal.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from verl.utils.child_process import signal_when_parent_dies
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDED_BY = 128  # + the number of the signal: exit status of a process that a signal ended
@@ -52,9 +55,19 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Record signals inside the block instead of ending the process."""
+        """Record signals inside the block instead of ending the process.
+
+        The death of a supervisor, without which there would be no restart, counts as SIGTERM.
+        """
+        is_supervised = multiprocessing.parent_process() is not None
         with handling_signals(self._on_signal):
-            yield
+            if is_supervised:
+                signal_when_parent_dies(signal.SIGTERM)
+            try:
+                yield
+            finally:
+                if is_supervised:
+                    signal_when_parent_dies(signal.SIGKILL)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

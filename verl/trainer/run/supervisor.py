@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -116,7 +117,7 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "this is a child"
     outlive_readers()
-    end_with_parent(parent.pid, signal.SIGTERM)  # without a parent there would be no restart
+    end_with_parent(parent.pid)  # at once, until there is a step to save: see `StopRequest.listening`
     exit_status = ExitStatus(FAILED)
     try:
         with locked_by_child(config.trainer):
@@ -124,7 +125,8 @@ def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Co
     except SystemExit as end:
         exit_status = ExitStatus(end.code if isinstance(end.code, int) else FAILED)
     finally:
-        sender.send(exit_status)
+        with suppress(BrokenPipeError):  # the parent was killed
+            sender.send(exit_status)
     end_process_if_hung(exit_status.status)
     sys.exit(exit_status.status)
 
