@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
+from verl.data.chat_template import ChatTemplate
 from verl.data.files import Row, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
@@ -94,6 +95,8 @@ class RowDataset(Dataset, ABC):
         self._columns = {"images": config.image_key, "videos": config.video_key}
         self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
         self.prompt_format = PromptFormat(config.format_prompt)
+        template = None if processor is None else processor.chat_template
+        self.chat_template = ChatTemplate(tokenizer, template, config.override_chat_template)
         self.rows = load_rows(files, option)
         self._check_columns(option)
         self.bad_rows: list[BadRow] = []
@@ -182,6 +185,7 @@ class RowDataset(Dataset, ABC):
         checks = scan_rows(self._inspect_part, len(self.rows), workers, rows_for_one)
         # Forked loader processes start their own template and media processes.
         self.prompt_format.close()
+        self.chat_template.close()
         if self._reader is not None:
             self._reader.close()
         self.lengths = [check.length for check in checks]
