@@ -3,6 +3,9 @@
 
 import json
 import os
+import pickle
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
@@ -17,11 +21,15 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.legacy_shards import find_shard_files
+from verl.checkpoint.manifest import MANIFEST, write_manifest
 from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import save_huggingface_files
+from verl.checkpoint.storage import load_metadata
+from verl.cli.merge import main
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import make_mesh
 from verl.models.hub_names import auto_class
+from verl.models.lora_weights import AdapterConfig, AdapterFiles
 from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 
@@ -200,3 +208,180 @@ def test_a_folder_without_a_checkpoint_or_of_another_model_is_refused(models, ch
     torch.save({"model.norm.weight": torch.ones(128)}, tmp_path / "model_world_size_1_rank_0.pt")
     with pytest.raises(ValueError, match=r"do not fit huggingface/config.json: 25 are missing"):
         merge_checkpoint(tmp_path)
+
+
+# --- damaged checkpoints: the command names the file and what to do, and exits with 1
+
+RANK_0, RANK_1 = (f"model_world_size_2_rank_{rank}.pt" for rank in range(2))
+MODULE = "model.layers.0.self_attn.q_proj"
+ADAPTER = {f"{MODULE}.lora_A.default.weight": (2, 128), f"{MODULE}.lora_B.default.weight": (128, 2)}
+
+
+def write_config(folder, text):
+    (folder / "huggingface/config.json").write_text(text)
+
+
+def edit_config(folder, values):
+    config = json.loads((folder / "huggingface/config.json").read_text())
+    write_config(folder, json.dumps(config | values))
+
+
+def save_rank(folder, content):
+    torch.save(content, folder / RANK_1)
+
+
+def edit_metadata(folder, edit):
+    """Change the metadata, or put an object in their place, under digests that are right again."""
+    path = folder / ".metadata"
+    with path.open("rb") as file:
+        metadata = load_metadata(file, path)
+    path.write_bytes(pickle.dumps(edit(metadata) or metadata))
+    renew_digests(folder)
+
+
+def renew_digests(folder):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, {name: value for name, value in manifest.items() if name != "files"})
+
+
+def cut_file(folder, name):
+    """Keep half of a file, or nothing of the metadata."""
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if name != ".metadata":
+        (folder / name).write_bytes(content[: len(content) // 2])
+    renew_digests(folder)
+
+
+def add_object(metadata):
+    metadata.state_dict_metadata["model.x"] = BytesStorageMetadata()
+
+
+def only_first_rank(folder, world_size):
+    (folder / RANK_1).unlink()
+    (folder / RANK_0).rename(folder / f"model_world_size_{world_size}_rank_0.pt")
+
+
+NO_WEIGHTS = f"{RANK_1} must contain the weights of a model as a dictionary of dense tensors, got "
+OTHERS = {  # a damage of another trainer's checkpoint, and part of the message
+    "config is null": (write_config, "null", "config.json cannot be read (TypeError"),
+    "config is deep": (write_config, "[" * 10**5, "config.json cannot be read (RecursionError"),
+    "config without sense": (
+        edit_config,
+        {"hidden_act": "no"},
+        "config.json cannot be read (KeyError: 'no')",
+    ),
+    "config of no type": (edit_config, {"model_type": ["a"]}, "config.json cannot be read (TypeError"),
+    "rank is a list": (save_rank, [torch.ones(2)], NO_WEIGHTS + "[tensor("),
+    "rank is a tensor": (save_rank, torch.ones(2), NO_WEIGHTS + "tensor("),
+    "rank is empty": (save_rank, {}, NO_WEIGHTS + "{}"),
+    "rank has numbers": (save_rank, {"a": 1}, NO_WEIGHTS + "'a': int"),
+    "rank has no names": (save_rank, {1: torch.ones(2)}, NO_WEIGHTS + "1: Tensor"),
+    "rank is nested": (save_rank, {"model": {"a": torch.ones(2)}}, NO_WEIGHTS + "'model': dict"),
+    "rank is sparse": (save_rank, {"a": torch.ones(2).to_sparse()}, NO_WEIGHTS + "'a': Tensor"),
+    "rank of another save": (save_rank, {"a": torch.ones(2)}, "must be of one save: copy them again"),
+    "rank is not sharded": (save_rank, {"model.embed_tokens.weight": torch.ones(2)}, "must be of one save"),
+    "one rank of two": (only_first_rank, 1, "and the other ranks' files (IndexError"),
+    "too many ranks": (only_first_rank, 10**11, "(99999999999 of 100000000000 rank files are missing)"),
+}
+OURS = {
+    "metadata are none": (edit_metadata, lambda _: {"a": 1}, ".metadata cannot be read (it holds a dict): "),
+    "metadata with objects": (edit_metadata, add_object, "holds model.x, which is not a tensor: "),
+    "metadata are missing": (cut_file, ".metadata", ".metadata is missing: "),
+    "shard is cut": (cut_file, "__1_0.distcp", ".weight in the shards of"),
+}
+
+
+def failure(folder, capsys, *options):
+    """Run the command, which must fail, and return its message."""
+    assert main(["--local_dir", str(folder), *options]) == 1
+    _, name, message = capsys.readouterr().err.partition("model_merger: ")  # after bars of progress
+    assert name and str(folder) in message and "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_damaged_checkpoint_of_another_trainer_is_an_error_that_names_it(
+    case, checkpoints, tmp_path, capsys
+):
+    folder = shutil.copytree(checkpoints / "qwen2_sharded", tmp_path / "actor")
+    damage, value, part = OTHERS[case]
+    damage(folder, value)
+
+    assert part in failure(folder, capsys)
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_a_damaged_checkpoint_is_an_error_that_names_it(case, checkpoints, tmp_path, capsys):
+    folder = shutil.copytree(checkpoints / "qwen2", tmp_path / "actor")
+    damage, value, part = OURS[case]
+    damage(folder, value)
+
+    message = failure(folder, capsys)
+    assert part in message and "trainer.load_checkpoint_path" in message
+
+
+def test_a_full_disk_is_an_error_that_leaves_no_parts(checkpoints, tmp_path, capsys):
+    folder = shutil.copytree(checkpoints / "qwen2", tmp_path / "actor")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as if no more than 50 kB were free
+    try:
+        message = failure(folder, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert "huggingface cannot be written" in message and "with room for the weights" in message
+    assert not list((folder / "huggingface").glob("*.part"))
+
+
+def save_adapter(folder, models, base, **shapes):
+    """Write a checkpoint of a LoRA adapter."""
+    tensors = {name: torch.ones(shape) for name, shape in (ADAPTER | shapes).items()}
+    save_huggingface_files(folder, AutoConfig.from_pretrained(models["qwen2"]))
+    config = AdapterConfig(rank=2, alpha=2, target_modules="q_proj", base=str(base))
+    AdapterFiles(config, [MODULE], {}).save_pretrained(folder / "lora_adapter")
+    torch.save(tensors, folder / "model_world_size_1_rank_0.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 1000, None])
+def test_a_damaged_base_model_is_an_error_with_a_remedy(content, models, tmp_path, capsys):
+    base = shutil.copytree(models["qwen2"], tmp_path / "base")
+    if content is None:
+        (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
+        (base / "model.safetensors.index.json").write_text("{}")
+    else:
+        (base / "model.safetensors").write_bytes(content)
+    save_adapter(tmp_path / "actor", models, base)
+
+    message = failure(tmp_path / "actor", capsys)
+    assert f"the base model of {tmp_path}/actor/lora_adapter, {base}, cannot be read" in message
+    assert "give it as `--base_model`" in message
+
+
+def test_adapters_are_not_folded_into_random_weights_or_left_out(models, tmp_path, capsys):
+    more = {"model.layers.9.q_proj.lora_A.default.weight": (2, 128)}
+    save_adapter(tmp_path / "other", models, models["qwen3_moe"])
+    save_adapter(tmp_path / "more", models, models["qwen2"], **more)
+    save_adapter(tmp_path / "shape", models, models["qwen2"], **{f"{MODULE}.lora_A.default.weight": (2, 64)})
+
+    # Each of its 2 layers lacks the 3 weights of the dense `mlp` and the 3 biases of q, k and v.
+    assert "it lacks 12 weights, such as " in failure(tmp_path / "other", capsys)
+    assert "1 adapters fit no weight of the base model (model.layers.9.q" in failure(
+        tmp_path / "more", capsys
+    )
+    assert f"the adapter of {MODULE} cannot be read" in failure(tmp_path / "shape", capsys)
+
+
+def test_an_upload_that_fails_is_an_error_after_the_model_was_written(
+    checkpoints, tmp_path, capsys, monkeypatch
+):
+    folder = shutil.copytree(checkpoints / "qwen2", tmp_path / "actor")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    for repository in ("not a name//", "user/name"):
+        message = failure(folder, capsys, "--hf_upload_path", repository)
+        assert (
+            f"`--hf_upload_path` ({repository}): {folder}/huggingface was written but not uploaded" in message
+        )
+    assert (folder / "huggingface/model.safetensors").is_file()

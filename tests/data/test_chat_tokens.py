@@ -4,6 +4,7 @@
 import pytest
 
 from verl.data.bad_rows import BadRowError
+from verl.data.chat_template import ChatTemplate
 from verl.data.chat_tokens import ConversationTokenizer, learned_spans, tokens_inside
 from verl.models.tiny import train_tokenizer
 
@@ -37,7 +38,7 @@ def tokenizer():
 
 def texts(tokenizer, messages, turns="all", template=None):
     """Each run of tokens that are learned, as text."""
-    tokenize = ConversationTokenizer(tokenizer, template, turns)
+    tokenize = ConversationTokenizer(tokenizer, ChatTemplate(tokenizer, template), turns)
     _, ids, is_trained = tokenize(messages)
     runs, before = [], False
     for token, is_so in zip(ids, is_trained, strict=True):
@@ -71,7 +72,7 @@ def test_the_tokens_before_a_turn_equal_the_prompt_of_a_rollout(tokenizer):
     prompt = tokenizer.apply_chat_template(TWO_TURNS[:4], add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
 
-    _, ids, is_trained = ConversationTokenizer(tokenizer, None, "last")(TWO_TURNS)
+    _, ids, is_trained = ConversationTokenizer(tokenizer, ChatTemplate(tokenizer, None), "last")(TWO_TURNS)
 
     assert ids[: len(prompt_ids)] == prompt_ids
     assert is_trained.index(True) == len(prompt_ids)
@@ -112,7 +113,7 @@ def test_a_token_that_overlaps_the_edge_of_a_span_is_outside():
 )
 def test_a_template_that_hides_what_was_sampled_is_an_error(tokenizer, template, turns, reason):
     with pytest.raises(BadRowError, match=f"{reason}.*data.override_chat_template"):
-        ConversationTokenizer(tokenizer, template, turns)(TWO_TURNS)
+        ConversationTokenizer(tokenizer, ChatTemplate(tokenizer, template), turns)(TWO_TURNS)
 
 
 def test_a_template_that_rewrites_earlier_turns_works_with_the_last_turn(tokenizer):
@@ -120,5 +121,6 @@ def test_a_template_that_rewrites_earlier_turns_works_with_the_last_turn(tokeniz
 
 
 def test_a_template_that_fails_is_a_bad_row(tokenizer):
-    with pytest.raises(BadRowError, match="the chat template cannot render 5 messages"):
-        ConversationTokenizer(tokenizer, "{{ raise_exception('no system') }}", "all")(TWO_TURNS)
+    template = ChatTemplate(tokenizer, "{{ raise_exception('no system') }}")
+    with pytest.raises(BadRowError, match=r"the chat template \(.*\) cannot render 5 messages .*: no system"):
+        ConversationTokenizer(tokenizer, template, "all")(TWO_TURNS)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EXPECTED = "must contain the weights of a model as a dictionary of dense tensors"
 SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
@@ -93,11 +94,12 @@ def find_shard_files(folder: Path) -> list[Path]:
     if len(files) > 1:
         raise ValueError(f"{folder} mixes shards of {sorted(files)} ranks: keep those of one save only")
     [(world_size, by_rank)] = files.items()
-    missing = [rank for rank in range(world_size) if rank not in by_rank]
-    if missing:
-        name = f"model_world_size_{world_size}_rank_{missing[0]}.pt"
+    missing = next((rank for rank in range(world_size) if rank not in by_rank), None)
+    if missing is not None:
+        name = f"model_world_size_{world_size}_rank_{missing}.pt"
+        count = world_size - sum(rank < world_size for rank in by_rank)
         raise FileNotFoundError(
-            f"{folder / name} is missing ({len(missing)} of {world_size} rank files are missing):"
+            f"{folder / name} is missing ({count} of {world_size} rank files are missing):"
             " copy the files of every node into this folder"
         )
     return [by_rank[rank] for rank in range(world_size)]
@@ -107,14 +109,23 @@ def load_shard_file(path: Path) -> dict[str, Tensor]:
     """Load the tensors of one rank, with memory mapping."""
     try:
         with _substitutes_only():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy it again from its source") from error
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise NotImplementedError(
             f"{path} contains something other than tensors and DTensors ({error}):"
             " save with a torch version that writes DTensors (EasyR1 and verl on torch 2.4 or newer do)"
         ) from error
+    except Exception as error:  # damaged bytes make the unpickler raise almost anything
+        raise ValueError(f"{path} is damaged ({error}): copy it again from its source") from error
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{path} {EXPECTED}, got {content!r:.80}")
+    for name, tensor in content.items():
+        is_whole = isinstance(tensor, _ShardedTensor) or (
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        )
+        if not isinstance(name, str) or not is_whole or tensor.is_quantized:
+            raise ValueError(f"{path} {EXPECTED}, got {name!r:.80}: {type(tensor).__name__}")
+    return content
 
 
 def join_shards(name: str, parts: list[Tensor]) -> Tensor:

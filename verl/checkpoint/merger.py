@@ -6,14 +6,16 @@ Works without a process group; host memory holds about one output file at a time
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from verl.checkpoint.sharded import HUGGINGFACE
-from verl.checkpoint.shards import AdaptedShards, Shards, open_shards
+from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
 from verl.utils.weight_files import save_weights
@@ -42,8 +44,11 @@ def merge_checkpoint(
             f"{folder / 'config.json'} is missing: `--local_dir` must be a role's folder of a checkpoint,"
             " for example checkpoints/project/experiment/global_step_8/actor"
         )
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    names = HubNames(config, trust_remote_code)
+    with reading(
+        folder / "config.json", "it must be the config of the saved model, as its checkpoint has it"
+    ):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        names = HubNames(config, trust_remote_code)
     shards = open_shards(local_dir)
     if any(map(is_adapter, shards.names())):
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
@@ -51,8 +56,25 @@ def merge_checkpoint(
     tensors = _hub_tensors(shards, names, local_dir)
     if dtype is not None:
         tensors = ((name, part.to(dtype) if part.is_floating_point() else part) for name, part in tensors)
-    _set_dtype(folder, config, _write_files(folder, tensors, max_file_bytes))
+    with _writing(folder):
+        _set_dtype(folder, config, _write_files(folder, tensors, max_file_bytes))
     return folder
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Remove earlier weights, and what was written if the block cannot write."""
+    try:
+        for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
+            for old in folder.glob(pattern):
+                old.unlink()
+        yield
+    except (OSError, SafetensorError) as error:
+        for part in filter(Path.is_file, folder.glob("*.part")):
+            part.unlink()
+        raise OSError(
+            f"{folder} cannot be written ({error}): it must be a folder of yours, with room for the weights"
+        ) from error
 
 
 def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[tuple[str, Tensor]]:
@@ -84,10 +106,7 @@ def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[t
 def _write_files(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int
 ) -> torch.dtype | None:
-    """Replace the weights in a folder; return the dtype of the first floating-point tensor."""
-    for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
-        for old in folder.glob(pattern):
-            old.unlink()
+    """Write the weights into a folder; return the dtype of the first floating-point tensor."""
     files: list[list[str]] = []  # tensors of each file
     total, dtype = 0, None
     for batch in _batches(tensors, max_file_bytes):
@@ -139,6 +158,12 @@ def upload(folder: Path, repository: str) -> str:
     from huggingface_hub import HfApi  # noqa: PLC0415 - only uploads need the client
 
     api = HfApi()
-    api.create_repo(repository, private=True, exist_ok=True)
-    api.upload_folder(repo_id=repository, folder_path=folder)
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of several HTTP libraries
+        raise OSError(
+            f"`--hf_upload_path` ({repository}): {folder} was written but not uploaded ({error}):"
+            " check the name, the network and `hf auth login`"
+        ) from error
     return f"https://huggingface.co/{repository}"

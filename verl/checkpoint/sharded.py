@@ -102,13 +102,13 @@ def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | No
     try:
         entries = _write_files(path, snapshot, rank, group)
     except (OSError, RuntimeError, CheckpointException) as error:  # a full disk may raise any of them
-        problem = _cause(error)
+        problem = cause(error)
     parts = _gather_values(problem, entries, path, group)
     if rank == 0:
         try:
             write_manifest(path, snapshot.manifest, {name: part[name] for part in parts for name in part})
         except OSError as error:
-            problem = _cause(error)
+            problem = cause(error)
     _gather_values(problem, None, path, group)
 
 
@@ -209,7 +209,7 @@ def _gather_values(problem: str | None, value: Any, path: Path, group: dist.Proc
     return [value for _, value in both]
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
     return f"{type(error).__name__}: {error}"

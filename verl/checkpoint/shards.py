@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full tensors of a checkpoint, read without a process group from any of the supported formats."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedConfig
 
 from verl.checkpoint.legacy_shards import find_shard_files, join_shards, load_shard_file
-from verl.checkpoint.manifest import MANIFEST, check_digests, read_manifest
-from verl.checkpoint.sharded import LORA_ADAPTER
+from verl.checkpoint.manifest import MANIFEST, check_digests, read_manifest, remedy
+from verl.checkpoint.sharded import LORA_ADAPTER, cause
 from verl.checkpoint.storage import ShardReader, read_tensors
 from verl.models.hub_names import auto_class
 from verl.models.lora_weights import (
@@ -23,6 +26,15 @@ from verl.models.lora_weights import (
     plain_name,
     read_adapter_config,
 )
+
+
+@contextmanager
+def reading(what: object, remedy: str) -> Iterator[None]:
+    """Turn what damaged or unfitting content raises, which is almost anything, into a ValueError."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise ValueError(f"{what} cannot be read ({cause(error)}): {remedy}") from error
 
 
 class Shards(Protocol):
@@ -58,7 +70,7 @@ class DistributedShards:
     def __init__(self, folder: Path) -> None:
         manifest = read_manifest(folder)
         check_digests(folder, manifest, manifest["files"])
-        self._reader = ShardReader(folder)
+        self._folder, self._reader = folder, ShardReader(folder)
         saved = self._reader.tensors()
         self._entries = {key.removeprefix("model."): saved[key] for key in saved if key.startswith("model.")}
 
@@ -71,7 +83,8 @@ class DistributedShards:
     def read(self, name: str) -> Tensor:
         entry = self._entries[name]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        read_tensors(self._reader, {f"model.{name}": whole}, is_alone=True)
+        with reading(f"{name} in the shards of {self._folder}", remedy(self._folder)):
+            read_tensors(self._reader, {f"model.{name}": whole}, is_alone=True)
         return whole
 
 
@@ -81,7 +94,7 @@ class RankFiles:
     is_hub_layout_likely = True
 
     def __init__(self, files: list[Path]) -> None:
-        self._ranks = [load_shard_file(file) for file in files]
+        self._first, self._ranks = files[0], [load_shard_file(file) for file in files]
 
     def names(self) -> list[str]:
         return list(self._ranks[0])
@@ -90,7 +103,15 @@ class RankFiles:
         return self._ranks[0][name].shape
 
     def read(self, name: str) -> Tensor:
-        return join_shards(name, [rank[name] for rank in self._ranks])
+        try:
+            return join_shards(name, [rank[name] for rank in self._ranks])
+        except (ValueError, NotImplementedError):
+            raise
+        except Exception as error:  # files of other saves raise almost anything
+            raise ValueError(
+                f"{name} cannot be joined from {self._first} and the other ranks' files ({cause(error)}):"
+                " they must be of one save: copy them again from their source"
+            ) from error
 
 
 class AdaptedShards:
@@ -106,16 +127,25 @@ class AdaptedShards:
         config: PreTrainedConfig,
         trust_remote_code: bool,
     ) -> None:
-        folder = local_dir / LORA_ADAPTER
+        self._folder = folder = local_dir / LORA_ADAPTER
         self._source = source
         self._adapter = read_adapter_config(folder, str(folder))
         self._saved = {name.removeprefix(PREFIX): name for name in source.names()}
         self._own = {plain_name(name): name for name in self._saved if not is_adapter(name)}
         self._base: dict[str, Tensor] = {}
         if not any(BASE in name for name in self._saved):
-            self._base = _read_base(base or self._adapter.base, folder, config, trust_remote_code)
+            self._base = _read_base(
+                base or self._adapter.base, folder, config, trust_remote_code, set(self._own)
+            )
         first = next(iter(self._base.values()), None)
         self.base_dtype = first.dtype if first is not None else torch.bfloat16
+        fitting = {part for name in self.names() for part in adapter_names(name.removesuffix(".weight"))}
+        unused = [name for name in self._saved if is_adapter(name) and name not in fitting]
+        if unused:
+            raise ValueError(
+                f"{local_dir}: {len(unused)} adapters fit no weight of the base model ({sorted(unused)[0]}):"
+                " give the base that they were trained on as `--base_model`"
+            )
 
     def names(self) -> list[str]:
         return list(self._base | self._own)
@@ -132,7 +162,8 @@ class AdaptedShards:
         if not adapter:
             return weight
         tensors = [(f"{module}{BASE}weight", weight), *((part, self._read(part)) for part in adapter)]
-        [(_, folded)] = fold(tensors, self._adapter.scale, has_magnitude=self._adapter.use_dora)
+        with reading(f"the adapter of {module}", f"it must fit its base model and {self._folder / CONFIG}"):
+            [(_, folded)] = fold(tensors, self._adapter.scale, has_magnitude=self._adapter.use_dora)
         return folded
 
     def _read(self, name: str) -> Tensor:
@@ -140,16 +171,16 @@ class AdaptedShards:
 
 
 def _read_base(
-    path: str | None, folder: Path, config: PreTrainedConfig, trust_remote_code: bool
+    path: str | None, folder: Path, config: PreTrainedConfig, trust_remote_code: bool, own: set[str]
 ) -> dict[str, Tensor]:
     if path is None:
         raise FileNotFoundError(f"{folder / CONFIG} names no base model: give it as `--base_model`")
-    try:
-        model: Any = auto_class(config).from_pretrained(
-            path, config=config, dtype="auto", trust_remote_code=trust_remote_code
+    with reading(f"the base model of {folder}, {path},", "give it as `--base_model`"):
+        loaded: Any = auto_class(config).from_pretrained(
+            path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"the base model of {folder} cannot be read from {path}: {error}: give it as `--base_model`"
-        ) from error
+        model, info = loaded
+        missing = sorted(set(info["missing_keys"]) - own)
+        if missing:  # transformers has filled them with random numbers
+            raise ValueError(f"it lacks {len(missing)} weights, such as {missing[0]}")
     return model.state_dict()

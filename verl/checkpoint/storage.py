@@ -51,6 +51,8 @@ class ShardReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             path = Path(self.path) / ".metadata"
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing: {remedy(path.parent)}")
             with path.open("rb") as file:
                 self._metadata = load_metadata(file, path)
         return self._metadata
@@ -59,14 +61,19 @@ class ShardReader(FileSystemReader):
         """Return size and dtype of every tensor, by key."""
         tensors = {}
         for key, entry in self.read_metadata().state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), f"a snapshot holds tensors only, not {key}"
+            if not isinstance(entry, TensorStorageMetadata):
+                folder = Path(self.path)
+                raise ValueError(f"{folder} holds {key}, which is not a tensor: {remedy(folder)}")
             tensors[key] = entry
         return tensors
 
 
 def load_metadata(file: IO[bytes], path: Path) -> Metadata:
     try:
-        return _MetadataUnpickler(file).load()
+        metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        return metadata
     except Exception as error:  # damaged bytes make the unpickler raise almost anything
         raise ValueError(f"{path} cannot be read ({error}): {remedy(path.parent)}") from error
 

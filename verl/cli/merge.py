@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             base_model=options.base_model,
             trust_remote_code=options.trust_remote_code,
         )
+        sys.stdout.write(f"model written to {folder}\n")
+        if options.hf_upload_path:
+            sys.stdout.write(f"uploaded to {upload(folder, options.hf_upload_path)}\n")
     except (OSError, ValueError, NotImplementedError) as error:
         sys.stderr.write(f"model_merger: {error}\n")
         return 1
-    sys.stdout.write(f"model written to {folder}\n")
-    if options.hf_upload_path:
-        sys.stdout.write(f"uploaded to {upload(folder, options.hf_upload_path)}\n")
     return 0

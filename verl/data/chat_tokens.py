@@ -8,13 +8,13 @@ A turn starts where the chat template ends with `add_generation_prompt`, which i
 ends with the special token that closes it. Text after that token is not trained: no engine samples it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.data.bad_rows import BadRowError
+from verl.data.chat_template import OTHER_TEMPLATE, ChatTemplate
 from verl.data.messages import Message
 
-OTHER_TEMPLATE = "set another template with `data.override_chat_template`"
 Render = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt
 
 
@@ -22,21 +22,12 @@ class ConversationTokenizer:
     """Renders conversations with a chat template and marks the tokens to train on.
 
     Args:
-        template: None uses the tokenizer's.
         turns: Assistant turns to train on, "all" or "last".
-        variables: Further variables of the template.
     """
 
-    def __init__(
-        self, tokenizer: Any, template: str | None, turns: str, variables: Mapping[str, Any] | None = None
-    ) -> None:
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"`worker.actor.model.tokenizer_path` ({tokenizer.name_or_path}) must have a fast tokenizer"
-                " (`tokenizer.json`): the assistant's tokens are found by their offsets in the text"
-            )
-        self.tokenizer, self.template, self.turns = tokenizer, template, turns
-        self.variables = variables
+    def __init__(self, tokenizer: Any, chat_template: ChatTemplate, turns: str) -> None:
+        check_offsets(tokenizer)
+        self.tokenizer, self.chat_template, self.turns = tokenizer, chat_template, turns
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(special | set(tokenizer.all_special_tokens))
 
@@ -49,32 +40,15 @@ class ConversationTokenizer:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         name = f"{len(messages)} messages of the conversation"
-        return render_chat(
-            self.tokenizer, self.template, messages, add_generation_prompt, name, self.variables
-        )
+        return self.chat_template(messages, add_generation_prompt, name)
 
 
-def render_chat(
-    tokenizer: Any,
-    template: str | None,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    name: str,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """Render messages, with further `variables`; the BadRowError of a failure calls them `name`."""
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **(variables or {}),
+def check_offsets(tokenizer: Any) -> None:
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"`worker.actor.model.tokenizer_path` ({tokenizer.name_or_path}) must have a fast tokenizer"
+            " (`tokenizer.json`): the assistant's tokens are found by their offsets in the text"
         )
-        text.encode()  # the tokenizer's own error for a lone surrogate is misleading
-    except Exception as error:  # a template can raise anything
-        raise BadRowError(f"the chat template cannot render {name}: {error}") from error
-    return text
 
 
 def learned_spans(

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
+from verl.data.chat_template import ChatTemplate
 from verl.data.files import Row, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
@@ -98,11 +99,13 @@ class RowDataset(Dataset, ABC):
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
-        self.chat_template = None if processor is None else processor.chat_template  # None: the tokenizer's
-        self._check_variables()
         self._columns = {"images": config.image_key, "videos": config.video_key}
         self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
         self.prompt_format = PromptFormat(config.format_prompt)
+        template = None if processor is None else processor.chat_template
+        self.chat_template = ChatTemplate(
+            tokenizer, template, config.apply_chat_template_kwargs, config.override_chat_template
+        )
         self.rows = load_rows(files, option)
         self._check_columns(option)
         self.bad_rows: list[BadRow] = []
@@ -171,15 +174,6 @@ class RowDataset(Dataset, ABC):
             raise BadRowError("the row has images or videos, which the model cannot read")
         return media if any(media.values()) else None
 
-    def _check_variables(self) -> None:
-        template = str(self.chat_template or self.tokenizer.chat_template)
-        for name in self.config.apply_chat_template_kwargs:
-            if name not in template:
-                raise ValueError(
-                    f"`data.apply_chat_template_kwargs` sets {name!r}, which the chat template does not read:"
-                    " correct or remove it"
-                )
-
     @property
     def _media_reader(self) -> MediaReader:
         assert self._reader is not None, "a dataset with a processor has a media loader"
@@ -201,6 +195,7 @@ class RowDataset(Dataset, ABC):
         checks = scan_rows(self._inspect_part, len(self.rows), workers, rows_for_one)
         # Forked loader processes start their own template and media processes.
         self.prompt_format.close()
+        self.chat_template.close()
         if self._reader is not None:
             self._reader.close()
         self.lengths = [check.length for check in checks]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
-from verl.data.chat_tokens import render_chat
 from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
@@ -54,8 +53,7 @@ class RLHFDataset(RowDataset):
                 raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
         messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
         media = self.media_of(row, messages)
-        variables = config.apply_chat_template_kwargs
-        text = render_chat(self.tokenizer, self.chat_template, messages, True, "the prompt", variables)
+        text = self.chat_template(messages, True, "the prompt")
         return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:

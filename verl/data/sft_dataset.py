@@ -6,6 +6,7 @@ A batch has the keys that the policy update reads: `responses` are all tokens af
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
-from verl.data.chat_tokens import ConversationTokenizer
+from verl.data.chat_tokens import ConversationTokenizer, check_offsets
 from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
@@ -42,10 +43,12 @@ class SFTDataset(RowDataset):
     too_long = "conversations are longer than `data.max_length`"
 
     def __init__(self, files: Any, tokenizer: Any, processor: Any, config: Any, **options: Any) -> None:
-        template = None if processor is None else processor.chat_template
-        variables = config.apply_chat_template_kwargs
-        self._tokenize = ConversationTokenizer(tokenizer, template, config.train_turns, variables)
+        check_offsets(tokenizer)
         super().__init__(files, tokenizer, processor, config, **options)
+
+    @cached_property
+    def _tokenize(self) -> ConversationTokenizer:
+        return ConversationTokenizer(self.tokenizer, self.chat_template, self.config.train_turns)
 
     def render(self, row: Row) -> Rendered:
         messages = self._messages(row)

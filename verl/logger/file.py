@@ -53,12 +53,14 @@ class FileLogger(Logger):
 def read_log(directory: Path) -> list[dict[str, Any]]:
     """Read the log of a `FileLogger`: one `{"step": 3, "actor/pg_loss": ...}` per step, in order."""
     steps: dict[int, dict[str, Any]] = {}
-    for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+    for line in (directory / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the run was killed while writing
-        steps.setdefault(entry["step"], {}).update(flatten(entry))
+            flat = flatten(entry) if isinstance(entry, dict) else {}
+        except (ValueError, RecursionError):
+            continue  # the run was killed while writing, or the line is damaged
+        if isinstance(flat.get("step"), int):
+            steps.setdefault(flat["step"], {}).update(flat)
     return [steps[step] for step in sorted(steps)]
 
 

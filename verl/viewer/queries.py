@@ -17,6 +17,7 @@ from verl.viewer.rollout_index import TABLE_SCHEMA, plain
 from verl.viewer.runs import RunFolder
 
 MAX_PAGE = 500  # rows
+MAX_TEXT = 1000  # characters to search for
 BINS = 30
 SHOWN_DISTRIBUTIONS = ("score", "response_length")
 SORTABLE = ("run", *(name for name in TABLE_SCHEMA.names if not name.endswith("_start")))
@@ -49,7 +50,7 @@ class RolloutQuery:
         media = _one_of("media", take("media", ""), ("", "yes", "no"))
         query = cls(
             runs=tuple(dict.fromkeys(numbers)),
-            text=take("text", ""),
+            text=_short("text", take("text", "")),
             bounds=bounds,
             equal={name: given.pop(name) for name in ("data_source", "finish_reason") if name in given},
             has_media=None if not media else media == "yes",
@@ -126,7 +127,8 @@ def _conditions(query: RolloutQuery) -> Iterator[pc.Expression]:
 
 
 def _number(name: str, text: str, smallest: int, largest: int) -> int:
-    if not (text.isascii() and text.isdigit()) or not smallest <= int(text) <= largest:
+    is_number = text.isascii() and text.isdigit() and len(text) < 20
+    if not is_number or not smallest <= int(text) <= largest:
         raise ValueError(f"`{name}` must be an integer from {smallest} to {largest}, got {text[:40]!r}")
     return int(text)
 
@@ -141,6 +143,12 @@ def _real(name: str, text: str) -> float | None:
     if not math.isfinite(number):
         raise ValueError(f"`{name}` must be a number, got {text[:40]!r}")
     return number
+
+
+def _short(name: str, text: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"`{name}` must have at most {MAX_TEXT} characters, got {len(text)}")
+    return text
 
 
 def _one_of(name: str, text: str, allowed: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from verl.viewer.rollout_store import SCHEMA, TABLE_COLUMNS, step_files
 
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
+UNREADABLE = (pa.ArrowException, OSError, ValueError)  # raised for damaged files; the last for texts
 Signature = tuple[int, int]  # modification time in ns, bytes
 
 
@@ -39,7 +40,7 @@ class RolloutIndex:
         """Read new and changed files; return the columns `TABLE_COLUMNS` of all rollouts, unsorted."""
         with self._lock:
             files = step_files(self.run_folder)
-            found = {step: _signature(path) for step, path in files.items()}
+            found = {step: signature for step, path in files.items() if (signature := _signature(path))}
             changed = [step for step, signature in found.items() if self._known.get(step) != signature]
             stale = [step for step in self._known if found.get(step) != self._known[step]]
             if stale:
@@ -65,7 +66,10 @@ class RolloutIndex:
         path = step_files(self.run_folder).get(step)
         if path is None:
             raise KeyError(f"{self.run_folder} keeps no rollouts of step {step}")
-        rows = pq.read_table(path, schema=SCHEMA, filters=ds.field("group") == group).to_pylist()
+        try:
+            rows = pq.read_table(path, schema=SCHEMA, filters=ds.field("group") == group).to_pylist()
+        except UNREADABLE as error:
+            raise KeyError(f"{path} cannot be read: {error}") from error
         if not rows:
             raise KeyError(f"step {step} has no group {group!r}")
         return [plain(row | {"reward_values": dict(row["reward_values"] or [])}) for row in rows]
@@ -77,20 +81,22 @@ class RolloutIndex:
             for name in ("prompt", "response", "ground_truth")
         )
         paths = [path for path in step_files(self.run_folder).values() if path.name not in self.problems]
-        return _columns_of(paths, in_prompt | in_response | in_truth)
+        return self._read(paths, in_prompt | in_response | in_truth)
 
-    def _read(self, paths: list[Path]) -> pa.Table:
+    def _read(self, paths: list[Path], rows: ds.Expression | None = None) -> pa.Table:
         try:
-            return _columns_of(paths)
-        except (pa.ArrowInvalid, OSError) as error:
+            return _columns_of(paths, rows)
+        except UNREADABLE as error:
             if len(paths) > 1:  # one of them is damaged: find it
-                return pa.concat_tables([self._read([path]) for path in paths])
+                return pa.concat_tables([self._read([path], rows) for path in paths])
             self.problems[paths[0].name] = str(error)
             return TABLE_SCHEMA.empty_table()
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON values: numbers that are not finite become None."""
+    """Convert to JSON values: numbers that are not finite become None, halves of characters `?`."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
@@ -102,9 +108,14 @@ def plain(value: Any) -> Any:
 
 def _columns_of(paths: list[Path], rows: ds.Expression | None = None) -> pa.Table:
     data = ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
-    return data.to_table(columns=TABLE_COLUMNS, filter=rows)
+    table = data.to_table(columns=TABLE_COLUMNS, filter=rows)
+    table.validate(full=True)  # texts may be no UTF-8
+    return table
 
 
-def _signature(path: Path) -> Signature:
-    status = path.stat()
+def _signature(path: Path) -> Signature | None:
+    try:
+        status = path.stat()
+    except OSError:  # removed since it was listed
+        return None
     return status.st_mtime_ns, status.st_size

@@ -14,6 +14,7 @@ To keep another value of a response, add a column to `SCHEMA` and fill it where 
 
 import hashlib
 import io
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from verl.utils.rank_logger import get_logger
 from verl.utils.shared_folder import write_whole
 
 FOLDER, MEDIA = "rollouts", "media"
-STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet", re.ASCII)
 MEDIA_FILE = re.compile(r"[0-9a-f]{40}\.jpg")
 LONGEST_SIDE = 448  # of a kept image, pixels
 JPEG_QUALITY = 80
@@ -121,9 +122,16 @@ class RolloutStore:
 
 
 def step_files(run_folder: Path) -> dict[int, Path]:
-    """Return the existing step files, by step."""
+    """Return the existing step files, by step; links out of the run's folder are left out."""
     found = [(STEP_FILE.fullmatch(path.name), path) for path in (run_folder / FOLDER).glob("step_*.parquet")]
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return dict(
+        sorted((int(match[1]), path) for match, path in found if match and is_inside(path, run_folder))
+    )
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a path lies in a folder after all links are followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _storable(row: dict[str, Any]) -> dict[str, Any]:

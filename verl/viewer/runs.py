@@ -8,8 +8,9 @@ from typing import Any
 
 from verl.logger.file import METRICS_FILE, read_log
 from verl.viewer.rollout_index import RolloutIndex, plain
-from verl.viewer.rollout_store import FOLDER
+from verl.viewer.rollout_store import FOLDER, is_inside
 
+NOT_FOLLOWED = "a link out of the run's folder is not followed"
 DEPTH = 2  # folders between the given one and a run: PROJECT/EXPERIMENT
 
 
@@ -23,22 +24,29 @@ class RunFolder:
     def state(self) -> dict[str, Any]:
         """Return what the page polls; `version` changes with any displayed content."""
         rollouts = self.rollouts.refresh()
-        log = self.folder / METRICS_FILE
-        files = [path.stat() for path in (log, self.folder / FOLDER) if path.exists()]
-        return {
+        paths = (self.folder / METRICS_FILE, self.folder / FOLDER)
+        files = [path.stat() for path in paths if path.exists()]
+        links = [path.name for path in paths if not is_inside(path, self.folder)]
+        state = {
             "name": self.name,
             "folder": str(self.folder),
             "num_rollouts": rollouts.num_rows,
-            "problems": dict(self.rollouts.problems),
+            "problems": dict(self.rollouts.problems) | dict.fromkeys(links, NOT_FOLLOWED),
             "version": str([(file.st_size, file.st_mtime_ns) for file in files]),
         }
+        return plain(state)
 
     def metrics(self) -> dict[str, Any]:
         """Logged metrics as columns: `{"step": [1, 2], "metrics": {"reward/overall": [0.5, None]}}`."""
-        log = read_log(self.folder) if (self.folder / METRICS_FILE).exists() else []
+        path = self.folder / METRICS_FILE
+        log = read_log(self.folder) if path.is_file() and is_inside(path, self.folder) else []
         names = sorted({name for entry in log for name in entry if name != "step"})
-        columns = {name: [plain(entry.get(name)) for entry in log] for name in names}
+        columns = {plain(name): [_number(entry.get(name)) for entry in log] for name in names}
         return {"step": [entry["step"] for entry in log], "metrics": columns}
+
+
+def _number(value: Any) -> Any:
+    return plain(value) if isinstance(value, int | float) else None
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:

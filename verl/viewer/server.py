@@ -8,6 +8,7 @@ machine lack the token at the end of the printed address.
 """
 
 import hashlib
+import re
 import secrets
 import socket
 import threading
@@ -20,17 +21,17 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
-from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE
+from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE, is_inside
 from verl.viewer.runs import RunFolder
 
 LOOPBACK = "127.0.0.1"
+HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 TOKEN = "token"  # parameter in the printed address
 SHUTDOWN_S = 3  # for pending responses
 STATIC = Path(__file__).parent / "static"
@@ -53,6 +54,13 @@ async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> R
     return response
 
 
+async def check_host(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Refuse other host names, and what some parsers take for one, as in `localhost:80@evil.example`."""
+    if not HOST.fullmatch(request.headers.get("host", "")):
+        return PlainTextResponse(f"invalid host: use {LOOPBACK} or localhost", 400)
+    return await call_next(request)
+
+
 class TokenGate:
     """Requires the token: in the address on the first visit, in a cookie afterwards."""
 
@@ -64,7 +72,8 @@ class TokenGate:
             return await call_next(request)
         if not self._is_token(request.query_params.get(TOKEN, "")):
             return PlainTextResponse("open the full address printed by the viewer, including its token", 403)
-        answer = RedirectResponse(request.url.path, 303)  # the token leaves the address bar
+        # The token leaves the address bar. `//host` would be another site.
+        answer = RedirectResponse("/" + request.url.path.lstrip("/"), 303)
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
         return answer
 
@@ -81,18 +90,17 @@ def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
     views = _Views(runs)
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
-        Route("/api/runs/{run:int}/metrics", views.metrics),  # logged metrics as columns
-        Route("/api/runs/{run:int}/groups/{step:int}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/runs/{run}/metrics", views.metrics),  # logged metrics as columns
+        Route("/api/runs/{run}/groups/{step}/{group:path}", views.group),  # responses to a prompt
         Route("/api/rollouts", views.rollouts),  # a page of the table: `?run=0&score_min=0.5`
         Route("/api/distributions", views.distributions),  # histograms of the same rows
-        Route("/media/{run:int}/{file}", views.media),  # an image, or a frame of a video
+        Route("/media/{run}/{file}", views.media),  # an image, or a frame of a video
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False)
-    headers, gate = (
-        Middleware(BaseHTTPMiddleware, dispatch=dispatch) for dispatch in (add_headers, TokenGate(token))
+    parts = (add_headers, check_host, TokenGate(token))
+    return Starlette(
+        routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=part) for part in parts]
     )
-    return Starlette(routes=routes, middleware=[headers, hosts, gate])
 
 
 def loopback_socket(port: int) -> socket.socket:
@@ -139,9 +147,9 @@ class _Views:
         return JSONResponse(self._run(request).metrics())
 
     def group(self, request: Request) -> Response:
-        params = request.path_params
+        step, group = _path_number(request, "step", 10**9), request.path_params["group"]
         try:
-            return JSONResponse(self._run(request).rollouts.group(params["step"], params["group"]))
+            return JSONResponse(self._run(request).rollouts.group(step, group))
         except KeyError as error:
             raise HTTPException(404, str(error.args[0])) from error
 
@@ -156,19 +164,24 @@ class _Views:
 
     def media(self, request: Request) -> Response:
         name = request.path_params["file"]
-        path = self._run(request).folder / FOLDER / MEDIA / name
-        if not MEDIA_FILE.fullmatch(name) or not path.is_file():
+        folder = self._run(request).folder
+        path = folder / FOLDER / MEDIA / name
+        if not MEDIA_FILE.fullmatch(name) or not path.is_file() or not is_inside(path, folder):
             raise HTTPException(404, "no such image")
         return FileResponse(path, media_type="image/jpeg")
 
     def _run(self, request: Request) -> RunFolder:
-        number = request.path_params["run"]
-        if number >= len(self._runs):
-            raise HTTPException(404, "no such run")
-        return self._runs[number]
+        return self._runs[_path_number(request, "run", len(self._runs))]
 
     def _query(self, request: Request) -> RolloutQuery:
         try:
             return RolloutQuery.from_params(request.query_params.multi_items(), len(self._runs))
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
+
+
+def _path_number(request: Request, name: str, end: int) -> int:
+    text = request.path_params[name]
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= end:
+        raise HTTPException(404, f"no such {name}")
+    return int(text)

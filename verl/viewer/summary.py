@@ -194,7 +194,7 @@ def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
     """Best and worst responses of the last step."""
     columns = ["step", "score", "response_length", "response_start"]
     rows = run.rollouts.refresh().select(columns).to_pylist()
-    last = max((row["step"] for row in rows), default=None)
+    last = max((row["step"] for row in rows if row["step"] is not None), default=None)
     scored = [row for row in rows if row["step"] == last and _is_finite(row["score"])]
     if not scored:
         return Text(f"{printable(run.name, COLUMN)}: no rollouts kept")
@@ -231,7 +231,7 @@ def _count_restarts(run: RunFolder) -> int:
     """Count how often the log goes back to a step that was already trained."""
     try:
         log = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return 0
     steps = [int(number) for number in TRAINED_STEP.findall(log)]
     return sum(step <= before for before, step in pairwise(steps))

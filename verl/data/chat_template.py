@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Render conversations with the chat template of a model."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from verl.data.bad_rows import BadRowError
+from verl.data.messages import Message
+from verl.data.prompt_template import MAX_RENDERED, RENDER_MEMORY, RENDER_TIMEOUT_S
+from verl.utils.child_process import IsolatedCalls, limit_memory
+
+OTHER_TEMPLATE = "set another template with `data.override_chat_template`"
+
+
+class ChatTemplate:
+    """The chat template of a model, rendered by transformers in a process of limited time and memory.
+
+    A template comes with a model and is anybody's: its loops may not end, its strings may fill the memory.
+
+    Args:
+        template: None uses the tokenizer's.
+        variables: Further variables of the template, each of which it must read.
+        override: Path of the file (`data.override_chat_template`) that replaced the model's, for errors.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        override: str | None = None,
+        timeout_s: float = RENDER_TIMEOUT_S,
+    ) -> None:
+        for name in variables:
+            if name not in str(template or tokenizer.chat_template):
+                raise ValueError(
+                    f"`data.apply_chat_template_kwargs` sets {name!r}, which the chat template does not read:"
+                    " correct or remove it"
+                )
+        self._file = override or _template_file(str(tokenizer.name_or_path))
+        limit = partial(limit_memory, RENDER_MEMORY)
+        self._render = IsolatedCalls(
+            partial(_render, tokenizer, template, dict(variables)), timeout_s, limit, retry=True
+        )
+
+    def __call__(self, messages: Sequence[Message], add_generation_prompt: bool, name: str) -> str:
+        """Render messages; errors call them `name`. A TimeoutError is the template's fault, not the row's."""
+        template = f"the chat template ({self._file})"
+        try:
+            return self._render((messages, add_generation_prompt))
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{template} {error} for {name}: does it loop forever? {OTHER_TEMPLATE}"
+            ) from error
+        except (ValueError, ChildProcessError) as error:
+            raise BadRowError(f"{template} cannot render {name}: {error}") from error
+
+    def close(self) -> None:
+        """End the process; the next call starts another."""
+        self._render.close()
+
+
+def _render(
+    tokenizer: Any, template: str | None, variables: dict[str, Any], request: tuple[Sequence[Message], bool]
+) -> str:
+    messages, add_generation_prompt = request
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **variables,
+        )
+        text.encode()  # the tokenizer's own error for a lone surrogate is misleading
+    except MemoryError:
+        raise
+    except Exception as error:  # a template can raise anything
+        raise ValueError(str(error)) from error
+    if len(text) > MAX_RENDERED:
+        raise ValueError(f"it makes {len(text)} characters, the limit is {MAX_RENDERED}")
+    return text
+
+
+def _template_file(model: str) -> str:
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    files = (path for path in (Path(model) / name for name in names) if path.is_file())
+    return str(next(files, model))
