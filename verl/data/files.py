@@ -232,7 +232,9 @@ def _read_table(path: Path) -> Source:
     if not os.path.isdir(builder.cache_dir):  # else it was decoded before
         check_decoded_size(path)
         builder.download_and_prepare()
-    return _table(str(path), builder.as_dataset(split=DEFAULT_SPLIT))
+    table = builder.as_dataset(split=DEFAULT_SPLIT)
+    assert isinstance(table, datasets.Dataset)  # not a dictionary of all splits
+    return _table(str(path), table)
 
 
 def _read_jsonl(path: Path) -> Source:

@@ -345,11 +345,11 @@ def test_images_of_more_than_8_bits_keep_their_range(dtype, pixels, gray, tmp_pa
     image.save(tmp_path / "a.tiff")
 
     with Image.open(tmp_path / "a.tiff") as opened:
-        read = process_image(opened, 1, 12)
+        read = process_image(opened, opened.size)
     (png,) = references(image, "image", None)
 
     assert read.mode == "RGB" and read.size == (6, 2)
-    for shown in (read, process_image(Image.open(io.BytesIO(png)), 1, 12)):
+    for shown in (read, process_image(Image.open(io.BytesIO(png)), (6, 2))):
         assert np.asarray(shown).tolist() == [[[value] * 3 for value in gray]] * 2
 
 
