@@ -335,11 +335,17 @@ def films_in(cache):
 
 
 def bytes_in(cache):
-    total = 0
+    # Processes add and remove files meanwhile: only those that both listings contain were there at one time.
+    first, second = sizes_in(cache), sizes_in(cache)
+    return sum(first[path] for path in first.keys() & second.keys())
+
+
+def sizes_in(cache):
+    sizes = {}
     for path in cache.directory.rglob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # a process has just made room
-            total += path.stat().st_size
-    return total
+            sizes[path] = path.stat().st_size
+    return sizes
 
 
 def wait_until(holds):
