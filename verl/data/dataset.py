@@ -37,7 +37,7 @@ from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
 MAX_LISTED = 10
-# Below this number of rows, starting processes takes longer than checking (0.2 ms a text, 10 ms a video).
+# Below this number of rows, starting processes takes longer than checking (0.3 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
 DIGESTED_BYTES = 256  # at each end
