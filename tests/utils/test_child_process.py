@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,32 @@ def wait_until_gone(pid):
     while is_there(pid):
         assert time.monotonic() < end, "the process lives on"
         time.sleep(0.01)
+
+
+def test_a_process_that_is_forked_while_another_one_starts_does_not_hold_it_up(monkeypatch):
+    opened, forked, started, open_pipe = threading.Event(), threading.Event(), [], os.pipe
+
+    def pipe():  # of `Popen`, which reads from it until the program runs
+        ends = open_pipe()
+        opened.set()
+        forked.wait(0.5)
+        return ends
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    starting = threading.Thread(
+        target=lambda: started.append(ChildProcess.start(partial(hang, 1000))), daemon=True
+    )
+    starting.start()
+    assert opened.wait(10)
+    other = ChildProcess.fork(partial(hang, 1000))
+    forked.set()
+    starting.join(10)
+    has_started = bool(started)
+
+    other.kill()
+    starting.join(10)
+    started[0].kill()
+    assert has_started
 
 
 def test_calls_run_one_after_the_other_in_one_process_that_is_not_this_one():

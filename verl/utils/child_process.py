@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
@@ -33,7 +34,14 @@ STACK_WAIT_S = 1.0
 KILL_WAIT_S = 2.0  # for a guardian to end what it guards
 GUARDED = (signal.SIGCHLD, signal.SIGTERM, STACK_SIGNAL)  # signals that a guardian waits for
 FIRST_TO_KILL = "1000"  # the kernel's out-of-memory score of a process to kill before all others
+# A process forked while another thread starts a program would keep open the pipe on which that thread waits for
+# the program to run, and the wait would last as long as the process.
+STARTING = threading.RLock()
 BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys.argv[1:4]))"
+
+os.register_at_fork(
+    before=STARTING.acquire, after_in_parent=STARTING.release, after_in_child=STARTING.release
+)
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -109,13 +117,14 @@ class ChildProcess:
         handles = [theirs.fileno(), report.fileno()]
         label = getattr(serve, "func", serve).__module__  # says in `ps` what the process does
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
-            stdin=subprocess.DEVNULL,
-            pass_fds=handles,
-            start_new_session=True,  # Ctrl-C does not reach it
-            env=os.environ | {"PYTHONPATH": path},
-        )
+        with STARTING:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
+                stdin=subprocess.DEVNULL,
+                pass_fds=handles,
+                start_new_session=True,  # Ctrl-C does not reach it
+                env=os.environ | {"PYTHONPATH": path},
+            )
         theirs.close()
         with suppress(BrokenPipeError):  # it died at once, as its exit code says
             ours.send_bytes(task)
