@@ -34,8 +34,8 @@ STACK_WAIT_S = 1.0
 KILL_WAIT_S = 2.0  # for a guardian to end what it guards
 GUARDED = (signal.SIGCHLD, signal.SIGTERM, STACK_SIGNAL)  # signals that a guardian waits for
 FIRST_TO_KILL = "1000"  # the kernel's out-of-memory score of a process to kill before all others
-# A process forked while another thread starts a program would keep open the pipe on which that thread waits for
-# the program to run, and the wait would last as long as the process.
+# A process forked while another thread starts a program would keep open the pipe on which that thread waits
+# for the program to run, and the wait would last as long as the process.
 STARTING = threading.RLock()
 BOOT = f"import sys; from {__name__} import _run_fresh; _run_fresh(*map(int, sys.argv[1:4]))"
 
