@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -62,6 +63,22 @@ def test_what_can_be_read_is_printed_in_order(tmp_path):
     assert lines[:20_000] == [f"line {number}" for number in range(20_000)]
     assert lines[20_000:] == ["a table", "a line of a child"]
     assert finished.stderr.splitlines() == [*(f"note {number}" for number in range(20_000)), "and a note"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_on_stderr_is_there_at_once(unbuffered):
+    code = "from verl.utils.standard_streams import outlive_readers; outlive_readers(); import sys, time\n"
+    code += "sys.stderr.write('stopping\\n'); time.sleep(600)"
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
+    timer = threading.Timer(30, process.kill)
+    timer.start()
+
+    assert process.stderr.readline() == b"stopping\n"
+    assert process.poll() is None
+    timer.cancel()
+    process.kill()
+    process.communicate()
 
 
 def test_a_file_opened_later_never_gets_the_number_of_a_closed_stream(tmp_path):

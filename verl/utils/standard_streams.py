@@ -35,10 +35,12 @@ class _LastingFile(io.FileIO):
 def _lasting(stream: TextIO | None, original: TextIO | None, number: int) -> TextIO:
     if stream is not None and (stream is not original or not isinstance(stream, io.TextIOWrapper)):
         return stream  # a caller's own, or done before
-    file = io.BufferedWriter(_LastingFile(number, "wb", closefd=False))
+    raw = _LastingFile(number, "wb", closefd=False)
     if stream is None:  # it was closed when Python started
-        return io.TextIOWrapper(file, line_buffering=True)
+        return io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
     stream.flush()
+    is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # by PYTHONUNBUFFERED
+    file: Any = raw if is_unbuffered else io.BufferedWriter(raw)
     return io.TextIOWrapper(
         file, stream.encoding, stream.errors,
         line_buffering=stream.line_buffering, write_through=stream.write_through,

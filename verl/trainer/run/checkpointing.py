@@ -150,12 +150,12 @@ class RunState:
         # A checkpoint that cannot be written is no reason to lose the training: the next step tries again.
         assert self._pending is not None, "called while one is written"
         free = shutil.disk_usage(self.checkpoints.root).free / 2**20
+        self.checkpoints.clear()
         logger.warning(
             "a checkpoint could not be written, the next step tries again: step=%d free_mib=%.0f cause=%s",
             self._pending.step, free, error,
         )  # fmt: skip
         self._pending, self.save_error = None, error
-        self.checkpoints.clear()
 
     def _save_own(self, folder: Path) -> dict[str, Any]:
         """Write the files of this kind of run; return its entries of `trainer_state.json`."""
