@@ -195,7 +195,7 @@ def test_a_subset_of_a_data_set_on_the_hub_is_its_third_part(hub):
     assert all_rows("openai/gsm8k/main@train[2:4]") == ROWS[2:4]
 
 
-@pytest.mark.parametrize("source", ["openai/gsm8k@train", "openai/gsm8k/mian@train"])
+@pytest.mark.parametrize("source", ["openai/gsm8k@train", "openai/gsm8k/mains@train"])
 def test_a_missing_or_unknown_subset_is_answered_with_the_subsets(hub, source):
     message = r"`data.val_files`: openai/gsm8k.* has the subsets \['main', 'socratic'\]: write one as"
     with pytest.raises(ValueError, match=message):
