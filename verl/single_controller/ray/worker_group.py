@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 from verl.protocol import DataProto
 from verl.single_controller import dispatch
 from verl.single_controller.dispatch import AxisRank, Dispatch, RemoteMethod
-from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.failure import Failure, WorkerError, is_death, worker_error
+from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool, run_on_node
 from verl.single_controller.worker import Worker, WorkerInfo, end_process, is_stopped_process, read_stacks
 
@@ -93,12 +93,14 @@ class RayWorkerGroup:
         *args: Any,
         env: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        processes: WorkerProcesses | None = None,
         **kwargs: Any,
     ) -> None:
         """Take the pool's resources and start the workers with the given constructor arguments.
 
         `shutdown` releases the pool. `env` is set before a worker imports anything. A call without progress
-        of any rank for `timeout_s` seconds fails with the stack of each rank; None waits forever.
+        of any rank for `timeout_s` seconds fails with the stack of each rank; None waits forever. `processes`
+        of the pool that were started ahead become the workers; their `env` is that of their start.
         """
         self.pool = pool
         self.methods = dispatch.remote_methods(worker_class)
@@ -107,10 +109,11 @@ class RayWorkerGroup:
         self.infos: list[WorkerInfo] = []
         self._calls: list[Pending] = []
         self._axes: dict[str, list[AxisRank]] = {}
+        self._processes = processes or WorkerProcesses(pool, env or {})
+        self.workers = list(self._processes.handles)
         try:
-            pool.acquire()
-            self._start_workers(worker_class, args, kwargs, env or {})
-            self.infos = self._internal("info", phase="start")
+            self._internal("host", "start", worker_class, args, kwargs)
+            self.infos = self._internal("info", "start")
         except BaseException:
             self.kill()
             raise
@@ -164,12 +167,9 @@ class RayWorkerGroup:
 
     def kill(self) -> None:
         """Kill the workers and release the pool; may be called twice."""
-        workers, self.workers = self.workers, []
+        self.workers = []
         self._calls.clear()
-        if ray.is_initialized():
-            for worker in workers:
-                ray.kill(worker)
-            self.pool.release()
+        self._processes.kill()
 
     def advance(self) -> None:
         """Wait until any rank returns something and store it for its call; raise a WorkerError on failure."""
@@ -196,29 +196,16 @@ class RayWorkerGroup:
                 ranks = sorted(before & stopped)
                 raise self._hung(waiting, f"the processes of ranks {ranks} are stopped (SIGSTOP)", ranks)
 
-    def _start_workers(
-        self, worker_class: type[Worker], args: tuple, kwargs: dict[str, Any], env: dict[str, str]
-    ) -> None:
-        actor_class = ray.remote(max_restarts=0)(worker_class)
-        slots = self.pool.slots()
-        for slot, environment in zip(slots, rank_environments(self.pool, slots), strict=True):
-            options = actor_class.options(
-                num_cpus=self.pool.per_process()["CPU"],
-                num_gpus=self.pool.per_process().get("GPU", 0),
-                scheduling_strategy=self.pool.bundle(slot.bundle),
-                runtime_env={"env_vars": environment | env},
-            )
-            self.workers.append(options.remote(*args, **kwargs))
-
-    def _internal(self, name: str, phase: str) -> list[Any]:
-        """Call a method of `Worker` itself on all ranks and wait for it."""
-        references = {rank: getattr(one, name).remote() for rank, one in enumerate(self._alive_workers())}
+    def _internal(self, name: str, phase: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerProcess` itself on all ranks and wait for it."""
+        workers = self._alive_workers()
+        references = {rank: getattr(worker, name).remote(*args) for rank, worker in enumerate(workers)}
         method = RemoteMethod(name, Dispatch.ALL, phase, streaming=False, axis="")
         return self._track(Pending(self, method, None, references)).result()
 
     def _ranks_on(self, axis: str) -> list[AxisRank]:
         if axis not in self._axes:
-            known = self._internal("axes", phase="axes")
+            known = self._internal("axes", "axes")
             self._axes[axis] = dispatch.check_axis(axis, [axes.get(axis) for axes in known])
         return self._axes[axis]
 
