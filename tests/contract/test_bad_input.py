@@ -367,8 +367,8 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
 def run_with(trainer, folder, capsys, monkeypatch):
     """Run the command with a trainer that is ready. Returns the exit status and what was told on stderr."""
     ready = nullcontext(trainer)
-    monkeypatch.setattr("verl.trainer.prepare.prepared_run", lambda *_: nullcontext((None, None)))
-    monkeypatch.setattr("verl.trainer.setup.running_trainer", lambda config, pool: ready)
+    monkeypatch.setattr("verl.trainer.prepare.prepared_run", lambda *_: nullcontext((None, None, None)))
+    monkeypatch.setattr("verl.trainer.setup.running_trainer", lambda *_: ready)
     monkeypatch.setattr(trainer.run_state, "step", 0)
     capsys.readouterr()
     status = main(arguments_for(folder, "text"))

@@ -9,8 +9,9 @@ import pytest
 import ray
 import torch
 
-from tests.single_controller.workers import EchoWorker
+from tests.single_controller.workers import EchoWorker, fail, import_shelve
 from verl.protocol import DataProto, objects
+from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 
@@ -201,3 +202,39 @@ def test_shutdown_leaves_no_process_and_no_reserved_resource(ray_session):
     assert ray.available_resources()["CPU"] == free
     with pytest.raises(RuntimeError, match="shut down"):
         group.say()
+
+
+def test_processes_that_start_ahead_become_the_workers_with_their_own_environment(ray_session):
+    pool = ResourcePool(1, 2, "cpu")
+    processes = WorkerProcesses(pool, {"COLOUR": "green"}, import_shelve)
+
+    with RayWorkerGroup(pool, EchoWorker, "ahead", processes=processes) as group:
+        assert group.say() == [(0, "ahead", None), (1, "ahead", None)]
+        assert [environment["COLOUR"] for environment in group.environment()] == ["green", "green"]
+        assert group.has_imported("shelve") == [True, True]
+
+
+def test_a_warm_up_that_fails_leaves_the_error_to_the_worker(ray_session):
+    pool = ResourcePool(1, 2, "cpu")
+
+    with RayWorkerGroup(pool, EchoWorker, "ahead", processes=WorkerProcesses(pool, {}, fail)) as group:
+        assert group.say() == [(0, "ahead", None), (1, "ahead", None)]
+
+
+def test_processes_that_get_no_worker_free_their_resources(group):
+    pool, all_but_those_of_the_group = ResourcePool(1, 2, "cpu"), 6
+
+    await_free_cpus(all_but_those_of_the_group)
+    processes = WorkerProcesses(pool, {})
+    await_free_cpus(all_but_those_of_the_group - 2)
+    processes.kill()
+
+    await_free_cpus(all_but_those_of_the_group)
+    assert pool.group is None
+
+
+def await_free_cpus(expected):
+    deadline = time.monotonic() + 30
+    while (free := ray.available_resources().get("CPU", 0)) != expected:
+        assert time.monotonic() < deadline, f"{free:g} CPUs are free, not {expected}"
+        time.sleep(0.1)

@@ -18,6 +18,14 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 
 
+def import_shelve() -> None:
+    import shelve  # noqa: F401 - which nothing else imports
+
+
+def fail() -> None:
+    raise ImportError("nothing to import")
+
+
 class EchoWorker(Worker):
     """Returns its arguments; model-parallel groups of `model_parallel` ranks."""
 
@@ -43,6 +51,10 @@ class EchoWorker(Worker):
     @register(Dispatch.ALL, phase="environment")
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
+
+    @register(Dispatch.ALL, phase="imported")
+    def has_imported(self, module: str) -> bool:
+        return module in sys.modules
 
     @register(Dispatch.ALL, phase="threads")
     def runs_on_main_thread(self) -> bool:

@@ -10,7 +10,7 @@ from verl.config.paths import model_source
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
-from verl.trainer.prepare import export_checkpoints, is_unexported
+from verl.trainer.model_checks import export_checkpoints, is_unexported
 
 pytestmark = pytest.mark.heavy
 

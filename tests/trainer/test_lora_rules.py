@@ -9,7 +9,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
-from verl.trainer.prepare import check_trained_models
+from verl.trainer.model_checks import check_trained_models
 
 PRIME = {"algorithm.adv_estimator": "prime", "worker.prime.model.model_path": "model"}
 

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation of a run: exports checkpoints it starts from, checks its models and finds its devices."""
+"""Preparation of a run: joins the cluster, starts its processes, and checks everything that needs no devices.
 
-from collections.abc import Callable, Iterable, Iterator
+Starting is slow because of imports: five seconds in the controller, and as much in each worker. So Ray starts
+first, while a thread imports the rest of the controller, and the processes of the workers import theirs while
+the controller checks models and opens data.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from verl.checkpoint.legacy_shards import find_shard_files
-from verl.checkpoint.manifest import MANIFEST
-from verl.checkpoint.merger import merge_checkpoint
-from verl.checkpoint.sharded import HUGGINGFACE
-from verl.config.model import ModelConfig
 from verl.config.trainer import RunTree
-from verl.distributed.device import resolve_device
-from verl.planning.model_sizes import check_trained
-from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe, resolve_auto_sizes
+from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.trainer.run.cluster_join import join_cluster
-from verl.utils.rank_logger import get_logger
-from verl.viewer.process import viewer_process
+from verl.trainer.run.cluster_join import connect_to_ray, find_devices
+from verl.utils.imports import collection_paused, importing
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # an export writes one of them last
+# Environment of the workers; the user's own values win. Errors reach the controller by themselves.
+WORKER_ENV = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+# Imported while Ray starts.
+DEVICE, CHECKS, SETUP = "verl.distributed.device", "verl.trainer.model_checks", "verl.trainer.setup"
 
 C = TypeVar("C", bound=RunTree)
-
-logger = get_logger(__name__)
+WarmUp = Callable[[str], None]  # run by each process first, with the device
 
 
 @contextmanager
@@ -35,50 +45,39 @@ def prepared_run(
     wait_s: float = 0.0,
     viewer_port: int | None = None,
     check: Callable[[C], None] | None = None,
-) -> Iterator[tuple[C, ResourcePool]]:
-    """Check everything that needs no devices, then join the cluster; leaving disconnects from it.
+    warm_up: WarmUp | None = None,
+) -> Iterator[tuple[C, ResourcePool, WorkerProcesses]]:
+    """Join the cluster, start a process on each device, and check the run; leaving ends and disconnects all.
 
     Args:
         describe: `planned_ppo` or `planned_sft`.
         wait_s: Seconds to wait for a cluster that is too small or unreachable.
         check: Raises for what it finds wrong with the run.
+        warm_up: A function of a module that imports what the workers need.
 
     Yields:
-        The config, with numbers instead of `auto` and for the devices that were found; the devices.
+        The config, with numbers instead of `auto` and for the devices that were found; these devices, and
+        their processes.
     """
     with ExitStack() as stack:
         if viewer_port is not None:
+            from verl.viewer.process import viewer_process  # noqa: PLC0415 - a web server, for those who want it
+
             stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
+        with collection_paused(), importing(DEVICE, CHECKS, SETUP) as wait_for:
+            connect_to_ray(wait_s, stack)
+            wait_for(DEVICE)
+            device = importlib.import_module(DEVICE).resolve_device(config.trainer.device)
+            config, pool = find_devices(config, device, wait_s)
+            env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
+            processes = WorkerProcesses(pool, env, partial(warm_up, device) if warm_up else None)
+            stack.callback(processes.kill)
+        checks = importlib.import_module(CHECKS)
+
         run = describe(config)
-        export_checkpoints(planned.model for planned in run.models)
-        device = resolve_device(config.trainer.device)
-        check_trained_models(run)
+        checks.export_checkpoints(planned.model for planned in run.models)
+        checks.check_trained_models(run)
         if check is not None:
             check(config)
-        config, pool = join_cluster(config, device, wait_s, stack)
-        # After joining: with `trainer.elastic` there may be fewer devices, and sizes depend on them.
-        yield resolve_auto_sizes(config, describe, device), pool
-
-
-def check_trained_models(run: PlannedRun) -> None:
-    """Log the trained parameters of each model; raise `ValueError` if a pattern matches nothing."""
-    for planned in run.models:
-        if planned.optim is not None:
-            shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
-            logger.info("%s: %s", planned.role, shape.trained_text)
-
-
-def export_checkpoints(models: Iterable[ModelConfig]) -> None:
-    """Write the weights of every checkpoint that a model of the run starts from, once."""
-    for model in models:
-        folder = Path(model.model_path or "")
-        if is_unexported(folder):
-            logger.info("exporting a checkpoint: path=%s", folder)
-            merge_checkpoint(folder.parent, trust_remote_code=model.trust_remote_code)
-
-
-def is_unexported(folder: Path) -> bool:
-    """Return whether a folder is the `huggingface` of a checkpoint, without its weights."""
-    if folder.name != HUGGINGFACE or any((folder / name).is_file() for name in WEIGHTS):
-        return False
-    return (folder.parent / MANIFEST).is_file() or bool(find_shard_files(folder.parent))
+        # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
+        yield resolve_auto_sizes(config, describe, device), pool, processes

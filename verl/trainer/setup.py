@@ -38,6 +38,7 @@ from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
+from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.single_controller.worker import Worker
@@ -57,20 +58,12 @@ from verl.workers.fsdp_worker import FSDPWorker, RunOptions
 from verl.workers.roles.actor import KLLoss
 from verl.workers.sft_worker import SFTWorker
 
-# Environment of the workers; the user's own values win. Errors reach the controller by themselves.
-WORKER_ENV = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
 
 @contextmanager
-def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTrainer]:
-    """Start the processes of a run, which end with the block, and yield its trainer.
+def running_trainer(
+    config: PPOConfig, pool: ResourcePool, processes: WorkerProcesses | None = None
+) -> Iterator[RayPPOTrainer]:
+    """Start the workers of a run, in `processes` or new ones, and yield its trainer; they end with the block.
 
     Example::
 
@@ -100,7 +93,7 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
             pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
         options = ppo_options(shared, data, algorithm, config.models)
-        workers = start_workers(stack, pool, FSDPWorker, worker, options, trainer.worker_timeout_s)
+        workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, trainer.worker_timeout_s)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
         on_progress = None if worker.rollout.disable_tqdm else tracker.progress
@@ -128,8 +121,10 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
 
 
 @contextmanager
-def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
-    """Start the processes of a fine-tuning run and yield its trainer, as `running_trainer` does."""
+def running_sft(
+    config: SFTConfig, pool: ResourcePool, processes: WorkerProcesses | None = None
+) -> Iterator[SFTTrainer]:
+    """Start the workers of a fine-tuning run and yield its trainer, as `running_trainer` does."""
     data = config.data
     worker = config.worker
     trainer = config.trainer
@@ -146,7 +141,7 @@ def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
         options = ModelRunOptions(
             pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
-        workers = start_workers(stack, pool, SFTWorker, worker, options, trainer.worker_timeout_s)
+        workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
         run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
         batches = endless(loaders.train)
@@ -195,14 +190,15 @@ def ppo_options(
 def start_workers(
     stack: ExitStack,
     pool: ResourcePool,
+    processes: WorkerProcesses | None,
     kind: type[Worker],
     worker: Any,
     options: ModelRunOptions,
     timeout_s: float | None,
 ) -> RayWorkerGroup:
     """Start a worker on each device and have them load their models."""
-    env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
-    workers = stack.enter_context(RayWorkerGroup(pool, kind, worker, options, env=env, timeout_s=timeout_s))
+    group = RayWorkerGroup(pool, kind, worker, options, timeout_s=timeout_s, processes=processes)
+    workers = stack.enter_context(group)
     workers.init_model()
     return workers
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faster imports of heavy packages: in a thread next to other work, and without garbage collection."""
 
+import atexit
 import gc
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause garbage collection inside the block, for imports, and spare what they made from later collections.
+    """Pause garbage collection inside the block, for imports, and exempt what they made from later ones.
 
     Imports make objects by the million, which live as long as the process. Searching them again and again
     takes a fifth of the time that torch, transformers and vLLM need to load.
@@ -21,26 +23,42 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # some packages complain at exit of what was never collected
         if was_enabled:
             gc.enable()
 
 
 @contextmanager
-def importing(*modules: str) -> Iterator[None]:
+def importing(*modules: str) -> Iterator[Callable[[str], None]]:
     """Import modules in a thread while the block runs; leaving waits for them.
 
-    The block must not import what the modules import: two threads that enter a cycle of imports from both ends
-    can see half a module. An import that fails raises again where it is next asked for.
+    Yields a function that waits for one of them. Before, the block must not import what the modules import:
+    two threads that enter a cycle of imports from both ends can see half a module. An import that fails
+    raises where the module is next imported.
     """
-    thread = Thread(target=_import_all, args=modules, name="imports", daemon=True)
+    done = {name: Event() for name in modules}
+
+    def import_all() -> None:
+        for name, is_done in done.items():
+            with suppress(Exception):
+                importlib.import_module(name)
+            is_done.set()
+
+    def wait_for(name: str) -> None:
+        done[name].wait()
+
+    thread = Thread(target=import_all, name="imports", daemon=True)
     thread.start()
     try:
-        yield
+        yield wait_for
     finally:
         thread.join()
 
 
-def _import_all(*modules: str) -> None:
-    for name in modules:
-        with suppress(Exception):
-            importlib.import_module(name)
+def deferred(module: str, function: str) -> Callable[..., Any]:
+    """Return a function of a module that is imported when the function is called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*args, **kwargs)
+
+    return call

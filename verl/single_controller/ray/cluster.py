@@ -19,6 +19,10 @@ from verl.single_controller.ray.resource_pool import ClusterError
 CONNECT_S = 5.0  # for the TCP connection
 ANSWER_S = 25.0  # for joining: a second, or several if the head is busy
 IMPORT_S = 120.0  # for importing Ray, at worst from a cold network file system
+ENVIRONMENT = {  # unless set by the user
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # idle ones have not the environment of a worker
+}
 ENDPOINT = re.compile(r"(?:\w+://)?\[?(?P<host>.+?)\]?:(?P<port>\d+)")
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a submitted job, whose driver is this process, not the probe
 NO_TOKEN = ("InvalidAuthToken", "find an authentication token", "no authentication token")
@@ -39,7 +43,8 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
     """
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if num_cpus is not None or num_gpus is not None:
         address = "local"
     address, origin = _find_cluster(address)

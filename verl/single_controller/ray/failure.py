@@ -2,12 +2,13 @@
 """Errors of worker processes, reported with the cause first."""
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from verl.single_controller.dispatch import RemoteMethod
-from verl.single_controller.worker import WorkerInfo
+if TYPE_CHECKING:  # errors are known before torch is imported
+    from verl.single_controller.dispatch import RemoteMethod
+    from verl.single_controller.worker import WorkerInfo
 
 ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -31,7 +32,7 @@ class Failure(NamedTuple):
     """One rank's failure, as reported by Ray."""
 
     rank: int
-    method: RemoteMethod
+    method: "RemoteMethod"
     error: RayError
 
 
@@ -40,7 +41,7 @@ def is_death(failure: Failure) -> bool:
     return not isinstance(failure.error, RayTaskError) and not _failed_in_constructor(failure.error)
 
 
-def worker_error(failures: list[Failure], infos: list[WorkerInfo], world_size: int) -> WorkerError:
+def worker_error(failures: list[Failure], infos: "list[WorkerInfo]", world_size: int) -> WorkerError:
     """Build the error for the controller; the first failure is the cause, the others are listed."""
     cause = failures[0]
     died = is_death(cause)

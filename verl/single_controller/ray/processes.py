@@ -7,6 +7,7 @@ imports its own and opens the data. Imports neither torch nor the workers.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -19,14 +20,15 @@ from verl.utils.imports import collection_paused
 class WorkerProcess:
     """The actor of one rank: imports packages, then hosts a `Worker` and passes calls on to it."""
 
-    def __init__(self, warm_up: Callable[[], None] | None = None) -> None:
-        self._worker: Any = None
-        if warm_up is not None:
-            with collection_paused():
-                warm_up()
+    _worker: Any = None
 
     def __repr__(self) -> str:
         return f"rank {os.environ['RANK']}"  # starts its lines in the controller's output
+
+    def warm_up(self, imports: Callable[[], None]) -> None:
+        """Import packages ahead; if that fails, so will `host`."""
+        with collection_paused(), suppress(Exception):
+            imports()
 
     def host(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Build the worker; its other methods come after this one."""
@@ -71,7 +73,9 @@ class WorkerProcesses:
                     scheduling_strategy=pool.bundle(slot.bundle),
                     runtime_env={"env_vars": {**environment, **env}},
                 )
-                self.handles.append(options.remote(warm_up))
+                self.handles.append(options.remote())
+                if warm_up is not None:
+                    self.handles[-1].warm_up.remote(warm_up)
         except BaseException:
             self.kill()
             raise

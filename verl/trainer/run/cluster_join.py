@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining the cluster: connects to Ray and finds the devices of a run, or as many as there are."""
+"""Joining the cluster: connecting to Ray, and finding the devices of a run, or as many as there are."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +23,27 @@ C = TypeVar("C", bound=RunTree)
 logger = get_logger(__name__)
 
 
-def join_cluster(config: C, device: str, wait_s: float, stack: ExitStack) -> tuple[C, ResourcePool]:
-    """Connect to Ray and find the devices of a run; with `trainer.elastic` the config may change to fewer.
+def connect_to_ray(wait_s: float, stack: ExitStack) -> None:
+    """Connect to Ray, until the stack ends.
 
     Raises:
-        ClusterError: The cluster is too small, or unreachable, for more than `wait_s` seconds.
+        ClusterError: The cluster is unreachable for more than `wait_s` seconds.
     """
-    deadline = time.monotonic() + wait_s
     if not ray.is_initialized():
         with hangups_for_us_only():
-            _retry_until(deadline, connect)
+            _retry_until(time.monotonic() + wait_s, connect)
         stack.callback(ray.shutdown)  # not if the caller had connected before
+
+
+def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool]:
+    """Find the devices of a run; with `trainer.elastic` the config may change to fewer.
+
+    Raises:
+        ClusterError: The cluster is too small for more than `wait_s` seconds.
+    """
     pool = _pool_of(config, device)
     try:
-        _retry_until(deadline, pool.check)
+        _retry_until(time.monotonic() + wait_s, pool.check)
     except ClusterError:
         smaller = largest_run(config, pool.capacities()) if config.trainer.elastic else None
         if smaller is None:

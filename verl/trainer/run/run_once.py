@@ -3,13 +3,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
 from verl.config.trainer import RunConfig
 from verl.single_controller.ray.failure import WorkerError
-from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
+from verl.single_controller.ray.resource_pool import ClusterError
 from verl.trainer.run.exit_status import (
     FOR_THE_USER,
     INTERRUPTED,
@@ -19,22 +19,22 @@ from verl.trainer.run.exit_status import (
     report_failure,
     resume_hint,
 )
-from verl.trainer.training_loop import TrainingLoop
 
-C = TypeVar("C")
+if TYPE_CHECKING:  # this module is imported before torch
+    from verl.trainer.training_loop import TrainingLoop
 
 
 def run_once(
     options: RunConfig,
-    prepared: AbstractContextManager[tuple[C, ResourcePool]],
-    start: Callable[[C, ResourcePool], AbstractContextManager[TrainingLoop]],
+    prepared: AbstractContextManager[tuple[Any, ...]],
+    start: "Callable[..., AbstractContextManager[TrainingLoop]]",
     *,
     is_restart: bool,
 ) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure.
 
     Args:
-        prepared: The config of the run and its devices.
+        prepared: What `start` takes: the config of the run, its devices and processes.
         start: Builds the trainer.
         is_restart: Machines may be missing before the first step; in a first run the user must provide them.
     """

@@ -8,6 +8,8 @@ from verl.planning.planned_run import planned_sft
 from verl.planning.step_plan import make_sft_plan
 from verl.trainer.command import TrainingCommand, usage
 from verl.trainer.run.exit_status import ExitStatus
+from verl.utils.imports import deferred
+from verl.workers.warm_up import import_sft_worker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +29,7 @@ def fine_tune_once(config: SFTConfig, wait_s: float | None = None) -> ExitStatus
     # Imported here so that a wrong config or version is reported before torch and Ray load.
     from verl.trainer.prepare import prepared_run  # noqa: PLC0415
     from verl.trainer.run.run_once import run_once  # noqa: PLC0415
-    from verl.trainer.setup import running_sft  # noqa: PLC0415
 
-    prepared = prepared_run(config, planned_sft, wait_s or 0.0)
+    running_sft = deferred("verl.trainer.setup", "running_sft")
+    prepared = prepared_run(config, planned_sft, wait_s or 0.0, warm_up=import_sft_worker)
     return run_once(config.trainer, prepared, running_sft, is_restart=wait_s is not None)

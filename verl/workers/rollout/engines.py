@@ -28,6 +28,21 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
     return HFRollout(config, setup)
 
 
+def _import_vllm(device: str) -> None:
+    from verl.workers.rollout.vllm_rollout_spmd import import_engine  # noqa: PLC0415
+
+    import_engine(device)
+
+
+IMPORTS = {"vllm": _import_vllm}  # of engines that take seconds to import
+
+
+def import_rollout_engine(name: str, device: str) -> None:
+    """Import the packages of an engine ahead of building it."""
+    if name in IMPORTS:
+        IMPORTS[name](device)
+
+
 def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:
     """Build the engine that `worker.rollout` names; its weights are undefined until `sync_weights`."""
     return ROLLOUT_ENGINES[config.name](config, setup)

@@ -48,8 +48,12 @@ def set_environment(device: str) -> None:
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     for name, value in single.items():
         os.environ.setdefault(name, value)
+
+
+def choose_device(device: str) -> None:
+    """Have the next engine take this process's current GPU."""
     if device == "cuda":
-        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # vLLM takes its device from here
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
 
 
 def check_version(found: str) -> None:

@@ -25,6 +25,11 @@ from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 from verl.workers.rollout.vllm_inputs import engine_arguments, reads_embeddings, sampling_params, vllm_prompt
 
 
+def import_engine(device: str) -> None:
+    """Import what an engine on this kind of device is made of; it may not be known yet which device."""
+    assert vllm_patches.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
+
+
 class VLLMRollout:
     """The rollout engine `worker.rollout.name=vllm`.
 
@@ -40,6 +45,7 @@ class VLLMRollout:
 
     def __init__(self, config: Any, setup: EngineSetup) -> None:
         vllm = vllm_patches.import_vllm(setup.device)
+        vllm_patches.choose_device(setup.device)
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
         self.limit_images = config.limit_images
         self.hf_config = read_config(

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of a run, before it starts: exports of checkpoints it starts from, and checks of what is trained."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from verl.checkpoint.legacy_shards import find_shard_files
+from verl.checkpoint.manifest import MANIFEST
+from verl.checkpoint.merger import merge_checkpoint
+from verl.checkpoint.sharded import HUGGINGFACE
+from verl.config.model import ModelConfig
+from verl.planning.model_sizes import check_trained
+from verl.planning.planned_run import PlannedRun
+from verl.utils.rank_logger import get_logger
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # an export writes one of them last
+
+logger = get_logger(__name__)
+
+
+def check_trained_models(run: PlannedRun) -> None:
+    """Log the trained parameters of each model; raise `ValueError` if a pattern matches nothing."""
+    for planned in run.models:
+        if planned.optim is not None:
+            shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
+            logger.info("%s: %s", planned.role, shape.trained_text)
+
+
+def export_checkpoints(models: Iterable[ModelConfig]) -> None:
+    """Write the weights of every checkpoint that a model of the run starts from, once."""
+    for model in models:
+        folder = Path(model.model_path or "")
+        if is_unexported(folder):
+            logger.info("exporting a checkpoint: path=%s", folder)
+            merge_checkpoint(folder.parent, trust_remote_code=model.trust_remote_code)
+
+
+def is_unexported(folder: Path) -> bool:
+    """Return whether a folder is the `huggingface` of a checkpoint, without its weights."""
+    if folder.name != HUGGINGFACE or any((folder / name).is_file() for name in WEIGHTS):
+        return False
+    return (folder.parent / MANIFEST).is_file() or bool(find_shard_files(folder.parent))
