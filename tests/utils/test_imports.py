@@ -60,12 +60,13 @@ def test_a_deferred_function_imports_its_module_when_it_is_called(tmp_path, monk
     assert double(4, plus=1) == 9
 
 
-@pytest.mark.parametrize(
-    "module", ["verl.trainer.prepare", "verl.trainer.run.run_once", "verl.workers.warm_up"]
-)
+EARLY = ["verl.trainer.prepare", "verl.trainer.run.run_once", "verl.workers.warm_up"]
+
+
+@pytest.mark.parametrize("module", EARLY)
 def test_what_runs_before_ray_starts_imports_no_torch(module):
     check = (
-        f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'datasets'}} & set(sys.modules)))"
+        f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'datasets'}} & {{*sys.modules}}))"
     )
 
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
