@@ -9,7 +9,6 @@ options without effect.
 """
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
+from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
 from verl.config.parsing import convert, read_config_file, read_option, resolve_references, show
 from verl.config.renamed_keys import RenamedKeys
 
@@ -25,9 +25,7 @@ is_section: Callable[[Any], bool] = (
     dataclasses.is_dataclass
 )  # of a field's type; otherwise it is a single option
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
-MAX_KEY = 200  # characters of a key that may be a misspelled one
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
-MIN_SIMILARITY = 0.6  # below it a suggestion confuses more than it helps
 
 
 class ConfigError(ValueError):
@@ -164,18 +162,6 @@ def value_at(config: Any, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def nearest_key(key: str, cls: type) -> str | None:
-    """Return the option or section that an unknown key most likely meant, in any section."""
-    best, best_score = None, 0.0
-    for candidate, _, _, info in walk_options(cls) if len(key) <= MAX_KEY else ():
-        name_score = _similarity(key.rpartition(".")[2], candidate.rpartition(".")[2])
-        path_score = _similarity(key, candidate)
-        score = 2 * name_score + path_score - 0.5 * bool(info.unavailable)
-        if max(name_score, path_score) >= MIN_SIMILARITY and score > best_score:
-            best, best_score = candidate, score
-    return best
-
-
 class _Builder:
     """Build a config tree from nested mappings, collecting every problem."""
 
@@ -238,10 +224,24 @@ class _Builder:
             for name, item in value.items():
                 self._complain_unknown(_join(key, str(name)), item)
         else:
-            nearest = nearest_key(key, self.cls) if len(self.problems) < MAX_SUGGESTIONS else None
-            self.broken.add(nearest or key)
-            remedy = f"did you mean `{nearest}`?" if nearest else "`--help` lists every option"
+            found = self._suggestion(key)
+            self.broken.add((found and found.option) or key)
+            remedy = found.text if found else f"`--help{self._section_of(key)}` lists the options"
             self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
+
+    def _section_of(self, key: str) -> str:
+        section = key.rpartition(".")[0]
+        return f" {section}" if section in self.options and is_section(self.options[section].hint) else ""
+
+    def _suggestion(self, key: str) -> Suggestion | None:
+        if len(self.problems) >= MAX_SUGGESTIONS:
+            return None
+        usable = [
+            entry.key
+            for entry in self.options.values()
+            if not is_section(entry.hint) and not entry.info.unavailable and not entry.info.inert
+        ]
+        return suggest(key, usable)
 
 
 def _check_value(value: Any, entry: OptionEntry) -> None:
@@ -312,7 +312,3 @@ def _default(entry: dataclasses.Field) -> Any:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _similarity(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(None, first, second).ratio()
