@@ -14,10 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
+from verl.config.hints.arguments import as_list, as_mapping, quoted, whole_arguments
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
-from verl.config.parsing import convert, read_config_file, read_option, resolve_references, show
+from verl.config.parsing import convert, members_of, read_config_file, read_option, resolve_references, show
 from verl.config.renamed_keys import RenamedKeys
 
 C = TypeVar("C")
@@ -100,7 +101,10 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
     for argument in arguments:
         if argument.startswith("config="):
             layers = _merged(layers, _without_aliases(_read_file(argument.removeprefix("config=")), names))
-    for argument in arguments:
+    for argument, is_divided in whole_arguments(arguments):
+        if is_divided:
+            problems.append(f"the shell divides an argument at spaces: write {quoted(argument)}")
+            continue
         key, equals, text = argument.partition("=")
         key = names.get(key, key)
         if not equals or "" in key.split("."):
@@ -208,7 +212,7 @@ class _Builder:
             return entry.info.resolve(value) if entry.info.resolve and value is not None else value
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
-            self._complain(entry.key, f"`{entry.key}`{separator}{error}")
+            self._complain(entry.key, f"`{entry.key}`{separator}{error}{_spelling(entry, value)}")
             return entry.default
 
     def _complain(self, key: str, problem: str) -> None:
@@ -242,6 +246,17 @@ class _Builder:
             if not is_section(entry.hint) and not entry.info.unavailable and not entry.info.inert
         ]
         return suggest(key, usable)
+
+
+def _spelling(entry: OptionEntry, value: Any) -> str:
+    """Say how to write a list or mapping that was given as plain text."""
+    kinds = [get_origin(member) for member in members_of(entry.hint)]
+    if isinstance(value, tuple | list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        return ""
+    written = as_mapping(value) if dict in kinds else as_list(value) if {list, tuple} & {*kinds} else None
+    return f"; write {quoted(f'{entry.key}={written}')}" if written else ""
 
 
 def _check_value(value: Any, entry: OptionEntry) -> None:
