@@ -274,3 +274,40 @@ def test_cached_features_need_a_frozen_vision_tower(minimal, tmp_path):
     assert "needs `worker.actor.model.freeze_vision_tower=true`" in problem
     frozen = load(minimal, folder, "worker.actor.model.freeze_vision_tower=true")
     assert frozen.worker.actor.cached_embeds_dir == str(tmp_path / "features")
+
+
+def test_a_group_of_one_is_the_first_problem_and_hides_what_follows_from_it(minimal):
+    problems = problems_of(
+        minimal,
+        "worker.rollout.n=1",
+        "worker.actor.global_batch_size=1",  # with n=1 neither ranks nor micro batches divide it
+        "data.max_response_length=8000",
+    )
+
+    assert [problem.split("`")[1] for problem in problems] == [
+        "worker.rollout.n",
+        "worker.rollout.max_num_batched_tokens",
+    ]
+
+
+def test_a_group_of_one_is_one_problem_whatever_needs_more(minimal):
+    (problem,) = problems_of(minimal, "worker.rollout.n=1", "algorithm.online_filtering=true")
+
+    assert "`algorithm.adv_estimator=grpo` and `algorithm.online_filtering=true`, got 1" in problem
+
+
+def test_processes_beyond_the_cores_are_named_before_the_batches_that_they_do_not_divide(
+    minimal, monkeypatch
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    eight = ["trainer.n_gpus_per_node=8", "trainer.device=cpu"]
+    dividing = ["worker.actor.global_batch_size=8", "worker.actor.micro_batch_size_per_device_for_update=1"]
+
+    assert problems_of(minimal, *eight) == [
+        "`trainer.n_gpus_per_node` (8) is the number of processes on CPU, and this machine has 2 cores:"
+        " set `trainer.n_gpus_per_node=2`"
+    ]
+    load(minimal, *eight, *dividing)  # a dry run may be for another machine
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
+    assert all("`trainer.n_gpus_per_node` (8)" not in problem for problem in problems_of(minimal, *eight))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from verl.config.hints.unknown_keys import suggest
 from verl.config.paths import (
     data_source,
     existing_file,
@@ -17,7 +18,6 @@ from verl.config.schema import (
     check_config,
     config_notes,
     load_config,
-    nearest_key,
     option,
     walk_options,
 )
@@ -219,8 +219,13 @@ def test_a_broken_file_is_named(tmp_path, text):
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key, nearest):
-    assert nearest_key(key, Car) == nearest
-    assert key in problems_of(f"{key}=1")[0]
+    options = [entry.key for entry in walk_options(Car) if "." in entry.key]
+
+    found = suggest(key, options)
+
+    assert (found and found.option) == nearest
+    (problem,) = problems_of(f"{key}=1")
+    assert problem.startswith(f"`{key}` is not an option; ")
 
 
 def test_a_rule_is_not_checked_if_one_of_its_options_is_invalid():

@@ -20,8 +20,7 @@ COMPARING = {  # estimators that compare the responses to one prompt
 def algorithm_problems(
     data: DataConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
-    """Yield every combination that makes no sense."""
-    yield from _group_sizes(algorithm, worker.rollout, trainer)
+    """Yield every combination that makes no sense, except of `group_problems`."""
     yield from _filters(algorithm, worker.reward, trainer)
     yield from _critic(algorithm, worker, trainer)
     yield from _prime(algorithm, worker)
@@ -29,21 +28,27 @@ def algorithm_problems(
     yield from _rewards(algorithm, worker, data)
 
 
-def _group_sizes(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
-    estimator = algorithm.adv_estimator
-    if estimator in COMPARING and rollout.n < 2:
+def group_problems(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield why the responses to a prompt are too few."""
+    needs = []
+    if algorithm.adv_estimator in COMPARING:
+        needs.append(f"algorithm.adv_estimator={algorithm.adv_estimator}")
+    if algorithm.online_filtering or trainer.rejection_sample:
+        option = "algorithm.online_filtering" if algorithm.online_filtering else "trainer.rejection_sample"
+        needs.append(f"{option}=true")
+    if needs and rollout.n < 2:
+        which = " and ".join(f"`{need}`" for need in needs)
         yield (
-            f"`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator={estimator}`,"
-            f" got {rollout.n}: it compares the responses to one prompt"
+            f"`worker.rollout.n` must be at least 2 with {which}, got {rollout.n}:"
+            " it compares the responses to one prompt"
         )
-    if estimator == "remax" and rollout.top_k == 1:
+    if algorithm.adv_estimator == "remax" and rollout.top_k == 1:
         yield (
             "`worker.rollout.top_k` must not be 1 with `algorithm.adv_estimator=remax`: every response would"
             " equal the greedy baseline"
         )
-    if (algorithm.online_filtering or trainer.rejection_sample) and rollout.n < 2:
-        option = "algorithm.online_filtering" if algorithm.online_filtering else "trainer.rejection_sample"
-        yield f"`worker.rollout.n` must be at least 2 with `{option}=true`, got {rollout.n}"
 
 
 def _filters(algorithm: AlgorithmConfig, reward: RewardConfig, trainer: TrainerConfig) -> Iterator[str]:

@@ -20,6 +20,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.hints.yaml_errors import explain
+
 NULL_WORDS = ("null", "None", "~", "")
 YAML_WORDS = {"null", "none", "true", "false", "yes", "no", "on", "off", "y", "n", ".inf", ".nan"}
 PLAIN_YAML_TEXT = re.compile(r"([A-Za-z_/]|\.(?=[A-Za-z./]))[\w./@\-]*(:[\w./@\-]+)*")
@@ -36,6 +38,14 @@ UNREADABLE = (
 )  # fmt: skip
 
 
+class YamlTextError(ValueError):
+    """Text that is not YAML."""
+
+    def __init__(self, error: yaml.YAMLError, text: str) -> None:
+        self.line, self.problem = explain(error, text)
+        super().__init__(f"line {self.line}: {self.problem}" if self.line else self.problem)
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file; references such as `${a.b}` stay unresolved."""
     if not os.path.isfile(path):  # unlike `Path.is_file`, false for a name that is too long
@@ -45,6 +55,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has {size} bytes; a config file has at most {MAX_BYTES}")
     try:
         content = _parse(path.read_text(encoding="utf-8"), lambda text: OmegaConf.load(io.StringIO(text)))
+    except YamlTextError as error:
+        raise ValueError(f"{path}, {error}" if error.line else f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(content, dict):
@@ -61,7 +73,10 @@ def read_option(text: str, hint: Any) -> Any:
     takes_containers = hint is Any or any(get_origin(member) for member in members)
     if str in members and not text.startswith(("'", '"', "[", "{") if takes_containers else ("'", '"')):
         return text
-    return _parse(text, lambda text: OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    try:
+        return _parse(text, lambda text: OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except YamlTextError as error:
+        raise ValueError(error.problem) from error  # it has one line
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +98,8 @@ def _parse(text: str, parse: Callable[[str], Any]) -> Any:
         _check_depth(text)
         values = OmegaConf.to_container(parse(text), resolve=False)
         _check_values(values)
+    except yaml.YAMLError as error:
+        raise YamlTextError(error, text) from error
     except UNREADABLE as error:
         raise ValueError(_one_line(error)) from error
     return values

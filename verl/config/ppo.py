@@ -4,11 +4,12 @@
 Names, defaults and meanings are EasyR1's and Long-RL's; `example=` is the value in `examples/config.yaml`.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.algorithm_rules import algorithm_problems
+from verl.config.algorithm_rules import algorithm_problems, group_problems
 from verl.config.data import DataConfig
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
 from verl.config.schema import option
@@ -76,20 +77,34 @@ class PPOConfig(RunTree):
         return roles
 
     def problems(self, path: str) -> Iterator[str]:
-        sharding: dict[str, FSDPConfig] = {role: getattr(self.worker, role).fsdp for role in self.models}
+        # Causes first: sizes that follow from a wrong one are not worth reading.
+        groups = list(group_problems(self.algorithm, self.worker.rollout, self.trainer))
+        cores = list(self._cores())
+        sizes = () if cores else self._sizes()
+        yield from [*groups, *cores]
         yield from self.input_problems()
         if self.worker.reward.reward_function is None and not self.worker.reward_model.is_used:
             yield (
                 "`worker.reward.reward_function` must be set: `file.py:function`;"
                 " or `worker.reward_model.model.model_path`"
             )
+        yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
+        yield from self._lengths()
+        yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
+
+    def _cores(self) -> Iterator[str]:
+        # A cluster may have more cores than this machine.
+        problem = None if os.environ.get("RAY_ADDRESS") else self.trainer.core_problem()
+        if problem and self.trainer.device == "cpu" and any(WORLD in size for size in self._sizes()):
+            yield problem
+
+    def _sizes(self) -> Iterator[str]:
+        sharding: dict[str, FSDPConfig] = {role: getattr(self.worker, role).fsdp for role in self.models}
         yield from self._engines()
         yield from self.rank_problems(sharding)
         yield from self._batches()
         for role, config in self.trained_roles.items():
             yield from self._mini_batches(role, config)
-        yield from self._lengths()
-        yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
 
     def _engines(self) -> Iterator[str]:
         key, size = "`worker.rollout.tensor_parallel_size`", self.worker.rollout.tensor_parallel_size

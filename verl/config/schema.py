@@ -9,15 +9,16 @@ options without effect.
 """
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
-from verl.config.parsing import convert, read_config_file, read_option, resolve_references, show
+from verl.config.hints.arguments import as_list, as_mapping, quoted, whole_arguments
+from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
+from verl.config.parsing import convert, members_of, read_config_file, read_option, resolve_references, show
 from verl.config.renamed_keys import RenamedKeys
 
 C = TypeVar("C")
@@ -25,9 +26,7 @@ is_section: Callable[[Any], bool] = (
     dataclasses.is_dataclass
 )  # of a field's type; otherwise it is a single option
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
-MAX_KEY = 200  # characters of a key that may be a misspelled one
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
-MIN_SIMILARITY = 0.6  # below it a suggestion confuses more than it helps
 
 
 class ConfigError(ValueError):
@@ -102,7 +101,10 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
     for argument in arguments:
         if argument.startswith("config="):
             layers = _merged(layers, _without_aliases(_read_file(argument.removeprefix("config=")), names))
-    for argument in arguments:
+    for argument, is_divided in whole_arguments(arguments):
+        if is_divided:
+            problems.append(f"the shell divides an argument at spaces: write {quoted(argument)}")
+            continue
         key, equals, text = argument.partition("=")
         key = names.get(key, key)
         if not equals or "" in key.split("."):
@@ -164,18 +166,6 @@ def value_at(config: Any, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def nearest_key(key: str, cls: type) -> str | None:
-    """Return the option or section that an unknown key most likely meant, in any section."""
-    best, best_score = None, 0.0
-    for candidate, _, _, info in walk_options(cls) if len(key) <= MAX_KEY else ():
-        name_score = _similarity(key.rpartition(".")[2], candidate.rpartition(".")[2])
-        path_score = _similarity(key, candidate)
-        score = 2 * name_score + path_score - 0.5 * bool(info.unavailable)
-        if max(name_score, path_score) >= MIN_SIMILARITY and score > best_score:
-            best, best_score = candidate, score
-    return best
-
-
 class _Builder:
     """Build a config tree from nested mappings, collecting every problem."""
 
@@ -222,7 +212,7 @@ class _Builder:
             return entry.info.resolve(value) if entry.info.resolve and value is not None else value
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
-            self._complain(entry.key, f"`{entry.key}`{separator}{error}")
+            self._complain(entry.key, f"`{entry.key}`{separator}{error}{_spelling(entry, value)}")
             return entry.default
 
     def _complain(self, key: str, problem: str) -> None:
@@ -238,10 +228,35 @@ class _Builder:
             for name, item in value.items():
                 self._complain_unknown(_join(key, str(name)), item)
         else:
-            nearest = nearest_key(key, self.cls) if len(self.problems) < MAX_SUGGESTIONS else None
-            self.broken.add(nearest or key)
-            remedy = f"did you mean `{nearest}`?" if nearest else "`--help` lists every option"
+            found = self._suggestion(key)
+            self.broken.add((found and found.option) or key)
+            remedy = found.text if found else f"`--help{self._section_of(key)}` lists the options"
             self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
+
+    def _section_of(self, key: str) -> str:
+        section = key.rpartition(".")[0]
+        return f" {section}" if section in self.options and is_section(self.options[section].hint) else ""
+
+    def _suggestion(self, key: str) -> Suggestion | None:
+        if len(self.problems) >= MAX_SUGGESTIONS:
+            return None
+        usable = [
+            entry.key
+            for entry in self.options.values()
+            if not is_section(entry.hint) and not entry.info.unavailable and not entry.info.inert
+        ]
+        return suggest(key, usable)
+
+
+def _spelling(entry: OptionEntry, value: Any) -> str:
+    """Say how to write a list or mapping that was given as plain text."""
+    kinds = [get_origin(member) for member in members_of(entry.hint)]
+    if isinstance(value, tuple | list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        return ""
+    written = as_mapping(value) if dict in kinds else as_list(value) if {list, tuple} & {*kinds} else None
+    return f"; write {quoted(f'{entry.key}={written}')}" if written else ""
 
 
 def _check_value(value: Any, entry: OptionEntry) -> None:
@@ -312,7 +327,3 @@ def _default(entry: dataclasses.Field) -> Any:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _similarity(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(None, first, second).ratio()

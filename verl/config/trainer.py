@@ -76,6 +76,17 @@ class RunConfig:
     def world_size(self) -> int:
         return self.nnodes * self.n_gpus_per_node
 
+    def core_problem(self) -> str | None:
+        """Say that on CPU the run would have more processes than this machine has cores, if it would."""
+        cores = len(os.sched_getaffinity(0))
+        if self.nnodes > 1 or self.elastic or self.n_gpus_per_node <= cores:
+            return None
+        return (
+            f"`trainer.n_gpus_per_node` ({self.n_gpus_per_node}) is the number of processes on CPU, and this"
+            f" machine has {'1 core' if cores == 1 else f'{cores} cores'}: set"
+            f" `trainer.n_gpus_per_node={cores}`"
+        )
+
     def problems(self, path: str) -> Iterator[str]:
         try:
             writable_folder(self.checkpoint_folder)

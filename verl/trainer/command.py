@@ -13,6 +13,7 @@ from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
+from verl.distributed.gpus import list_gpus
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
 from verl.planning.report import Describe
@@ -126,11 +127,24 @@ class TrainingCommand(Generic[C]):
 
 
 def check_run(trainer: RunConfig) -> None:
-    """Check the loggers and the checkpoint to resume from, before anything is loaded."""
+    """Check the cores, the loggers and the checkpoint to resume from, before anything is loaded."""
+    check_cores(trainer)
     check_loggers(trainer.logger)
     checkpoint_to_resume(
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
     )
+
+
+def check_cores(trainer: RunConfig) -> None:
+    """Raise if the run is on CPU, starts its own Ray and has more processes than this machine has cores."""
+    problem = None if trainer.device == "cuda" else trainer.core_problem()
+    if problem is None or (trainer.device == "auto" and list_gpus()):
+        return
+    # Imported here because only a run that is too large needs Ray this early.
+    from verl.single_controller.ray.cluster import has_cluster  # noqa: PLC0415
+
+    if not has_cluster():
+        raise RuntimeError(problem)
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:

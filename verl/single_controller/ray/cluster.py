@@ -61,6 +61,12 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
     return is_new
 
 
+def has_cluster() -> bool:
+    """Return whether `connect` would use a cluster that is there, not start one."""
+    address, _ = (None, "") if ray.is_initialized() else _find_cluster(None)
+    return ray.is_initialized() or address not in (None, "local")
+
+
 def started_cluster() -> str | None:
     """Return the address of the cluster that `ray start` started on this machine, if any."""
     file = _address_file()

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from verl.config.trainer import TrainerConfig
+from verl.trainer import command
+from verl.trainer.command import check_cores
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(command, "list_gpus", list)
+    monkeypatch.setattr("verl.single_controller.ray.cluster.has_cluster", lambda: False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_more_processes_than_cores_are_refused_before_ray_starts(device):
+    with pytest.raises(
+        RuntimeError, match=r"\(8\) is the number of processes on CPU, and this machine has 2"
+    ):
+        check_cores(TrainerConfig(n_gpus_per_node=8, device=device))
+
+
+def test_a_run_that_may_find_more_cores_or_needs_none_is_left_alone(monkeypatch):
+    check_cores(TrainerConfig(n_gpus_per_node=2, device="cpu"))
+    check_cores(TrainerConfig(n_gpus_per_node=8, device="cuda"))
+    check_cores(TrainerConfig(n_gpus_per_node=8, nnodes=4, device="cpu"))
+    check_cores(TrainerConfig(n_gpus_per_node=8, elastic=True, device="cpu"))
+    monkeypatch.setattr("verl.single_controller.ray.cluster.has_cluster", lambda: True)
+    check_cores(TrainerConfig(n_gpus_per_node=8, device="cpu"))
+    monkeypatch.setattr(command, "list_gpus", lambda: ["a GPU"])
+    check_cores(TrainerConfig(n_gpus_per_node=8, device="auto"))
