@@ -165,7 +165,7 @@ BAD_FILES = {
     "missing column": (
         "text",
         ["data.prompt_key=question"],
-        ["train.jsonl has no column `question`: it has ['answer', 'problem']; set `data.prompt_key`"],
+        ["train.jsonl has no column `question`: it has ['answer', 'problem']; set `data.prompt_key=problem`"],
     ),
     "damaged rows": (
         "text",
@@ -180,7 +180,7 @@ BAD_FILES = {
     "template with an unknown column": (
         "text",
         ["data.format_prompt={folder}/unknown.jinja"],
-        ["train.jsonl, row 0: the template `data.format_prompt`", "'contents' is undefined"],
+        ["train.jsonl, rows 0, 1, 2 and 5 more: the template `data.format_prompt`", "'contents' is undefined"],
     ),
     "prompts that are too long": (
         "text",
@@ -195,27 +195,27 @@ BAD_FILES = {
     "corrupt image": (
         "image",
         ["data.train_files={folder}/cut_image.jsonl"],
-        ["cut_image.jsonl, row 0: the image", "cut.png cannot be read", "`data.on_bad_row=skip`"],
+        ["cut_image.jsonl, rows 0, 1, 2 and 5 more: the image", "cut.png cannot be read", "`data.on_bad_row=skip`"],
     ),
     "missing image": (
         "image",
         ["data.train_files={folder}/no_image.jsonl"],
-        ["no_image.jsonl, row 0: the image", "gone.png cannot be read: FileNotFoundError"],
+        ["no_image.jsonl, rows 0, 1, 2 and 5 more: the image", "gone.png cannot be read: there is no such file"],
     ),
     "corrupt video": (
         "image",
         ["data.train_files={folder}/cut_video.jsonl"],
-        ["cut_video.jsonl, row 0: the video", "cut.mp4 cannot be read"],
+        ["cut_video.jsonl, rows 0, 1, 2 and 5 more: the video", "cut.mp4 cannot be read"],
     ),
     "more markers than images": (
         "image",
         ["data.train_files={folder}/more_markers.jsonl"],
-        ["row 0: the prompt has 2 <image> but the row has 1 images in column `images`"],
+        ["rows 0, 1, 2 and 5 more: the prompt has 2 <image> but the row has 1 images in column `images`"],
     ),
     "images for a text model": (
         "text",
         ["data.train_files={folder}/more_markers.jsonl"],
-        ["row 0: the row has images or videos, which the model cannot read"],
+        ["rows 0, 1, 2 and 5 more: the row has images or videos, which the model cannot read"],
     ),
 }
 

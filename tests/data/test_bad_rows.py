@@ -92,7 +92,7 @@ def children():
 def test_bad_rows_are_listed_in_the_report_once_whoever_opens_the_data(media_model, tmp_path):
     rows = [{"problem": "<image>" * (n % 2), "answer": n} for n in range(30)]
     files, path = write(tmp_path, rows), tmp_path / "run" / "bad_rows.jsonl"
-    message = rf"and 5 more\n  all of them: {path}\nrepair the data"
+    message = rf"rows 1, 3, 5 and 12 more: the prompt has 1 <image>.*\n  all of them: {path}\nrepair the data"
 
     with pytest.raises(ValueError, match=message):
         open_media(media_model, files, report=BadRowReport(path))

@@ -340,7 +340,9 @@ def test_an_unusable_row_is_an_error_that_names_file_row_and_reason(row, message
 
 
 def test_a_missing_column_is_named_with_the_existing_ones_and_the_option(text_model, tmp_path):
-    message = r"rows.jsonl has no column `problem`: it has \['answer', 'question'\]; set `data.prompt_key`"
+    message = (
+        r"rows.jsonl has no column `problem`: it has \['answer', 'question'\]; set `data.prompt_key=question`"
+    )
     with pytest.raises(ValueError, match=message):
         open_text(text_model, tmp_path, [{"question": "1?", "answer": "1"}])
 

@@ -25,6 +25,7 @@ from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
 from verl.trainer.command import at_least, make_parser, run_with_config
+from verl.trainer.first_look import look_at_conversations, look_at_prompts
 from verl.trainer.run.exit_status import BAD_INPUT
 from verl.utils.cuda_builds import repair_cuda_builds
 
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(switches: argparse.Namespace, config: Any) -> int:
-    # Imported here so that a wrong config is reported before torch loads.
+    look = look_at_conversations if switches.sft else look_at_prompts
+    look(config.data, config.worker, checks_rows=False)  # the report counts bad rows
+    # Imported here so that a wrong config, and wrong columns, are reported before torch loads.
     from verl.cli.data_check_report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS

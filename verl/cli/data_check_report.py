@@ -23,6 +23,7 @@ from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
+from verl.data import bad_rows
 from verl.data.bad_rows import REPORT_NAME, BadRow
 from verl.data.dataset import Item, RowDataset
 from verl.data.loader import Loaders, PromptLoader
@@ -117,9 +118,9 @@ class Report(Generic[C]):
                     self.kind.make_plan(self.config, len(loaders.train.dataset))
                 except ValueError as error:
                     problems.append(str(error))
-        bad_rows = self.out / REPORT_NAME
-        if bad_rows.exists():
-            sys.stdout.write(f"the bad rows are listed in {bad_rows}\n")
+        listed_bad = self.out / REPORT_NAME
+        if listed_bad.exists():
+            sys.stdout.write(f"the bad rows are listed in {listed_bad}\n")
         if problems:
             listed = "".join(f"  - {problem}\n" for problem in problems)
             sys.stdout.write(f"a run with this config would stop:\n{listed}")
@@ -133,6 +134,7 @@ class Report(Generic[C]):
         assert report is not None, "a loader's dataset has the run's report"
         bad = {row.index: row for row in [*dataset.bad_rows, *loader.bad_rows.values()]}
         sys.stdout.write(describe_rows(option, dataset, bad, self.kind.row))
+        sys.stdout.write("".join(f"note: {note}\n" for note in dataset.notes))
         for position in evenly(len(dataset), self.num_shown):
             where = dataset.rows.where(dataset.indices[position])
             sheet = self.out / f"{option.removeprefix('data.').removesuffix('_files')}_{position}.png"
@@ -161,7 +163,7 @@ def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], r
         f" {limit_option} is {dataset.limit}\n{histogram(lengths, dataset.limit, indent='    ')}"
         + _token_sums(dataset, used)
         + _listed(f"longer than {limit_option}", too_long)
-        + _listed("bad", [str(bad[index]) for index in sorted(bad)])
+        + _bad_lines([bad[index] for index in sorted(bad)])
         + "\n"
     )
 
@@ -193,6 +195,10 @@ def _listed(title: str, lines: Sequence[str]) -> str:
         return ""
     more = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
     return "\n    ".join([f"  {title}: {len(lines)} rows", *lines[:MAX_LISTED], *more]) + "\n"
+
+
+def _bad_lines(bad: Sequence[BadRow]) -> str:
+    return "\n    ".join([f"  bad: {len(bad)} rows", *bad_rows.describe_rows(bad)]) + "\n" if bad else ""
 
 
 def row_problems(

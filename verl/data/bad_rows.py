@@ -2,7 +2,8 @@
 """Rows that cannot be used, and the file that lists them."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ from verl.utils.rank_logger import get_logger
 
 BAD_ROW_REMEDY = "\nrepair the data, or set `data.on_bad_row=skip` to leave such rows out"
 REPORT_NAME = "bad_rows.jsonl"
+MAX_LISTED = 10  # lines of an error
+MAX_NUMBERS = 3  # rows that a line names
+DETAILS = re.compile(r"(?:[\w.-]+:/)?[\w.~-]*/\S*|\d+")  # paths, URLs and numbers
 
 logger = get_logger(__name__)
 
@@ -27,6 +31,52 @@ class BadRow(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The name of the file and the number of the row in it."""
+        file, _, number = self.where.rpartition(", row ")
+        return file, int(number)
+
+
+def describe_rows(rows: Iterable[BadRow], limit: int = MAX_LISTED) -> list[str]:
+    """Give one line for all rows of a file that cannot be used for the same reason, at most `limit` lines.
+
+    Reasons are the same if they differ only in numbers and in the names of files.
+
+    Example::
+
+        train.jsonl, rows 3, 7, 9 and 7 more; row 3: the image a.png cannot be read: there is no such file
+    """
+    groups: dict[tuple[str, str], list[BadRow]] = {}
+    for row in rows:
+        groups.setdefault((row.place[0], DETAILS.sub("*", row.reason)), []).append(row)
+    lines = [_describe_group(group) for group in groups.values()]
+    rest = [row for group in list(groups.values())[limit:] for row in group]
+    return lines[:limit] + ([f"... and {len(rest)} rows more"] if rest else [])
+
+
+def _describe_group(rows: Sequence[BadRow]) -> str:
+    if len(rows) == 1:
+        return str(rows[0])
+    file, first = rows[0].place
+    numbers = [str(row.place[1]) for row in rows]
+    named, more = numbers[:MAX_NUMBERS], len(numbers) - MAX_NUMBERS
+    shown = f"{', '.join(named)} and {more} more" if more > 0 else f"{', '.join(named[:-1])} and {named[-1]}"
+    is_same = all(row.reason == rows[0].reason for row in rows)
+    return f"{file}, rows {shown}{'' if is_same else f'; row {first}'}: {rows[0].reason}"
+
+
+def bad_rows_error(option: str, rows: Sequence[BadRow], looked: int | None = None) -> ValueError:
+    """Return the error of a run that must not leave rows out.
+
+    `looked` is the number of rows that were looked at, if there are others.
+    """
+    among = "" if looked is None else f" of the first {looked}"
+    lines = describe_rows(rows)
+    return ValueError(
+        "\n  ".join([f"`{option}`: {len(rows)}{among} rows cannot be used:", *lines]) + BAD_ROW_REMEDY
+    )
 
 
 class BadRowReport:
@@ -47,10 +97,10 @@ class BadRowReport:
         try:
             self._listed = self._read() if self._listed is None else self._listed
             for row in rows:
-                file, _, number = row.where.rpartition(", row ")
-                if (file, int(number)) not in self._listed:
-                    self._listed.add((file, int(number)))
-                    lines.append(json.dumps({"file": file, "row": int(number), "reason": row.reason}))
+                file, number = row.place
+                if (file, number) not in self._listed:
+                    self._listed.add((file, number))
+                    lines.append(json.dumps({"file": file, "row": number, "reason": row.reason}))
             if lines:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a") as report:

@@ -24,19 +24,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
+from verl.data.bad_rows import (
+    BAD_ROW_REMEDY,
+    MAX_LISTED,
+    BadRow,
+    BadRowError,
+    BadRowReport,
+    describe_rows,
+)
 from verl.data.chat_template import ChatTemplate
-from verl.data.files import Row, load_rows
+from verl.data.columns import FileColumns, notes_on_columns
+from verl.data.files import load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.tokens import MediaShape, expand_prompt
-from verl.data.messages import Message, check_counts, references
+from verl.data.messages import Message
+from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.utils.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
-MAX_LISTED = 10
 # Below this number of rows, starting processes takes longer than checking (0.3 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
@@ -107,7 +115,7 @@ class RowDataset(Dataset, ABC):
             tokenizer, template, config.apply_chat_template_kwargs, config.override_chat_template
         )
         self.rows = load_rows(files, option)
-        self._check_columns(option)
+        self.notes = self._check_columns(option)  # on columns that nothing reads
         self.bad_rows: list[BadRow] = []
         self.num_overlong = 0  # rows left out because they exceed the token limit
         # Tokens of each row, 0 for a bad row. Media tokens only count with `data.filter_overlong_prompts`,
@@ -141,8 +149,16 @@ class RowDataset(Dataset, ABC):
     @abstractmethod
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item: ...
 
+    @staticmethod
     @abstractmethod
-    def _check_columns(self, option: str) -> None: ...
+    def check_columns(option: str, sources: Sequence[FileColumns], config: Any) -> None:
+        """Raise a ValueError unless each file has the columns that a row needs."""
+
+    def _check_columns(self, option: str) -> list[str]:
+        self.check_columns(option, self.rows.sources, self.config)
+        return notes_on_columns(
+            option, self.rows.sources, self.config, self.prompt_format.names, self.processor is not None
+        )
 
     @property
     def limit(self) -> int:
@@ -160,19 +176,6 @@ class RowDataset(Dataset, ABC):
             return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row))
         except ValueError as error:
             return RowCheck(str(error))
-
-    def media_of(self, row: Row, messages: list[Message]) -> MediaData:
-        config = self.config
-        read = partial(references, allow_urls=config.allow_media_urls)
-        media = {
-            "images": read(row.get(config.image_key), "image", config.image_dir),
-            "videos": read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
-        }
-        if self.processor is not None:
-            check_counts(messages, media, self._columns)
-        elif any(media.values()):
-            raise BadRowError("the row has images or videos, which the model cannot read")
-        return media if any(media.values()) else None
 
     @property
     def _media_reader(self) -> MediaReader:
@@ -212,6 +215,8 @@ class RowDataset(Dataset, ABC):
         digests = b"".join(checks[index].digest for index in usable)
         self.digest = hashlib.blake2b(digests, digest_size=16).hexdigest()
         self._report_bad_rows(option)
+        for note in self.notes:
+            logger.warning(note)
         logger.info(
             "data opened: option=%s rows=%d overlong=%d bad=%d used=%d",
             option, len(self.rows), self.num_overlong, len(self.bad_rows), len(usable),
@@ -230,14 +235,12 @@ class RowDataset(Dataset, ABC):
         if not self.bad_rows:
             return
         is_error = self.config.on_bad_row == "error"
-        listed = [str(row) for row in self.bad_rows[:MAX_LISTED]]
-        if len(self.bad_rows) > MAX_LISTED:
-            listed.append(f"... and {len(self.bad_rows) - MAX_LISTED} more")
+        lines = describe_rows(self.bad_rows)
         # An error that shows all rows needs no report: a run that never started leaves no files.
         if self.report is not None and (not is_error or len(self.bad_rows) > MAX_LISTED):
             self.report.add(self.bad_rows)
-            listed.append(f"all of them: {self.report.path}")
-        text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *listed])
+            lines.append(f"all of them: {self.report.path}")
+        text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *lines])
         if is_error:
             raise ValueError(text + BAD_ROW_REMEDY)
         logger.warning(text)

@@ -7,11 +7,8 @@ such files, a directory written by `Dataset.save_to_disk`, or a data set on the 
 different kinds and columns can be joined. To add a kind of file, add a reader to `READERS`.
 """
 
-import csv
-import json
 import os
 import pickle
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -24,23 +21,18 @@ import pandas
 from datasets.exceptions import DatasetsError
 
 from verl.data.decoded_size import check_decoded_size
-
-Row = dict[str, Any]
-DEFAULT_SPLIT = "train"
-SPLIT_NAMES = {
-    "train": r"train(ing)?", "validation": r"valid(ation)?|val|dev", "test": r"test(ing)?|eval(uation)?",
-}  # fmt: skip
-SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
-
-
-class Source:
-    """The rows of one file or hub data set, with its name for errors and its sorted columns."""
-
-    def __init__(self, name: str, rows: Any, columns: list[str] | None = None) -> None:
-        self.name = name
-        self.rows = rows
-        # A file without a schema has the columns of all its rows.
-        self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
+from verl.data.plain_files import (
+    DEFAULT_SPLIT,
+    Row,
+    Source,
+    files_of_split,
+    from_object,
+    read_csv,
+    read_json,
+    read_jsonl,
+    split_name,
+    unreadable,
+)
 
 
 class Rows:
@@ -107,20 +99,19 @@ def _parse_source(name: str) -> tuple[str, str | None]:
 def _open_file(path: Path, split: str | None) -> Source:
     if path.suffix not in READERS:
         raise ValueError(f"{path} must end in one of {sorted(READERS)}")
-    if split is not None and _split_name(split) != DEFAULT_SPLIT:
+    if split is not None and split_name(split) != DEFAULT_SPLIT:
         raise ValueError(f"{path} is one file and has the split `train` only, got `@{split}`")
     try:
         source = READERS[path.suffix](path)
     except Exception as error:  # the readers of four formats raise many types
-        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be read: {reason}") from error
+        raise unreadable(path, error) from error
     return _sliced(source, split)
 
 
 def _open_directory(path: Path, split: str | None) -> list[Source]:
     if (path / "dataset_dict.json").is_file():
         splits = datasets.DatasetDict.load_from_disk(str(path))
-        name = _split_name(split or DEFAULT_SPLIT)
+        name = split_name(split or DEFAULT_SPLIT)
         if name not in splits:
             raise ValueError(f"{path} has the splits {sorted(splits)}, got `@{split or DEFAULT_SPLIT}`")
         return [_sliced(_table(f"{path}@{name}", splits[name]), split)]
@@ -136,27 +127,10 @@ def _open_directory(path: Path, split: str | None) -> list[Source]:
             f"the directory {path} has the pickle {pickled}, which may run any code when it is opened: name"
             " the file itself if you trust it, else remove it"
         )
-    files = _files_of_split(path, found, split or DEFAULT_SPLIT)
+    files = files_of_split(path, found, split or DEFAULT_SPLIT)
     if split is not None and "[" in split and len(files) > 1:
         raise ValueError(f"a slice (`@{split}`) needs a single file, {path} has {len(files)}")
     return [_sliced(_open_file(file, None), split) for file in files]
-
-
-def _files_of_split(path: Path, files: list[Path], split: str) -> list[Path]:
-    """Select the files whose name or folder contains the split name; others are `train`."""
-    wanted = _named_split([_split_name(split)])
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        words = re.split(r"[^a-z]+", str(file.relative_to(path)).lower())
-        by_split.setdefault(_named_split(words) or DEFAULT_SPLIT, []).append(file)
-    if wanted not in by_split:
-        raise ValueError(f"the directory {path} has the splits {sorted(by_split)}, got `@{split}`")
-    return by_split[wanted]
-
-
-def _named_split(words: list[str]) -> str | None:
-    found = (name for name, form in SPLIT_NAMES.items() if any(re.fullmatch(form, word) for word in words))
-    return next(found, None)
 
 
 def _open_hub(path: str, split: str) -> Source:
@@ -193,16 +167,11 @@ def use_modelscope_hub_if_asked() -> None:
     hub.patch_hub()
 
 
-def _split_name(split: str) -> str:
-    match = SPLIT_SLICE.fullmatch(split)
-    return match["name"] if match else split
-
-
 def _sliced(source: Source, split: str | None) -> Source:
     """Apply the slice of a split such as `train[:5%]` to the whole split."""
     if split is None or "[" not in split:
         return source
-    name = _split_name(split)
+    name = split_name(split)
     (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(source.rows)})
     start, stop = part.from_ or 0, len(source.rows) if part.to is None else part.to
     is_table = isinstance(source.rows, datasets.Dataset)
@@ -237,70 +206,16 @@ def _read_table(path: Path) -> Source:
     return _table(str(path), table)
 
 
-def _read_jsonl(path: Path) -> Source:
-    # Rows keep their own types: a prompt may be a string in one row and a list of messages in another.
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            try:
-                if line.strip():
-                    rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number + 1} is not JSON: {error}") from error
-    return _listed(path, rows)
-
-
-def _read_json(path: Path) -> Source:
-    """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        return _from_object(path, json.loads(text))
-    except json.JSONDecodeError:
-        if text.lstrip()[:1] == "{":
-            return _read_jsonl(path)
-        raise
-
-
-def _read_csv(path: Path) -> Source:
-    csv.field_size_limit(2**31 - 1)
-    with path.open(encoding="utf-8", newline="") as lines:
-        reader = csv.DictReader(lines)
-        rows = list(reader)
-    for number, row in enumerate(rows):
-        if None in row:
-            raise ValueError(f"row {number} has more fields than the header")
-    return Source(str(path), rows, list(reader.fieldnames or []))
-
-
 def _read_pickle(path: Path) -> Source:
     with path.open("rb") as file:
         # A pickle can run code when it is opened: the documentation says to load trusted files only.
-        return _from_object(path, pickle.load(file))
-
-
-def _from_object(path: Path, content: Any) -> Source:
+        content = pickle.load(file)
     if isinstance(content, pandas.DataFrame):
         content = content.to_dict("records")
-    if isinstance(content, dict) and isinstance(content.get("data"), list):
-        content = content["data"]
-    if isinstance(content, dict):
-        lengths = {len(column) if isinstance(column, list) else -1 for column in content.values()}
-        if len(lengths) != 1 or lengths == {-1}:
-            return _listed(path, [content])
-        content = [dict(zip(content, values, strict=True)) for values in zip(*content.values(), strict=True)]
-    return _listed(path, content)
-
-
-def _listed(path: Path, rows: Any) -> Source:
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it must contain a list of rows, each a dictionary of columns")
-    odd = next((key for row in rows for key in row if not isinstance(key, str)), None)
-    if odd is not None:
-        raise ValueError(f"the names of columns must be text, got {odd!r:.80}")
-    return Source(str(path), rows)
+    return from_object(path, content)
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
-    ".parquet": _read_table, ".arrow": _read_table, ".jsonl": _read_jsonl, ".json": _read_json,
-    ".csv": _read_csv, ".pkl": _read_pickle,
+    ".parquet": _read_table, ".arrow": _read_table, ".jsonl": read_jsonl, ".json": read_json,
+    ".csv": read_csv, ".pkl": _read_pickle,
 }  # fmt: skip

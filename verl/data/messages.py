@@ -9,15 +9,20 @@ import io
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from verl.config.data import DataConfig, RowsConfig
+from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
+from verl.data.columns import media_column
 from verl.data.media.item_options import read_item_options
 from verl.data.media.references import Reference, is_url
 from verl.data.media.sizes import to_8_bits
+from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
@@ -54,6 +59,47 @@ def build_conversation(conversation: Any, has_media: bool) -> list[Message]:
     if all(message["role"] != "assistant" for message in messages):
         raise BadRowError("no message has the role `assistant`: there is nothing to train on")
     return [message | {"content": _parts(message["content"], has_media)} for message in messages]
+
+
+def prompt_of(row: Row, config: DataConfig, prompt_format: PromptFormat, has_media: bool) -> list[Message]:
+    """Return the chat messages of the prompt of a row."""
+    for key in ("prompt_key", "answer_key"):
+        if (name := getattr(config, key)) not in row:
+            raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
+    return build_messages(row[config.prompt_key], row, prompt_format, has_media)
+
+
+def conversation_of(
+    row: Row, config: SFTDataConfig, prompt_format: PromptFormat, has_media: bool
+) -> list[Message]:
+    """Return the conversation of a row, or its formatted prompt followed by the response."""
+    if row.get(config.messages_key) is not None:
+        return build_conversation(row[config.messages_key], has_media)
+    response = row.get(config.response_key)
+    if row.get(config.prompt_key) is None or not isinstance(response, str):
+        raise BadRowError(
+            f"there must be messages in column `{config.messages_key}` (`data.messages_key`), or a prompt"
+            f" in `{config.prompt_key}` (`data.prompt_key`) and its response, a text, in"
+            f" `{config.response_key}` (`data.response_key`); the row has {sorted(row)}"
+        )
+    prompt = build_messages(row[config.prompt_key], row, prompt_format, has_media)
+    return [*prompt, *build_conversation([{"role": "assistant", "content": response}], has_media)]
+
+
+def media_of(
+    row: Row, messages: list[Message], config: RowsConfig, has_media: bool
+) -> dict[str, list[Reference]] | None:
+    """Return references to the media of a row, of which the messages have a marker for each; None without."""
+    read = partial(references, allow_urls=config.allow_media_urls)
+    media = {
+        "images": read(row.get(config.image_key), "image", config.image_dir),
+        "videos": read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
+    }
+    if has_media:
+        check_counts(messages, media, {"images": config.image_key, "videos": config.video_key}, row)
+    elif any(media.values()):
+        raise BadRowError("the row has images or videos, which the model cannot read")
+    return media if any(media.values()) else None
 
 
 def _check_messages(prompt: Any) -> list[Message]:
@@ -102,19 +148,29 @@ def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, st
 
 
 def check_counts(
-    messages: list[Message], media: Mapping[str, Sequence[Any]], columns: Mapping[str, str]
+    messages: list[Message], media: Mapping[str, Sequence[Any]], columns: Mapping[str, str], row: Row
 ) -> None:
     """Raise a BadRowError unless the numbers of markers and media (`images`, `videos`) are equal."""
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     kinds = [part["type"] for content in contents for part in content]
     for marker, kind in MARKERS.items():
-        found, given = kinds.count(kind), len(media[f"{kind}s"])
-        if found != given:
-            raise BadRowError(
-                f"the prompt has {found} {marker} but the row has {given} {kind}s in column"
-                f" `{columns[f'{kind}s']}` (`data.{kind}_key`): write {marker} where each belongs, in the"
-                " rows or with a template (`data.format_prompt`)"
+        noun = f"{kind}s"
+        found, given, column = kinds.count(kind), len(media[noun]), columns[noun]
+        if found == given:
+            continue
+        text = f"the prompt has {found} {marker} but the row has {given} {noun} in column `{column}`"
+        text += f" (`data.{kind}_key`)"
+        if given == 0:
+            text += ", which is missing" if column not in row else ""
+            other = media_column(noun, row, columns.values())
+            remedy = f"give the row its {noun} there, or leave {marker} out"
+            if other is not None:
+                remedy = f"its column `{other}` looks like {noun}: set `data.{kind}_key={other}`"
+        else:
+            remedy = (
+                f"write {marker} where each belongs, in the rows or with a template (`data.format_prompt`)"
             )
+        raise BadRowError(f"{text}: {remedy}")
 
 
 def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = False) -> list[Reference]:

@@ -39,10 +39,11 @@ class PromptFormat:
 
     def __init__(self, path: str | None, timeout_s: float = RENDER_TIMEOUT_S) -> None:
         self.path, self.timeout_s = path, timeout_s
+        self.names: frozenset[str] = frozenset()  # that the template reads
         if path is None:
             return
         source, tree = _read_template(path)
-        self._names = {node.name for node in tree.find_all(nodes.Name)}  # that the template reads
+        self.names = frozenset(node.name for node in tree.find_all(nodes.Name))
         self._render: Callable[[dict[str, Any]], str] = partial(_render, source)
         if not all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node))):
             self._render = IsolatedCalls(
@@ -56,7 +57,7 @@ class PromptFormat:
         """
         if self.path is None:
             return content
-        values = {name: value for name, value in row.items() if name in self._names} | {"content": content}
+        values = {name: value for name, value in row.items() if name in self.names} | {"content": content}
         template = f"the template `data.format_prompt` ({self.path})"
         try:
             text = self._render(values)
@@ -102,6 +103,20 @@ def _read_template(path: str) -> tuple[str, nodes.Template]:
         raise ValueError(f"{option} is nested too deeply") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{option} cannot be read: {error}") from error
+
+
+def read_chat_template(path: str) -> str:
+    """Read the file of `data.override_chat_template`, and check its syntax."""
+    try:
+        template = Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"`data.override_chat_template`: no file {path}") from error
+    try:
+        _environment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        where = f"`data.override_chat_template` ({path}), line {error.lineno}"
+        raise ValueError(f"{where}: {error.message}") from error
+    return template
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.data.bad_rows import BadRowError
+from verl.data.columns import check_prompt_columns
 from verl.data.dataset import Item, Rendered, RowDataset
-from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
-from verl.data.messages import build_messages
+from verl.data.messages import media_of, prompt_of
+from verl.data.plain_files import Row
 from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
@@ -40,6 +40,7 @@ class RLHFDataset(RowDataset):
     tensors = TENSORS
     limit_option = "max_prompt_length"
     too_long = "prompts are longer than `data.max_prompt_length`"
+    check_columns = staticmethod(check_prompt_columns)
 
     def __init__(self, *arguments: Any, reserved: Container[str] = (), **options: Any) -> None:
         # `reserved` are names that columns must not use in a batch.
@@ -47,12 +48,9 @@ class RLHFDataset(RowDataset):
         self._names = self._column_names(reserved)
 
     def render(self, row: Row) -> Rendered:
-        config = self.config
-        for key in ("prompt_key", "answer_key"):
-            if (name := getattr(config, key)) not in row:
-                raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
-        messages = build_messages(row[config.prompt_key], row, self.prompt_format, self.processor is not None)
-        media = self.media_of(row, messages)
+        has_media = self.processor is not None
+        messages = prompt_of(row, self.config, self.prompt_format, has_media)
+        media = media_of(row, messages, self.config, has_media)
         text = self.chat_template(messages, True, "the prompt")
         return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
 
@@ -77,16 +75,6 @@ class RLHFDataset(RowDataset):
             "multi_modal_data": rendered.media,
         }
         return item | {name: row.get(column) for column, name in self._names.items()}
-
-    def _check_columns(self, option: str) -> None:
-        for source in self.rows.sources:
-            for key in ("prompt_key", "answer_key"):
-                name = getattr(self.config, key)
-                if name not in source.columns:
-                    raise ValueError(
-                        f"`{option}`: {source.name} has no column `{name}`: it has {source.columns};"
-                        f" set `data.{key}` to one of them"
-                    )
 
     def _column_names(self, reserved: Container[str]) -> dict[str, str]:
         """Map the columns that travel with the prompt to their names in the batch."""

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import ConversationTokenizer, check_offsets
+from verl.data.columns import check_conversation_columns
 from verl.data.dataset import Item, Rendered, RowDataset
-from verl.data.files import Row
 from verl.data.media.tokens import MediaShape, expand_prompt
-from verl.data.messages import Message, build_conversation, build_messages
+from verl.data.messages import conversation_of, media_of
+from verl.data.plain_files import Row
 from verl.utils.plain_data import objects
 
 HIDDEN = -1  # replaces tokens of the assistant while media are expanded; not a token of any tokenizer
@@ -41,6 +42,7 @@ class SFTDataset(RowDataset):
     tensors = ("input_ids", "is_trained", "position_ids")
     limit_option = "max_length"
     too_long = "conversations are longer than `data.max_length`"
+    check_columns = staticmethod(check_conversation_columns)
 
     def __init__(self, files: Any, tokenizer: Any, processor: Any, config: Any, **options: Any) -> None:
         check_offsets(tokenizer)
@@ -51,8 +53,9 @@ class SFTDataset(RowDataset):
         return ConversationTokenizer(self.tokenizer, self.chat_template, self.config.train_turns)
 
     def render(self, row: Row) -> Rendered:
-        messages = self._messages(row)
-        media = self.media_of(row, messages)
+        has_media = self.processor is not None
+        messages = conversation_of(row, self.config, self.prompt_format, has_media)
+        media = media_of(row, messages, self.config, has_media)
         text, ids, is_trained = self._tokenize(messages)
         if self.processor is not None:
             learned = set(compress(ids, is_trained))
@@ -79,21 +82,6 @@ class SFTDataset(RowDataset):
         values = [torch.as_tensor(item[name]) for item in items]
         return torch.stack([F.pad(one, (0, self.limit - one.shape[-1]), value=padding) for one in values])
 
-    def _messages(self, row: Row) -> list[Message]:
-        """Return the conversation of a row, or its formatted prompt followed by the response."""
-        config, has_media = self.config, self.processor is not None
-        if row.get(config.messages_key) is not None:
-            return build_conversation(row[config.messages_key], has_media)
-        response = row.get(config.response_key)
-        if row.get(config.prompt_key) is None or not isinstance(response, str):
-            raise BadRowError(
-                f"there must be messages in column `{config.messages_key}` (`data.messages_key`), or a prompt"
-                f" in `{config.prompt_key}` (`data.prompt_key`) and its response, a text, in"
-                f" `{config.response_key}` (`data.response_key`); the row has {sorted(row)}"
-            )
-        prompt = build_messages(row[config.prompt_key], row, self.prompt_format, has_media)
-        return [*prompt, *build_conversation([{"role": "assistant", "content": response}], has_media)]
-
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
         ids, is_trained = rendered.raw_ids, rendered.is_trained
         if shape is not None:
@@ -116,20 +104,3 @@ class SFTDataset(RowDataset):
         expanded = expand_prompt(hidden, self.processor, shape)
         moved = [token == HIDDEN for token in expanded]
         return [next(learned) if token == HIDDEN else token for token in expanded], moved
-
-    def _check_columns(self, option: str) -> None:
-        config = self.config
-        alternatives = [{config.messages_key}, {config.prompt_key, config.response_key}]
-        for source in self.rows.sources:
-            if not any(columns <= set(source.columns) for columns in alternatives):
-                raise ValueError(
-                    f"`{option}`: {source.name} has neither a column `{config.messages_key}` nor"
-                    f" `{config.prompt_key}` and `{config.response_key}`: it has {source.columns}; set"
-                    " `data.messages_key`, or `data.prompt_key` and `data.response_key`, to some of them"
-                )
-        has_messages = [config.messages_key in source.columns for source in self.rows.sources]
-        if config.format_prompt and all(has_messages):
-            raise ValueError(
-                f"`data.format_prompt` ({config.format_prompt}) has no effect on `{option}`, whose rows are"
-                " conversations: leave it out, or give rows of prompt and response"
-            )

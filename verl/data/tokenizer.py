@@ -4,11 +4,10 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from verl.data.files import use_modelscope_hub_if_asked
+from verl.data.prompt_template import read_chat_template
 
 
 def load_tokenizer(
@@ -27,7 +26,7 @@ def load_tokenizer(
             f" tokenizer nor a hub model that can be reached: {error}"
         ) from error
     if override_chat_template is not None:
-        tokenizer.chat_template = _read_chat_template(override_chat_template)
+        tokenizer.chat_template = read_chat_template(override_chat_template)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{model_path} has no chat template: set `data.override_chat_template` to a Jinja file"
@@ -53,20 +52,7 @@ def load_processor(
     if not hasattr(processor, "image_processor"):  # AutoProcessor returns the tokenizer of a text model
         return None
     if override_chat_template is not None:
-        processor.chat_template = _read_chat_template(override_chat_template)
+        processor.chat_template = read_chat_template(override_chat_template)
     elif processor.chat_template is None:
         processor.chat_template = processor.tokenizer.chat_template
     return processor
-
-
-def _read_chat_template(path: str) -> str:
-    try:
-        template = Path(path).expanduser().read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"`data.override_chat_template`: no file {path}") from error
-    try:
-        ImmutableSandboxedEnvironment().parse(template)
-    except TemplateSyntaxError as error:
-        where = f"`data.override_chat_template` ({path}), line {error.lineno}"
-        raise ValueError(f"{where}: {error.message}") from error
-    return template

@@ -4,7 +4,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
@@ -65,6 +65,8 @@ class TrainingCommand(Generic[C]):
     engine: Callable[[C], str]  # name of the rollout engine whose packages are checked
     train_once: TrainOnce[C]
     foreign_keys: RenamedKeys | None = None  # another program's keys, explained in errors
+    # Looks at what the config names: raises what would end a run, and returns notes.
+    look: Callable[[C], list[str]] = field(default=lambda config: [])
 
     def run(self, arguments: Sequence[str] | None) -> int:
         """Run the command with the given arguments or this process's, and return its exit status.
@@ -93,9 +95,18 @@ class TrainingCommand(Generic[C]):
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
+        try:
+            notes = self.look(config)
+        except FOR_THE_USER as error:
+            if not raised_by_us(error):
+                raise
+            end = exit_status_of(error, config.trainer)
+            sys.stderr.write(f"{end.message}\n")
+            return end.status
         if "--dry-run" in switches:
+            sys.stderr.write("".join(f"note: {note}\n" for note in notes))
             return dry_run(config, switches, self.describe, self.plan_text)
-        return self._train(config)
+        return self._train(config)  # which says the same when it opens the data
 
     def _help(self, topics: Sequence[str]) -> str:
         if topics:

@@ -10,6 +10,7 @@ from verl.config.renamed_keys import VERL_KEYS
 from verl.planning.planned_run import planned_ppo
 from verl.planning.step_plan import make_plan
 from verl.trainer.command import TrainingCommand, usage
+from verl.trainer.first_look import look_at_prompts
 from verl.trainer.run.exit_status import ExitStatus
 from verl.utils.imports import deferred
 from verl.workers.warm_up import import_worker
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda config: config.worker.rollout.name,
         train_once,
         VERL_KEYS,
+        lambda config: look_at_prompts(config.data, config.worker),
     ).run(arguments)
 
 

@@ -29,6 +29,8 @@ def reading(kind: str, ref: Reference, content: bytes | None = None) -> Iterator
             raise ValueError("it changed while it was being read")
     except ImportError:  # a fault of the installation
         raise
+    except FileNotFoundError as error:
+        raise ValueError(f"the {kind} {shown_name(ref)} cannot be read: there is no such file") from error
     except Exception as error:  # damaged files make Pillow and PyAV raise almost anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the {kind} {shown_name(ref)} cannot be read: {reason}") from error

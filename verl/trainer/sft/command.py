@@ -7,6 +7,7 @@ from verl.config.sft import SFTConfig
 from verl.planning.planned_run import planned_sft
 from verl.planning.step_plan import make_sft_plan
 from verl.trainer.command import TrainingCommand, usage
+from verl.trainer.first_look import look_at_conversations
 from verl.trainer.run.exit_status import ExitStatus
 from verl.utils.imports import deferred
 from verl.workers.warm_up import import_sft_worker
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda config: make_sft_plan(config).text,
         lambda config: "hf",  # nothing is sampled, so vLLM may be missing
         fine_tune_once,
+        look=lambda config: look_at_conversations(config.data, config.worker),
     ).run(arguments)
 
 

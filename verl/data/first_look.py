@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A look at the first rows of a run's files, which takes a fraction of a second and imports no torch.
+
+It raises what opening the data would raise much later, with the same functions and words. Data sets on the
+hub and pickles are left to that.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.data.bad_rows import BadRow, bad_rows_error
+from verl.data.columns import (
+    FileColumns,
+    check_conversation_columns,
+    check_prompt_columns,
+    notes_on_columns,
+)
+from verl.data.plain_files import DEFAULT_SPLIT, FIRST_READERS, FirstRows, Row, files_of_split, first_rows
+from verl.data.prompt_template import PromptFormat, read_chat_template
+
+MAX_FILES = 8  # of a folder
+OPTIONS = ("train_files", "val_files")
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """Needs of a run in its rows."""
+
+    check_columns: Callable[[str, Sequence[FileColumns], Any], None]
+    messages: str  # the function of `messages.py` that reads a row
+
+
+PROMPT_ROWS = RowKind(check_prompt_columns, "prompt_of")
+CONVERSATION_ROWS = RowKind(check_conversation_columns, "conversation_of")
+
+
+def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows: bool = True) -> list[str]:
+    """Look at templates, columns and first rows of a run; return what may be wrong with them.
+
+    Args:
+        kind: `PROMPT_ROWS` or `CONVERSATION_ROWS`.
+        data: The section `data`.
+        processor: Folder or hub name of the model's tokenizer and processor.
+        checks_rows: Whether a bad row is an error, as in a run with `data.on_bad_row=error`.
+
+    Raises:
+        ValueError: The run could not use its data.
+    """
+    has_media = reads_media(processor)
+    if data.override_chat_template is not None:
+        read_chat_template(data.override_chat_template)
+    notes = []
+    with closing(PromptFormat(data.format_prompt)) as prompt_format:
+        for name in OPTIONS:
+            option, seen = f"data.{name}", first_of_sources(getattr(data, name), f"data.{name}")
+            if not seen:
+                continue
+            sources = [each.source for each in seen]
+            # Later rows may have columns that the first ones lack, if the file has no list of them.
+            kind.check_columns(option, sources, data)
+            notes += notes_on_columns(option, sources, data, prompt_format.names, has_media)
+            if checks_rows and has_media is not None and data.on_bad_row == "error":
+                _check_rows(option, seen, kind, data, prompt_format, has_media)
+    return notes
+
+
+def reads_media(folder: str | None) -> bool | None:
+    """Return whether the model has a processor of images or videos; None if its files are not here."""
+    if folder is None or not os.path.isdir(folder):
+        return None
+    return any(Path(folder).glob("*processor_config.json"))
+
+
+def first_of_sources(files: str | Sequence[str], option: str) -> list[FirstRows]:
+    """Read the first rows of each local file; a ValueError names the option."""
+    names = [files] if isinstance(files, str) else files
+    try:
+        paths = [path for name in names if name.strip() for path in _local_files(name.strip())]
+        return [seen for path in paths if (seen := first_rows(path)) is not None and seen.source.rows]
+    except ValueError as error:
+        raise ValueError(f"`{option}`: {error}") from error
+
+
+def _local_files(name: str) -> list[Path]:
+    """Return the files of a source; none for a part of one, a data set saved to disk, or one of the hub."""
+    path, split = Path(os.path.expanduser(name)), ""
+    if not path.exists() and "@" in name:
+        before, _, split = name.rpartition("@")
+        path = Path(os.path.expanduser(before))
+        if "[" in split:  # which may leave the first rows out
+            return []
+    if path.is_file():
+        return [path]
+    if not path.is_dir() or (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return []
+    found = sorted(file for file in path.rglob("*") if file.suffix in FIRST_READERS and file.is_file())
+    return files_of_split(path, found, split or DEFAULT_SPLIT)[:MAX_FILES] if found else []
+
+
+def _check_rows(
+    option: str,
+    seen: Sequence[FirstRows],
+    kind: RowKind,
+    data: Any,
+    prompt_format: PromptFormat,
+    has_media: bool,
+) -> None:
+    """Raise a ValueError that lists the rows that cannot be used."""
+    from verl.data import messages  # noqa: PLC0415 (Pillow: a run without files has no need of it)
+    from verl.data.media.references import content_id, is_url, payload  # noqa: PLC0415
+
+    read = getattr(messages, kind.messages)
+    bad, looked = [], 0
+
+    def check(row: Row) -> None:
+        media = messages.media_of(row, read(row, data, prompt_format, has_media), data, has_media) or {}
+        for noun, refs in media.items():
+            for ref in refs:
+                if isinstance(source := payload(ref), str) and not is_url(source):
+                    content_id(noun.removesuffix("s"), ref)
+
+    for source, _ in seen:
+        for number, row in enumerate(source.rows):
+            try:
+                check(row)
+            except ValueError as error:
+                bad.append(BadRow(looked, f"{source.name}, row {number}", str(error)))
+            looked += 1
+    if bad:
+        raise bad_rows_error(option, bad, None if all(each.are_all for each in seen) else looked)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of rows that Python reads by itself, the splits of a folder, and the first rows of any file.
+
+Nothing here imports torch or `datasets`: what is wrong with a file can be said at once. `files.py` opens
+whole data sets with it.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.utils.child_process import ChildEndedError, IsolatedCalls, limit_memory
+
+Row = dict[str, Any]
+DEFAULT_SPLIT = "train"
+SPLIT_NAMES = {
+    "train": r"train(ing)?", "validation": r"valid(ation)?|val|dev", "test": r"test(ing)?|eval(uation)?",
+}  # fmt: skip
+SPLIT_SLICE = re.compile(r"(?P<name>[^\[\]]+)(?P<slice>\[.*\])?")
+TEXT = "utf-8-sig"  # UTF-8, with the mark that Excel and Windows write first
+FIRST_ROWS = 256
+FIRST_BYTES = 16 << 20  # of a file of text, which are read in a tenth of a second
+TABLE_BYTES, TABLE_MEMORY, TABLE_TIMEOUT_S = 32 << 20, 4 << 30, 10.0  # to decode the first rows of a table
+
+# What the messages of Python's parser mean to someone who wrote the line.
+JSON_FAULTS = {
+    "Unterminated string starting at": "a string is not closed",
+    "Expecting ',' delimiter": "a comma, or a bracket at the end, is missing",
+    "Expecting ':' delimiter": "a colon is missing",
+    "Expecting property name enclosed in double quotes": "a name in double quotes is missing",
+    "Expecting value": "a value is missing",
+    "Extra data": "the row ends here, but more follows",
+    "Invalid control character at": r"a string has a tab or a line break: write \t or \n",
+    "Illegal trailing comma before end of object": "the last comma is too many",
+    "Illegal trailing comma before end of array": "the last comma is too many",
+}
+
+
+class Source:
+    """The rows of one file or hub data set, with its name for errors and its sorted columns."""
+
+    def __init__(self, name: str, rows: Any, columns: list[str] | None = None) -> None:
+        self.name = name
+        self.rows = rows
+        # A file without a schema has the columns of all its rows.
+        self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
+
+
+class FirstRows(NamedTuple):
+    """The first rows of a file."""
+
+    source: Source
+    are_all: bool  # the file has no more
+
+
+def json_fault(error: json.JSONDecodeError) -> str:
+    """Say what is wrong with a text and at which column of its line."""
+    reason = next((JSON_FAULTS[msg] for msg in JSON_FAULTS if error.msg.startswith(msg)), error.msg)
+    if not error.doc[error.pos :].strip():
+        reason = f"it ends too early: {reason}"
+    return f"{reason} (column {error.colno})"
+
+
+def parse_lines(lines: Iterable[str]) -> list[Row]:
+    """Parse JSON lines; a ValueError names the line as an editor counts it."""
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        text = line.rstrip("\r\n")  # else the end of a broken line counts as the start of another
+        try:
+            if text.strip():
+                rows.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not JSON: {json_fault(error)}") from error
+    check_listed(rows)
+    return rows
+
+
+def read_jsonl(path: Path) -> Source:
+    # Rows keep their own types: a prompt may be a string in one row and a list of messages in another.
+    with path.open(encoding=TEXT) as lines:
+        return Source(str(path), parse_lines(lines))
+
+
+def read_json(path: Path) -> Source:
+    """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
+    text = path.read_text(encoding=TEXT)
+    try:
+        return from_object(path, json.loads(text))
+    except json.JSONDecodeError as error:
+        first = text.lstrip().partition("\n")[0].rstrip()
+        if first[:1] + first[-1:] == "{}":  # a row, so the file has one in each line
+            return read_jsonl(path)
+        raise ValueError(f"line {error.lineno} is not JSON: {json_fault(error)}") from error
+
+
+def read_csv(path: Path) -> Source:
+    return _read_csv(path, None).source
+
+
+def _read_csv(path: Path, limit: int | None) -> FirstRows:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding=TEXT, newline="") as lines:
+        reader = csv.DictReader(lines)
+        rows = list(islice(reader, limit))
+        are_all = limit is None or next(reader, None) is None
+    for number, row in enumerate(rows):
+        if None in row:
+            raise ValueError(f"row {number} has more fields than the header")
+    return FirstRows(Source(str(path), rows, list(reader.fieldnames or [])), are_all)
+
+
+def from_object(path: Path, content: Any) -> Source:
+    """Read rows from a list of rows, or from columns as lists."""
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        content = content["data"]
+    if isinstance(content, dict):
+        lengths = {len(column) if isinstance(column, list) else -1 for column in content.values()}
+        if len(lengths) != 1 or lengths == {-1}:
+            content = [content]
+        else:
+            columns = zip(*content.values(), strict=True)
+            content = [dict(zip(content, values, strict=True)) for values in columns]
+    check_listed(content)
+    return Source(str(path), content)
+
+
+def check_listed(rows: Any) -> None:
+    """Raise a ValueError unless this is a list of rows."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it must contain a list of rows, each a dictionary of columns")
+    odd = next((key for row in rows for key in row if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ValueError(f"the names of columns must be text, got {odd!r:.80}")
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """Return the error of a file that cannot be read, with the reason said once."""
+    reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return ValueError(f"{path} cannot be read: {reason}")
+
+
+def first_rows(path: Path) -> FirstRows | None:
+    """Read the first rows of a file; None if it is empty, takes long, or would run code (a pickle).
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    reader = FIRST_READERS.get(path.suffix)
+    if reader is None or path.stat().st_size == 0:
+        return None
+    try:
+        return reader(path)
+    except (TimeoutError, ChildEndedError):  # opening the whole file says what it is
+        return None
+    except Exception as error:  # the readers of four formats raise many types
+        raise unreadable(path, error) from error
+
+
+def _first_lines(path: Path) -> FirstRows:
+    with path.open(encoding=TEXT) as lines:
+        chosen = list(_up_to(lines, FIRST_BYTES))
+        are_all = not lines.readline()
+    return FirstRows(Source(str(path), parse_lines(chosen)), are_all)
+
+
+def _up_to(lines: Iterable[str], limit: int) -> Iterator[str]:
+    total = 0
+    for line in iter(partial(next, iter(lines), ""), ""):
+        yield line
+        total += len(line)
+        if total >= limit:
+            return
+
+
+def _first_of_json(path: Path) -> FirstRows | None:
+    if path.stat().st_size > FIRST_BYTES:
+        return None
+    return FirstRows(read_json(path), are_all=True)
+
+
+def _first_of_csv(path: Path) -> FirstRows:
+    return _read_csv(path, FIRST_ROWS)
+
+
+def _first_of_table(path: Path) -> FirstRows:
+    # The sizes in a damaged file may be wrong, and some small files become very large.
+    calls = IsolatedCalls(_decode_first, TABLE_TIMEOUT_S, partial(limit_memory, TABLE_MEMORY))
+    try:
+        columns, rows, are_all = calls(path)
+    finally:
+        calls.close()
+    return FirstRows(Source(str(path), rows, columns), are_all)
+
+
+def _decode_first(path: Path) -> tuple[list[str], list[Row], bool]:
+    import pyarrow as pa  # noqa: PLC0415 (only here: the command itself stays small)
+
+    try:
+        return _arrow_rows(path) if path.suffix == ".arrow" else _parquet_rows(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _parquet_rows(path: Path) -> tuple[list[str], list[Row], bool]:
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+        names, total = file.schema_arrow.names, file.metadata.num_rows
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+        size = sum(group.total_byte_size for group in groups) // max(1, total)
+        count = max(1, min(FIRST_ROWS, TABLE_BYTES // max(1, size)))
+        batch = next(file.iter_batches(batch_size=count, use_threads=False), None)
+        rows = [] if batch is None else batch.to_pylist()
+    return names, rows, len(rows) == total
+
+
+def _arrow_rows(path: Path) -> tuple[list[str], list[Row], bool]:
+    import pyarrow as pa  # noqa: PLC0415
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader = pa.ipc.open_stream(source)
+            batches: Iterable[Any] = reader
+        except pa.ArrowInvalid:
+            source.seek(0)
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        batch = next(iter(batches), None)
+        if batch is None:
+            return reader.schema.names, [], True
+        size = batch.nbytes // max(1, batch.num_rows)
+        count = max(1, min(FIRST_ROWS, TABLE_BYTES // max(1, size)))
+        return reader.schema.names, batch.slice(0, count).to_pylist(), False
+
+
+FIRST_READERS: dict[str, Callable[[Path], FirstRows | None]] = {
+    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_table,
+    ".arrow": _first_of_table,
+}  # fmt: skip
+
+
+def split_name(split: str) -> str:
+    match = SPLIT_SLICE.fullmatch(split)
+    return match["name"] if match else split
+
+
+def files_of_split(path: Path, files: list[Path], split: str) -> list[Path]:
+    """Select the files whose name or folder contains the split name; others are `train`."""
+    wanted = _named_split([split_name(split)])
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", str(file.relative_to(path)).lower())
+        by_split.setdefault(_named_split(words) or DEFAULT_SPLIT, []).append(file)
+    if wanted not in by_split:
+        raise ValueError(f"the directory {path} has the splits {sorted(by_split)}, got `@{split}`")
+    return by_split[wanted]
+
+
+def _named_split(words: list[str]) -> str | None:
+    found = (name for name, form in SPLIT_NAMES.items() if any(re.fullmatch(form, word) for word in words))
+    return next(found, None)

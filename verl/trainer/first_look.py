@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First look of a run, a dry run and `data_check` at rows and templates, before torch is imported."""
+
+from verl.config.data import DataConfig
+from verl.config.sft import SFTDataConfig, SFTWorkerConfig
+from verl.config.worker import WorkerConfig
+
+
+def look_at_prompts(data: DataConfig, worker: WorkerConfig, *, checks_rows: bool = True) -> list[str]:
+    """Look at the prompts of a run; return notes, or raise what would end it. See `look_at_data`."""
+    # Imported here so that `--help` and a wrong config need none of it.
+    from verl.data.first_look import PROMPT_ROWS, look_at_data  # noqa: PLC0415
+
+    return look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
+
+
+def look_at_conversations(
+    data: SFTDataConfig, worker: SFTWorkerConfig, *, checks_rows: bool = True
+) -> list[str]:
+    """Look at the conversations of a run; see `look_at_prompts`."""
+    from verl.data.first_look import CONVERSATION_ROWS, look_at_data  # noqa: PLC0415
+
+    return look_at_data(CONVERSATION_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
