@@ -217,6 +217,7 @@ def open_tracker(config: PPOConfig | SFTConfig, training_steps: int, checkpoint:
         config=dataclasses.asdict(config),
         total_steps=training_steps,
         is_resumed=checkpoint is not None and checkpoint.resolve().parent == folder.resolve(),
+        console=trainer.console,
     )
     return Tracker(trainer.logger, run)
 
