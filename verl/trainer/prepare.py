@@ -13,6 +13,7 @@ from verl.checkpoint.sharded import HUGGINGFACE
 from verl.config.model import ModelConfig
 from verl.config.trainer import RunTree
 from verl.distributed.device import resolve_device
+from verl.logger.console.start_up import phase
 from verl.planning.model_sizes import check_trained
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe, resolve_auto_sizes
@@ -49,13 +50,16 @@ def prepared_run(
     with ExitStack() as stack:
         if viewer_port is not None:
             stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
-        run = describe(config)
-        export_checkpoints(planned.model for planned in run.models)
-        device = resolve_device(config.trainer.device)
-        check_trained_models(run)
+        with phase("model files"):
+            run = describe(config)
+            export_checkpoints(planned.model for planned in run.models)
+            device = resolve_device(config.trainer.device)
+            check_trained_models(run)
         if check is not None:
-            check(config)
-        config, pool = join_cluster(config, device, wait_s, stack)
+            with phase("rewards of samples"):
+                check(config)
+        with phase("Ray"):
+            config, pool = join_cluster(config, device, wait_s, stack)
         # After joining: with `trainer.elastic` there may be fewer devices, and sizes depend on them.
         yield resolve_auto_sizes(config, describe, device), pool
 

@@ -33,6 +33,7 @@ from verl.data.loader import (
 )
 from verl.data.media.cache import MediaCache
 from verl.logger.base import Run
+from verl.logger.console.start_up import phase
 from verl.logger.tracker import Tracker
 from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.planning.step_plan import make_plan, make_sft_plan
@@ -87,13 +88,14 @@ def running_trainer(config: PPOConfig, pool: ResourcePool) -> Iterator[RayPPOTra
     trainer = config.trainer
     folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
-        cache = open_cache(stack)
-        reward = open_reward(stack, worker.reward, folder)
-        media = media_options(data, worker.rollout)
-        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
-        loaders = make_loaders(data, readers, folder)
-        origin = origin_of(config, planned_ppo(config).models)
-        checkpoint = check_resume(config, origin, loaders.train)
+        with phase("data"):
+            cache = open_cache(stack)
+            reward = open_reward(stack, worker.reward, folder)
+            media = media_options(data, worker.rollout)
+            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+            loaders = make_loaders(data, readers, folder)
+            origin = origin_of(config, planned_ppo(config).models)
+            checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
 
         shared = ModelRunOptions(
@@ -135,12 +137,13 @@ def running_sft(config: SFTConfig, pool: ResourcePool) -> Iterator[SFTTrainer]:
     trainer = config.trainer
     folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
-        cache = open_cache(stack)
-        media = media_options(data, data)
-        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
-        loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
-        origin = origin_of(config, planned_sft(config).models)
-        checkpoint = check_resume(config, origin, loaders.train)
+        with phase("data"):
+            cache = open_cache(stack)
+            media = media_options(data, data)
+            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+            loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
+            origin = origin_of(config, planned_sft(config).models)
+            checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
 
         options = ModelRunOptions(
@@ -202,8 +205,11 @@ def start_workers(
 ) -> RayWorkerGroup:
     """Start a worker on each device and have them load their models."""
     env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
-    workers = stack.enter_context(RayWorkerGroup(pool, kind, worker, options, env=env, timeout_s=timeout_s))
-    workers.init_model()
+    with phase("workers"):
+        group = RayWorkerGroup(pool, kind, worker, options, env=env, timeout_s=timeout_s)
+        workers = stack.enter_context(group)
+    with phase("models" if kind is SFTWorker else "models and engine"):
+        workers.init_model()
     return workers
 
 

@@ -21,6 +21,7 @@ from verl.logger.console.bar import LiveBar
 from verl.logger.console.clock import StepClock, hours, numbered
 from verl.logger.console.samples import sample_panel
 from verl.logger.console.screen import stdout_console
+from verl.logger.console.start_up import release_live_line
 from verl.logger.console.table import StepTable
 
 QUIET_S = 30.0  # without a terminal: longest silence of a stage that reports progress
@@ -36,6 +37,7 @@ class ConsoleLogger(Logger):
     def __init__(self, run: Run, console: Console | None = None) -> None:
         super().__init__(run)
         self._console = console or stdout_console()
+        release_live_line()
         self._clock = StepClock(run.total_steps)
         self._table = StepTable(run.total_steps)
         self._metrics: dict[str, float] = {}  # last values
@@ -86,7 +88,7 @@ class ConsoleLogger(Logger):
         if self._samples is not None:
             width, framed = self._console.width, self._live is not None
             self._print([sample_panel(*self._samples, width, framed=framed)])
-            self._table.count(2 + 6 * len(self._samples[0]))
+            self._table.count(2 + 4 * len(self._samples[0]))
         self._samples = None
 
     def _heading(self, step: int, seconds: float | None) -> Text:

@@ -16,7 +16,7 @@ LABEL_WIDTH = 10
 LINES = {"prompt": 2, "response": 3, "answer": 1}  # shown of each, at most
 MAX_WIDTH = 110  # of the panel: longer lines are hard to read
 EDGES = 4  # characters of a panel's frame and padding
-CUT = " … "
+CUT, EMPTY = " … ", "(empty)"
 
 MEDIA = re.compile(r"(?:<\|(?:vision_start|vision_end)\|>|<\|?(image|video)(?:_pad|_soft_token)?\|?>)+")
 ROLE = re.compile(
@@ -68,20 +68,21 @@ def sample_panel(generations: Sequence[Generation], step: int, width: int, *, fr
 
 def _lines(generation: Generation, width: int) -> Iterator[Text]:
     """Yield the lines of a response, each at most `width` characters."""
+    score = f"score {number(generation.score, 3, 6)}"
     texts = {
-        "prompt": generation.prompt,
-        "response": generation.response,
-        "answer": generation.ground_truth,
+        "prompt": (generation.prompt, width - LABEL_WIDTH),
+        "response": (generation.response, width - LABEL_WIDTH),
+        "answer": (generation.ground_truth, width - LABEL_WIDTH - len(score) - 2),
     }
-    for name, text in texts.items():
-        room, num_lines = width - LABEL_WIDTH, LINES[name]
+    for name, (text, room) in texts.items():
+        num_lines = LINES[name]
         spare = (num_lines - 1) * room // 5  # lost at the ends of lines, which break between words
-        wrapped = _wrapped(shortened(readable(text), room * num_lines - spare), room)
+        wrapped = _wrapped(shortened(readable(text) or EMPTY, room * num_lines - spare), room)
         for index, line in enumerate(wrapped[:num_lines]):
             label = name if index == 0 else ""
             style = "not dim" if name == "response" else ""
-            yield Text(f"{label:<{LABEL_WIDTH}}").append(line, style=style)
-    yield Text(f"{'score':<{LABEL_WIDTH}}{number(generation.score, 3, 6)}")
+            end = f"{'':<{room - len(line) + 2}}{score}" if name == "answer" else ""
+            yield Text(f"{label:<{LABEL_WIDTH}}").append(line, style=style).append(end)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
