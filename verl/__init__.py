@@ -4,10 +4,10 @@
 import sys
 
 from verl.utils.cuda_builds import warn_if_broken
-from verl.utils.quiet import quiet_torchao
+from verl.utils.quiet import quiet_packages
 
 __version__ = "0.1.0"
 
-quiet_torchao()
+quiet_packages()
 if "transformers" in sys.modules:
     warn_if_broken()

@@ -38,6 +38,7 @@ from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
+from verl.utils.quiet import no_weight_bars
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -187,7 +188,8 @@ def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
 
     row = json.loads((folder / "val.jsonl").read_text().splitlines()[0])
     reader = transformers.AutoProcessor.from_pretrained(model_path)  # a tokenizer, for a text model
-    model = getattr(transformers, kind.model_class).from_pretrained(model_path, dtype=torch.float32)
+    with no_weight_bars():
+        model = getattr(transformers, kind.model_class).from_pretrained(model_path, dtype=torch.float32)
     question = re.sub("<(image|video)>", "", row["problem"])
     content, media = [{"type": "text", "text": question}], {}
     if kind.media in row:

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_the_same_seed_gives_the_same_order_for_any_number_of_processes(text_mod
     ]
 
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_there_are_at_most_as_many_processes_as_cores(text_model, tmp_path, recwarn):
+    loader = make_train(text_model, tmp_path, num_workers=16)  # torch warns of more than there are cores
+    next(iter(loader))
+
+    readers = len(multiprocessing.active_children())
+    assert 1 <= readers <= len(os.sched_getaffinity(0))
+    assert [str(one.message) for one in recwarn if "DataLoader" in str(one.message)] == []
 
 
 def test_without_shuffling_rows_come_in_the_order_of_the_file(text_model, tmp_path):

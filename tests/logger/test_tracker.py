@@ -52,7 +52,7 @@ def test_a_name_given_twice_logs_once(tmp_path):
 
 
 def test_console_and_file_log_the_same_run(tmp_path, capsys):
-    log_a_run(["console", "file"], tmp_path)
+    log_a_run(["console", "file"], tmp_path, console="full")
 
     assert "pg_loss 0.5" in capsys.readouterr().out
     assert json.loads((tmp_path / "experiment_log.jsonl").read_text().splitlines()[1])["actor"] == {

@@ -26,6 +26,7 @@ from verl.models.lora_weights import (
     plain_name,
     read_adapter_config,
 )
+from verl.utils.quiet import no_weight_bars
 
 
 @contextmanager
@@ -175,7 +176,8 @@ def _read_base(
 ) -> dict[str, Tensor]:
     if path is None:
         raise FileNotFoundError(f"{folder / CONFIG} names no base model: give it as `--base_model`")
-    with reading(f"the base model of {folder}, {path},", "give it as `--base_model`"):
+    hint = "give it as `--base_model`"
+    with reading(f"the base model of {folder}, {path},", hint), no_weight_bars():
         loaded: Any = auto_class(config).from_pretrained(
             path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
         )

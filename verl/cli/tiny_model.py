@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.quiet import no_weight_bars
 
 KINDS = (  # the families of `verl/models/tiny.py`, which imports torch
     "deepseek", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
@@ -97,7 +98,8 @@ def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: di
     for file in like.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS):
             shutil.copy(file, directory)
-    model.save_pretrained(directory)
+    with no_weight_bars():
+        model.save_pretrained(directory)
 
 
 def _change(config: Any, key: str, value: Any) -> None:

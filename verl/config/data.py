@@ -71,7 +71,9 @@ class RowsConfig:
         4194304, "Maximum pixels of an image; larger images are downscaled; null is no maximum.", minimum=1
     )
     filter_overlong_prompts_workers: int = option(16, "Processes that measure row lengths.", minimum=1)
-    num_workers: int = option(8, "Data loading processes; 0 loads in the main process.", minimum=0)
+    num_workers: int = option(
+        8, "Data loading processes, at most one per core; 0 loads in the main process.", minimum=0
+    )
     on_bad_row: str = option(
         "error", "On unusable rows: stop with an error, or skip and list them.", choices=("error", "skip")
     )

@@ -30,6 +30,12 @@ class RunConfig:
         choices=("console", "file", "mlflow", "swanlab", "tensorboard", "wandb"),
         example=("file", "wandb"),
     )
+    console: str = option(
+        "compact",
+        "Output on the console: a line per step, all metrics by area, or JSON Lines.",
+        choices=("compact", "full", "json"),
+        example="full",
+    )
     nnodes: int = option(1, "Number of nodes.", minimum=1)
     n_gpus_per_node: int = option(8, "GPUs per node; on CPU, worker processes per node.", minimum=1)
     device: str = option("auto", "Device; `auto` is cuda if available.", choices=("auto", "cuda", "cpu"))

@@ -9,6 +9,7 @@ shorter, and no row is repeated. Bad rows are listed in the checkpoint folder.
 Processes read ahead: while a step uses a batch, they decode the media of the next one into the cache.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,7 +159,7 @@ class PromptLoader(Generic[D]):
             ) from error
 
     def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow]:
-        workers = min(self.num_workers, len(self.dataset))
+        workers = min(self.num_workers, len(self.dataset), len(os.sched_getaffinity(0)))
         rows = DataLoader(
             self.dataset,
             batch_size=None,  # one row at a time, so that all workers read for the same batch

@@ -2,6 +2,8 @@
 """Interface of a logger. To add one, register a subclass of `Logger` under its name in `trainer.logger`."""
 
 import importlib
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)  # nested plain values
     total_steps: int | None = None
     is_resumed: bool = False  # from a checkpoint in `directory`
+    console: str = "compact"  # form of the console's output: `trainer.console`
 
 
 class Generation(NamedTuple):
@@ -69,6 +72,13 @@ def import_optional(package: str, logger: str) -> ModuleType:
         raise ModuleNotFoundError(
             f"`trainer.logger` {logger!r} needs the package {error.name}: pip install 'easy-verl[{logger}]'"
         ) from error
+
+
+def json_line(metrics: Metrics, step: int) -> str:
+    """Return a line of JSON Lines: `{"step": 3, "actor": {"pg_loss": ...}, ...}`."""
+    # JSON has no NaN.
+    values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    return json.dumps({"step": step} | nest(values)) + "\n"
 
 
 def nest(flat: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:

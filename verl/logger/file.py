@@ -10,13 +10,12 @@ A resumed run appends to the same files. Steps that it repeats appear twice; the
 
 import errno
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, nest
+from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, json_line
 
 CONFIG_FILE = "experiment_config.json"
 METRICS_FILE = "experiment_log.jsonl"
@@ -40,9 +39,7 @@ class FileLogger(Logger):
             raise type(error)(problem) from error
 
     def log(self, metrics: Metrics, step: int) -> None:
-        # JSON has no NaN.
-        values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        _append(self.run.directory / METRICS_FILE, json.dumps({"step": step} | nest(values)) + "\n")
+        _append(self.run.directory / METRICS_FILE, json_line(metrics, step))
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         for generation in generations:

@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from verl.logger import console, file, services  # noqa: F401 (importing them registers their loggers)
+from verl.logger import file, services  # noqa: F401 (importing them registers their loggers)
 from verl.logger.base import LOGGERS, Generation, Metrics, Run, import_optional
+from verl.logger.console import logger as console  # noqa: F401 (the same)
 from verl.logger.guarded import CLOSE_S, HURRY_S, BackgroundLogger, GuardedLogger
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.hub_names import auto_class
+from verl.utils.quiet import no_weight_bars
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -179,7 +180,8 @@ def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int =
         # As rollouts do. Random weights may prefer media placeholder tokens.
         suppress_tokens=None if chosen.vision is None else media,
     )
-    model.save_pretrained(directory)
+    with no_weight_bars():
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if chosen.processor:
         build_processor(chosen, tokenizer).save_pretrained(directory)

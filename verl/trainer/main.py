@@ -7,6 +7,7 @@ from functools import partial
 
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
+from verl.logger.console.start_up import shown_start_up
 from verl.planning.planned_run import planned_ppo
 from verl.planning.step_plan import make_plan
 from verl.trainer.command import TrainingCommand, usage
@@ -32,16 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train_once(config: PPOConfig, wait_s: float | None = None) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure; see `run_once`."""
-    # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
-    from verl.trainer.prepare import prepared_run  # noqa: PLC0415
-    from verl.trainer.run.run_once import run_once  # noqa: PLC0415
+    with shown_start_up(config.trainer):
+        # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
+        from verl.trainer.prepare import prepared_run  # noqa: PLC0415
+        from verl.trainer.run.run_once import run_once  # noqa: PLC0415
 
-    check_reward = deferred("verl.trainer.reward_samples", "check_reward")
-    check = check_reward if wait_s is None else None  # a restart uses what was checked
-    warm_up = partial(import_worker, config.worker.rollout.name)
-    running_trainer = deferred("verl.trainer.setup", "running_trainer")
-    prepared = prepared_run(config, planned_ppo, wait_s or 0.0, config.trainer.viewer_port, check, warm_up)
-    return run_once(config.trainer, prepared, running_trainer, is_restart=wait_s is not None)
+        check_reward = deferred("verl.trainer.reward_samples", "check_reward")
+        check = check_reward if wait_s is None else None  # a restart uses what was checked
+        warm_up = partial(import_worker, config.worker.rollout.name)
+        running_trainer = deferred("verl.trainer.setup", "running_trainer")
+        prepared = prepared_run(
+            config, planned_ppo, wait_s or 0.0, config.trainer.viewer_port, check, warm_up
+        )
+        return run_once(config.trainer, prepared, running_trainer, is_restart=wait_s is not None)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,23 @@ class StageTimer:
     def __init__(self, on_enter: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self._on_enter = on_enter
+        self._running: list[str] = []
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        if self._on_enter is not None:
-            self._on_enter(stage)
+        self._running.append(stage)
+        self._announce()
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            self._running.pop()
+            self._announce()  # the stage around it goes ahead
+
+    def _announce(self) -> None:
+        if self._on_enter is not None and self._running:
+            self._on_enter(self._running[-1])
 
 
 def mean_max_min(name: str, values: Tensor) -> Metrics:

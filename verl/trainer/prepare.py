@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from verl.config.trainer import RunTree
+from verl.logger.console.start_up import phase
 from verl.planning.report import Describe, resolve_auto_sizes
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
@@ -64,20 +65,22 @@ def prepared_run(
             from verl.viewer.process import viewer_process  # noqa: PLC0415 - a web server, for those who want it
 
             stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
-        with collection_paused(), importing(DEVICE, CHECKS, SETUP) as wait_for:
-            connect_to_ray(wait_s, stack)
-            wait_for(DEVICE)
-            device = importlib.import_module(DEVICE).resolve_device(config.trainer.device)
-            config, pool = find_devices(config, device, wait_s)
-            env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
-            processes = WorkerProcesses(pool, env, partial(warm_up, device) if warm_up else None)
-            stack.callback(processes.kill)
-        checks = importlib.import_module(CHECKS)
-
-        run = describe(config)
-        checks.export_checkpoints(planned.model for planned in run.models)
-        checks.check_trained_models(run)
+        with phase("Ray and libraries"):
+            with collection_paused(), importing(DEVICE, CHECKS, SETUP) as wait_for:
+                connect_to_ray(wait_s, stack)
+                wait_for(DEVICE)
+                device = importlib.import_module(DEVICE).resolve_device(config.trainer.device)
+                config, pool = find_devices(config, device, wait_s)
+                env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
+                processes = WorkerProcesses(pool, env, partial(warm_up, device) if warm_up else None)
+                stack.callback(processes.kill)
+            checks = importlib.import_module(CHECKS)
+        with phase("model files"):
+            run = describe(config)
+            checks.export_checkpoints(planned.model for planned in run.models)
+            checks.check_trained_models(run)
         if check is not None:
-            check(config)
+            with phase("rewards of samples"):
+                check(config)
         # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
         yield resolve_auto_sizes(config, describe, device), pool, processes

@@ -33,6 +33,7 @@ from verl.data.loader import (
 )
 from verl.data.media.cache import MediaCache
 from verl.logger.base import Run
+from verl.logger.console.start_up import phase
 from verl.logger.tracker import Tracker
 from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.planning.step_plan import make_plan, make_sft_plan
@@ -80,13 +81,14 @@ def running_trainer(
     trainer = config.trainer
     folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
-        cache = open_cache(stack)
-        reward = open_reward(stack, worker.reward, folder)
-        media = media_options(data, worker.rollout)
-        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
-        loaders = make_loaders(data, readers, folder)
-        origin = origin_of(config, planned_ppo(config).models)
-        checkpoint = check_resume(config, origin, loaders.train)
+        with phase("data"):
+            cache = open_cache(stack)
+            reward = open_reward(stack, worker.reward, folder)
+            media = media_options(data, worker.rollout)
+            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+            loaders = make_loaders(data, readers, folder)
+            origin = origin_of(config, planned_ppo(config).models)
+            checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
 
         shared = ModelRunOptions(
@@ -130,12 +132,13 @@ def running_sft(
     trainer = config.trainer
     folder = Path(trainer.checkpoint_folder)
     with ExitStack() as stack:
-        cache = open_cache(stack)
-        media = media_options(data, data)
-        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
-        loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
-        origin = origin_of(config, planned_sft(config).models)
-        checkpoint = check_resume(config, origin, loaders.train)
+        with phase("data"):
+            cache = open_cache(stack)
+            media = media_options(data, data)
+            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+            loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
+            origin = origin_of(config, planned_sft(config).models)
+            checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
 
         options = ModelRunOptions(
@@ -197,9 +200,11 @@ def start_workers(
     timeout_s: float | None,
 ) -> RayWorkerGroup:
     """Start a worker on each device and have them load their models."""
-    group = RayWorkerGroup(pool, kind, worker, options, timeout_s=timeout_s, processes=processes)
-    workers = stack.enter_context(group)
-    workers.init_model()
+    with phase("workers"):
+        group = RayWorkerGroup(pool, kind, worker, options, timeout_s=timeout_s, processes=processes)
+        workers = stack.enter_context(group)
+    with phase("models" if kind is SFTWorker else "models and engine"):
+        workers.init_model()
     return workers
 
 
@@ -213,6 +218,7 @@ def open_tracker(config: PPOConfig | SFTConfig, training_steps: int, checkpoint:
         config=dataclasses.asdict(config),
         total_steps=training_steps,
         is_resumed=checkpoint is not None and checkpoint.resolve().parent == folder.resolve(),
+        console=trainer.console,
     )
     return Tracker(trainer.logger, run)
 

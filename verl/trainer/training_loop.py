@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop over training steps, which every kind of training shares."""
 
+import time
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from verl.config.trainer import RunConfig
+from verl.logger.console.start_up import finish_start_up, phase
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import Metrics, StageTimer, compute_throughput_metrics, compute_timing_metrics
 from verl.trainer.profiling.profiles import StepProfiles
 from verl.trainer.run.checkpointing import RunState
+from verl.trainer.run.end_report import Finished
 from verl.trainer.run.stopping import StopRequest
 
 
 class TrainingLoop(ABC):
     """Repeats `train_step`, and validates, saves and logs, until the last step or a stop signal."""
+
+    validates_by_loss: ClassVar[bool] = False  # the recorded score is the negative of a loss
 
     def __init__(
         self, run: RunConfig, workers: RayWorkerGroup, run_state: RunState, tracker: Tracker
@@ -41,15 +47,24 @@ class TrainingLoop(ABC):
     def fit(self) -> None:
         """Train from the last checkpoint to the last step, or until a stop signal."""
         self.run_state.load()
+        self.first_step = self.run_state.step + 1
+        self._started = time.monotonic()
         with self.stop.listening():
             self.train()
             self.run_state.flush()
+
+    def finished(self) -> Finished:
+        """Return what `fit` has trained."""
+        state = self.run_state
+        seconds = time.monotonic() - self._started
+        return Finished(self.first_step, state.step, seconds, state.best, self.validates_by_loss)
 
     def train(self) -> None:
         """Run the remaining steps; with `trainer.val_only` only validate."""
         state = self.run_state
         if self.run.val_before_train or self.run.val_only:
             self._validate_first()
+        finish_start_up()
         if self.run.val_only:
             return
 
@@ -72,4 +87,7 @@ class TrainingLoop(ABC):
 
     def _validate_first(self) -> None:
         self.tracker.begin_step(self.run_state.step)
-        self.tracker.log(self.validate(StageTimer(self.tracker.stage)), self.run_state.step)
+        with phase("first validation"):
+            metrics = self.validate(StageTimer(self.tracker.stage))
+        finish_start_up()
+        self.tracker.log(metrics, self.run_state.step)

@@ -2,6 +2,16 @@
 """Silence warnings of other packages that mean nothing but would come from every process of a run."""
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def quiet_packages() -> None:
+    quiet_torchao()
+    quiet_vllm()
+    # Opening a file draws a bar that is full at once. A download of the hub has its own.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def quiet_torchao() -> None:
@@ -9,6 +19,29 @@ def quiet_torchao() -> None:
     # that does not fit the machine, though nothing here uses them, and torch of how it registers two types.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_an_enum)
+
+
+def quiet_vllm() -> None:
+    # Every process would say that a build for CPU has no Triton, which is so on every machine without a GPU.
+    logging.getLogger("vllm.triton_utils.importing").addFilter(_is_not_of_cpus)
+
+
+@contextmanager
+def no_weight_bars() -> Iterator[None]:
+    """Hide the bars that transformers draws while it reads or writes weights."""
+    from transformers.utils import logging as bars  # noqa: PLC0415 - heavy
+
+    were_shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            bars.enable_progress_bar()
+
+
+def _is_not_of_cpus(record: logging.LogRecord) -> bool:
+    return "doesn't include CPU backend" not in record.getMessage()
 
 
 def _is_not_of_an_enum(record: logging.LogRecord) -> bool:

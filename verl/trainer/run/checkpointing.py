@@ -17,6 +17,7 @@ from verl.algorithms.controllers import EntropyController, KLController
 from verl.checkpoint.manifest import write_json, write_manifest
 from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.config.trainer import RunConfig
+from verl.logger.console.start_up import phase
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.collector import RolloutCollector
 from verl.utils.rank_logger import get_logger
@@ -66,6 +67,7 @@ class RunState:
         self.save_error: str | None = None  # of the last checkpoint that was begun
         self._pending: PendingCheckpoint | None = None
         self._score: float | None = None  # of the last validation, at this step or before
+        self.best: tuple[int, float] | None = None  # step and score of the best validation
 
     def is_due(self, frequency: int) -> bool:
         """Return whether an action of every `frequency` steps, and of the last step, is due now."""
@@ -75,6 +77,8 @@ class RunState:
 
     def record_score(self, score: float) -> None:
         self._score = score
+        if self.best is None or score > self.best[1]:
+            self.best = (self.step, score)
 
     def save(self) -> None:
         """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
@@ -110,7 +114,8 @@ class RunState:
         )
         self.checkpoints.clear()
         if folder is not None:
-            self._load_from(folder)
+            with phase("checkpoint"):
+                self._load_from(folder)
         self.is_loaded = True
 
     def _load_from(self, folder: Path) -> None:
@@ -121,6 +126,9 @@ class RunState:
             self.loader.load_state_dict(where, allow_changes=self.config.allow_changed_inputs)
         state = json.loads((folder / STATE_FILE).read_text())
         self._score = state.get("validation_score")
+        record = self.checkpoints.record
+        if record.best_global_step is not None and record.best_val_reward_score is not None:
+            self.best = (record.best_global_step, record.best_val_reward_score)
         self._load_own(folder, state)
         logger.info("resumed: step=%d path=%s", self.step, folder)
 

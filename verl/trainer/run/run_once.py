@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 from verl.config.trainer import RunConfig
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError
+from verl.trainer.run.end_report import print_end_report
 from verl.trainer.run.exit_status import (
     FOR_THE_USER,
     INTERRUPTED,
@@ -42,6 +43,7 @@ def run_once(
     try:
         with prepared as run, start(*run) as trainer:
             trainer.fit()
+            finished = trainer.finished()
     except FOR_THE_USER as error:
         if not raised_by_us(error):
             raise  # our own mistake, which needs its traceback
@@ -62,7 +64,9 @@ def run_once(
         hint = "nothing was trained" if trainer is None else resume_hint(options)
         return ExitStatus(INTERRUPTED, f"interrupted; {hint}")
     step = trainer.run_state.step
-    if step >= trainer.run_state.training_steps:
+    is_validated = options.val_only and not trainer.stop.signal
+    if step >= trainer.run_state.training_steps or is_validated:
+        print_end_report(options, finished)
         return ExitStatus(0, step=step)
     message = f"stopped after step {step}; {resume_hint(options)}"
     return ExitStatus(trainer.stop.exit_status, message if trainer.stop.signal else None, step)

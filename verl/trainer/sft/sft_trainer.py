@@ -22,6 +22,8 @@ class SFTTrainer(TrainingLoop):
         validation: Held-out rows; None skips validation.
     """
 
+    validates_by_loss = True
+
     def __init__(
         self,
         run: RunConfig,

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live line under the steps: the reward, the running stage, the step, and the time that is left."""
+
+from collections.abc import Callable, Mapping
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from verl.logger.console.clock import StepClock, hours
+from verl.logger.console.table import LOSS, REWARD, VALIDATION, VALIDATION_LOSS, number
+
+LEADING, VALIDATED = (REWARD, LOSS), (VALIDATION, VALIDATION_LOSS)
+GAP = "  "
+STAGE_WIDTH = 26  # that what follows keeps its place: "gen 128/256 responses 12 s"
+BAR_WIDTHS = (20, 8)  # characters, at most and at least
+
+
+class LiveBar:
+    """Draws the state of a run in one line that fits the console.
+
+    Args:
+        metrics: The last value of each metric.
+    """
+
+    def __init__(self, clock: StepClock, metrics: Callable[[], Mapping[str, float]]) -> None:
+        self._clock, self._metrics = clock, metrics
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.line(options.max_width, is_unicode=not options.ascii_only)
+
+    def line(self, width: int, *, is_unicode: bool = True) -> Text:
+        """Return the parts that fit, in the order of a reader's interest."""
+        clock, eta = self._clock, self._clock.eta_s()
+        step, elapsed = f"step {clock.step_text()}", f"elapsed {hours(clock.elapsed_s())}"
+        parts = [
+            self._value(LEADING),
+            f"{clock.stage_text():<{STAGE_WIDTH}}",
+            step,
+            "" if eta is None else f"eta {hours(eta)}",
+            self._value(VALIDATED),
+            elapsed,
+        ]
+        shown = [part for part in parts if part]
+        while len(shown) > 1 and len(GAP.join(shown)) > width:
+            shown.pop()
+        if elapsed in shown and width - len(GAP.join(shown)) <= BAR_WIDTHS[1]:
+            shown.pop()  # the drawn bar says more
+        room = min(BAR_WIDTHS[0], width - len(GAP.join(shown)) - 1)
+        if step in shown and room >= BAR_WIDTHS[1] and clock.total_steps:
+            shown[shown.index(step)] += f" {self._drawn(room, is_unicode)}"
+        text = Text(GAP.join(shown).rstrip(), no_wrap=True, overflow="crop")
+        text.highlight_words([part for part in parts[:1] if part], "bold cyan")
+        return text
+
+    def _value(self, columns: tuple) -> str:
+        metrics = self._metrics()
+        for column in columns:
+            value = column.value(metrics)
+            if value is not None:
+                return f"{column.title} {number(value, column.decimals, column.width)}"
+        return ""
+
+    def _drawn(self, width: int, is_unicode: bool) -> str:
+        assert self._clock.total_steps, "checked by the caller"
+        done = min(width, width * self._clock.finished_step // self._clock.total_steps)
+        full, empty = "━─" if is_unicode else "#-"
+        return full * done + empty * (width - done)

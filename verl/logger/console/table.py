@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One aligned line per step.
+
+    step    reward     val  length  entropy    grad  mismatch  tokens/s  seconds
+    24/150   0.812   0.780     1.0    1.204   0.310     4e-07      6212      0.5
+
+On a narrow terminal the columns with the highest `rank` are left out. To add a column: a line in `COLUMNS`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from verl.logger.base import Metrics
+
+GAP = 2  # spaces between columns
+ROWS_PER_HEADER = 20
+STEP, SECONDS = "step", "seconds"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Args:
+        keys: Metrics, of which the first logged one is shown.
+        rank: Order of leaving columns out on a narrow terminal, highest first.
+        is_expected: Has its place from the first row, in runs of its kind.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    decimals: int
+    rank: int
+    width: int = 6
+    is_expected: bool = True
+
+    @property
+    def size(self) -> int:
+        return max(self.width, len(self.title))
+
+    def value(self, metrics: Metrics) -> float | None:
+        return next((metrics[key] for key in self.keys if key in metrics), None)
+
+
+REWARD = Column("reward", ("reward/overall", "critic/score/mean"), 3, 0)
+VALIDATION = Column("val", ("val/reward_score",), 3, 1, is_expected=False)
+LOSS = Column("loss", ("train/loss",), 4, 0)
+VALIDATION_LOSS = Column("val loss", ("val/loss",), 4, 1, is_expected=False)
+LENGTH = Column("length", ("response_length/mean",), 1, 3)
+CLIPPED = Column("cut", ("response_length/clip_ratio",), 2, 9, 4)
+KL = Column("kl", ("actor/kl_loss", "actor/kl_penalty"), 4, 5, 7, is_expected=False)
+ENTROPY = Column("entropy", ("actor/entropy",), 3, 8)
+GRAD_NORM = Column("grad", ("actor/grad_norm", "train/grad_norm"), 3, 4)
+MISMATCH = Column("mismatch", ("rollout/log_probs_diff_mean",), 4, 6, 7)
+LEARNING_RATE = Column("lr", ("train/lr",), 4, 5, 7)
+POLICY_LEARNING_RATE = Column("lr", ("actor/lr",), 4, 10, 7)
+THROUGHPUT = Column("tokens/s", ("perf/throughput",), 0, 7)
+DURATION = Column(SECONDS, ("perf/time_per_step",), 1, 2)
+
+COLUMNS = (
+    *(REWARD, VALIDATION, LENGTH, CLIPPED, KL, ENTROPY, GRAD_NORM, MISMATCH, POLICY_LEARNING_RATE),
+    *(THROUGHPUT, DURATION),
+)
+SFT_COLUMNS = (LOSS, VALIDATION_LOSS, GRAD_NORM, LEARNING_RATE, THROUGHPUT, DURATION)
+SFT_KEYS = ("train/", "val/loss")  # beginnings of metrics that only fine-tuning logs
+
+
+def columns_for(metrics: Metrics) -> tuple[Column, ...]:
+    """Return the columns of the kind of run that logs these metrics."""
+    return SFT_COLUMNS if any(key.startswith(SFT_KEYS) for key in metrics) else COLUMNS
+
+
+def number(value: float, decimals: int, width: int) -> str:
+    """Return a value in at most `width` >= 6 characters: `0.125`, `-3e-07`, `12.3k`, `nan`."""
+    if not math.isfinite(value):
+        return str(value)
+    if value != 0 and abs(value) < 0.5 * 10**-decimals:
+        candidates = [f"{value:.1e}", f"{value:.0e}"]
+    else:
+        candidates = [f"{value:.{places}f}" for places in range(decimals, -1, -1)]
+        for divisor, unit in ((1e3, "k"), (1e6, "M"), (1e9, "G")):
+            candidates += [f"{value / divisor:.{places}f}{unit}" for places in (1, 0)]
+    return next((text for text in candidates if len(text) <= width), f"{value:.0e}")
+
+
+class StepTable:
+    """The rows of a run, with the header where it is due."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps
+        self._step_size = max(len(STEP), len(f"{total_steps}/{total_steps}")) if total_steps else 6
+        self._columns: tuple[Column, ...] = ()  # of this kind of run
+        self._seen: set[Column] = set()
+        self._shown: list[Column] = []  # in the last header
+        self._rows = 0  # since then
+        self._best: float | None = None  # validation
+
+    def lines(self, step: str, metrics: Metrics, width: int) -> Iterator[Text]:
+        """Yield the header, if it is due, and the row of a step."""
+        if not self._columns:
+            self._columns = columns_for(metrics)
+            self._seen = {column for column in self._columns if column.is_expected}
+        self._seen |= {column for column in self._columns if column.value(metrics) is not None}
+        shown = self._fitting(width)
+        if shown != self._shown or self._rows >= ROWS_PER_HEADER:
+            self._shown, self._rows = shown, 0
+            titles = [f"{column.title:>{column.size}}" for column in shown]
+            yield Text((" " * GAP).join([f"{STEP:<{self._step_size}}", *titles]), style="bold")
+        self._rows += 1
+        row = Text(f"{step:<{self._step_size}}")
+        for column in shown:
+            value = column.value(metrics)
+            text = "" if value is None else number(value, column.decimals, column.width)
+            row.append(" " * GAP).append(f"{text:>{column.size}}", style=self._style(column, value))
+        row.rstrip()
+        yield row
+
+    def count(self, num_lines: int) -> None:
+        """Count other lines between the rows: the header is repeated earlier."""
+        self._rows += num_lines
+
+    def _fitting(self, width: int) -> list[Column]:
+        shown = [column for column in self._columns if column in self._seen]
+        while len(shown) > 1 and self._step_size + sum(GAP + column.size for column in shown) > width:
+            shown.remove(max(shown, key=lambda column: column.rank))
+        return shown
+
+    def _style(self, column: Column, value: float | None) -> str:
+        if value is not None and not math.isfinite(value):
+            return "bold red"
+        if column is REWARD:
+            return "cyan"
+        if column is not VALIDATION or value is None:
+            return ""
+        is_best = self._best is None or value > self._best
+        self._best = value if is_best else self._best
+        return "bold green" if is_best else "green"
