@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, BadRowError, BadRowReport
 from verl.data.chat_template import ChatTemplate
-from verl.data.files import Row, load_rows
+from verl.data.files import Row, Rows, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.tokens import MediaShape, expand_prompt
@@ -106,7 +106,7 @@ class RowDataset(Dataset, ABC):
         self.chat_template = ChatTemplate(
             tokenizer, template, config.apply_chat_template_kwargs, config.override_chat_template
         )
-        self.rows = load_rows(files, option)
+        self.rows = self.open_rows(files, option)
         self._check_columns(option)
         self.bad_rows: list[BadRow] = []
         self.num_overlong = 0  # rows left out because they exceed the token limit
@@ -129,6 +129,10 @@ class RowDataset(Dataset, ABC):
             return self._make_item(row, rendered, shape)
         except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
+
+    def open_rows(self, files: str | Sequence[str], option: str) -> Rows:
+        """Open the rows of the files; a subclass may read files of its own kind, or change the rows."""
+        return load_rows(files, option)
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:

@@ -17,6 +17,7 @@ from verl.planning.model_sizes import check_trained
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe, resolve_auto_sizes
 from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.trainer.extensions import check_extensions
 from verl.trainer.run.cluster_join import join_cluster
 from verl.utils.rank_logger import get_logger
 from verl.viewer.process import viewer_process
@@ -49,6 +50,7 @@ def prepared_run(
     with ExitStack() as stack:
         if viewer_port is not None:
             stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
+        check_extensions(config)  # first: a model family tells how to read a model
         run = describe(config)
         export_checkpoints(planned.model for planned in run.models)
         device = resolve_device(config.trainer.device)
