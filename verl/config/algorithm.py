@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from verl.config.extensions import declared_needs, is_extension
 from verl.config.rollout_correction import parse_bounds, parse_rejections
 from verl.config.schema import option
 
@@ -13,10 +14,28 @@ ADV_ESTIMATOR_NAMES = (
     "tir_optimal_token_baseline",
 )
 ADV_ESTIMATOR_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # verl's
-TOKEN_BASELINES = (  # need sums of squared probabilities, which are computed with the old log-probs
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
+# Inputs that a run computes only for estimators that need them: by estimator here, and in the decorator
+# `@needs(...)` of an estimator in a file.
+ESTIMATOR_NEEDS = {
+    "group": "at least two responses to each prompt, which it compares",
+    "values": "the critic's values",
+    "sum_squared_probs": "sums of squared probabilities, which are computed with the old log-probs",
+    "reward_baselines": "the score of each prompt's greedy response",
+    "reward_components": "the values of the reward function that `algorithm.gdpo_reward_keys` names",
+    "process_rewards": "the rewards of PRIME's model, and `accuracies`",
+}
+NEEDS_OF: dict[str, frozenset[str]] = {
+    **dict.fromkeys(
+        ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"), frozenset({"group"})
+    ),
+    **dict.fromkeys(
+        ("optimal_token_baseline", "tir_optimal_token_baseline"), frozenset({"group", "sum_squared_probs"})
+    ),
+    "gae": frozenset({"values"}),
+    "gdpo": frozenset({"group", "reward_components"}),
+    "prime": frozenset({"group", "process_rewards"}),
+    "remax": frozenset({"reward_baselines"}),
+}
 KL_NAMES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+", "full")
 
 
@@ -94,6 +113,7 @@ class AlgorithmConfig:
         "Advantage estimator.",
         choices=(*ADV_ESTIMATOR_NAMES, *ADV_ESTIMATOR_ALIASES),
         resolve=lambda name: ADV_ESTIMATOR_ALIASES.get(name, name),
+        extension="advantage estimator",
     )
     norm_adv_by_std: bool = option(
         True, "Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group."
@@ -107,7 +127,9 @@ class AlgorithmConfig:
     prime_norm: bool = option(True, "Divide process rewards in `prime` by the largest return of the batch.")
     disable_kl: bool = option(False, "Train without a reference policy and KL term.")
     use_kl_loss: bool = option(False, "Apply the KL term in the loss, not in the rewards.", example=True)
-    kl_penalty: str = option("kl", "KL estimator.", choices=KL_NAMES, example="low_var_kl")
+    kl_penalty: str = option(
+        "kl", "KL estimator.", choices=KL_NAMES, example="low_var_kl", extension="KL estimator"
+    )
     kl_coef: float = option(1e-3, "Coefficient of the KL term; 0 only logs it.", minimum=0.0, example=1e-2)
     kl_type: str = option(
         "fixed", "`kl_coef` in rewards: fixed, or adapted to `kl_target`.", choices=("fixed", "adaptive")
@@ -136,14 +158,22 @@ class AlgorithmConfig:
         return self.use_reference and self.kl_penalty != "full"
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Names in `ESTIMATOR_NEEDS`: the inputs that the estimator needs."""
+        if is_extension(self.adv_estimator):
+            return declared_needs(self.adv_estimator)
+        return NEEDS_OF.get(self.adv_estimator, frozenset())
+
+    @property
     def use_critic(self) -> bool:
-        return self.adv_estimator == "gae"
+        return "values" in self.needs
 
     @property
     def use_prime(self) -> bool:
-        return self.adv_estimator == "prime"
+        return "process_rewards" in self.needs
 
     def problems(self, path: str) -> Iterator[str]:
+        yield from self._unknown_needs(path)
         if self.filter_low >= self.filter_high:
             low, high = self.filter_low, self.filter_high
             yield f"`{path}.filter_low` ({low}) must be below `{path}.filter_high` ({high})"
@@ -152,10 +182,10 @@ class AlgorithmConfig:
                 f"`{path}.kl_type` must be 'fixed' with `{path}.use_kl_loss=true`, got 'adaptive':"
                 " the adaptive coefficient applies to the KL in the rewards"
             )
-        if self.adv_estimator == "gdpo" and not self.gdpo_reward_keys:
+        if "reward_components" in self.needs and not self.gdpo_reward_keys:
             yield (
                 f"`{path}.gdpo_reward_keys` must name reward components with"
-                f" `{path}.adv_estimator=gdpo`, for example [accuracy, format]"
+                f" `{path}.adv_estimator={self.adv_estimator}`, for example [accuracy, format]"
             )
         weights, keys = self.gdpo_reward_weights, self.gdpo_reward_keys
         if weights is not None and len(weights) != len(keys):
@@ -169,3 +199,11 @@ class AlgorithmConfig:
                 f"`{path}.use_kl_loss` must be true with `{path}.adv_estimator={self.adv_estimator}`, which"
                 f" does not read the rewards that a KL penalty changes; or set `{path}.disable_kl=true`"
             )
+
+    def _unknown_needs(self, path: str) -> Iterator[str]:
+        key = f"`{path}.adv_estimator` ({self.adv_estimator})"
+        unknown = sorted(self.needs - ESTIMATOR_NEEDS.keys())
+        if unknown:
+            yield f"{key} must declare needs among {list(ESTIMATOR_NEEDS)}, got {unknown}"
+        if {"reward_components", "process_rewards"} <= self.needs:
+            yield f"{key} must not need both `reward_components` and `process_rewards`"

@@ -4,17 +4,12 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from verl.config.algorithm import TOKEN_BASELINES, AlgorithmConfig
+from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
-
-COMPARING = {  # estimators that compare the responses to one prompt
-    *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"),
-    *(*TOKEN_BASELINES, "prime"),
-}
 
 
 def algorithm_problems(
@@ -33,8 +28,9 @@ def group_problems(
 ) -> Iterator[str]:
     """Yield why the responses to a prompt are too few."""
     needs = []
-    if algorithm.adv_estimator in COMPARING:
-        needs.append(f"algorithm.adv_estimator={algorithm.adv_estimator}")
+    estimator = algorithm.adv_estimator
+    if "group" in algorithm.needs:
+        needs.append(f"algorithm.adv_estimator={estimator}")
     if algorithm.online_filtering or trainer.rejection_sample:
         option = "algorithm.online_filtering" if algorithm.online_filtering else "trainer.rejection_sample"
         needs.append(f"{option}=true")
@@ -44,10 +40,10 @@ def group_problems(
             f"`worker.rollout.n` must be at least 2 with {which}, got {rollout.n}:"
             " it compares the responses to one prompt"
         )
-    if algorithm.adv_estimator == "remax" and rollout.top_k == 1:
+    if "reward_baselines" in algorithm.needs and rollout.top_k == 1:
         yield (
-            "`worker.rollout.top_k` must not be 1 with `algorithm.adv_estimator=remax`: every response would"
-            " equal the greedy baseline"
+            f"`worker.rollout.top_k` must not be 1 with `algorithm.adv_estimator={estimator}`: every response"
+            " would equal the greedy baseline"
         )
 
 
@@ -61,15 +57,16 @@ def _filters(algorithm: AlgorithmConfig, reward: RewardConfig, trainer: TrainerC
 
 
 def _critic(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerConfig) -> Iterator[str]:
+    estimator = algorithm.adv_estimator
     if algorithm.use_critic and worker.critic.model.model_path is None:
         yield (
-            "`worker.critic.model.model_path` must be set with `algorithm.adv_estimator=gae`, usually to the"
-            " actor's model; or choose an estimator without a critic, such as grpo"
+            f"`worker.critic.model.model_path` must be set with `algorithm.adv_estimator={estimator}`,"
+            " usually to the actor's model; or choose an estimator without a critic, such as grpo"
         )
     if trainer.critic_warmup and not algorithm.use_critic:
         yield (
             f"`trainer.critic_warmup` ({trainer.critic_warmup}) must be 0 with"
-            f" `algorithm.adv_estimator={algorithm.adv_estimator}`, which has no critic"
+            f" `algorithm.adv_estimator={estimator}`, which has no critic"
         )
 
 
@@ -90,7 +87,7 @@ def _bypass(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not algorithm.rollout_correction.bypass_mode:
         return
     key, why = "algorithm.rollout_correction.bypass_mode", "which needs the log-probs pass that it skips"
-    if algorithm.adv_estimator in TOKEN_BASELINES:
+    if "sum_squared_probs" in algorithm.needs:
         yield f"`{key}` must be false with `algorithm.adv_estimator={algorithm.adv_estimator}`, {why}"
     if algorithm.use_reference and not algorithm.use_kl_loss and algorithm.kl_penalty == "full":
         yield f"`{key}` must be false with `algorithm.kl_penalty=full` in the rewards, {why}"
@@ -103,17 +100,20 @@ def _rewards(algorithm: AlgorithmConfig, worker: WorkerConfig, data: DataConfig)
             f"`worker.reward.overlong_buffer_length` ({reward.overlong_buffer_length}) must be at most"
             f" `data.max_response_length` ({data.max_response_length})"
         )
-    if estimator == "remax" and worker.reward_model.is_used:
+    if "reward_baselines" in algorithm.needs and worker.reward_model.is_used:
         yield (
-            "`worker.reward_model.model.model_path` must be null with `algorithm.adv_estimator=remax`: only"
-            " the reward function scores the greedy baseline"
+            f"`worker.reward_model.model.model_path` must be null with `algorithm.adv_estimator={estimator}`:"
+            " only the reward function scores the greedy baseline"
         )
-    if estimator not in ("gdpo", "prime"):
+    if not algorithm.needs & {"reward_components", "process_rewards"}:
         return
-    # Whatever is added to the overall score would be lost.
-    why = f"with `algorithm.adv_estimator={estimator}`, which reads components of the reward function only"
+    only = " only" if estimator in ("gdpo", "prime") else ""
+    why = f"with `algorithm.adv_estimator={estimator}`, which reads components of the reward function{only}"
     if reward.reward_function is None:
         yield f"`worker.reward.reward_function` must be set {why}"
+    if not only:
+        return  # an estimator of a file may read the overall score as well
+    # Whatever is added to the overall score would be lost.
     if reward.overlong_buffer_length:
         yield f"`worker.reward.overlong_buffer_length` must be 0 {why}"
     if worker.reward_model.is_used:

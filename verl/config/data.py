@@ -77,6 +77,11 @@ class RowsConfig:
     on_bad_row: str = option(
         "error", "On unusable rows: stop with an error, or skip and list them.", choices=("error", "skip")
     )
+    dataset: str | None = option(
+        None,
+        "Class of a file, `FILE.py:NAME`, that opens and renders the rows; null is the built-in one.",
+        extension="dataset",
+    )
 
     def problems(self, path: str) -> Iterator[str]:
         low, high = self.min_pixels, self.max_pixels

@@ -80,6 +80,11 @@ class ModelConfig:
         list, "Regular expressions for the names of parameters to freeze; overrides `train_modules`."
     )
     lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")
+    family: str | None = option(
+        None,
+        "Model family of a file, `FILE.py:NAME`, for a type of model that is not built in.",
+        extension="model family",
+    )
 
     def __post_init__(self) -> None:
         if self.tokenizer_path is None:
@@ -101,6 +106,7 @@ class OptimConfig:
         "Optimizer: `adamw`; for bf16 weights `adamw_bf16` (Kahan summation) or `adamw_bf16_sr`"
         " (stochastic rounding); `adamw_8bit` with 8-bit moments; `muon` for matrices.",
         choices=("adamw", "adamw_bf16", "adamw_bf16_sr", "adamw_8bit", "muon"),
+        extension="optimizer",
     )
     lr_warmup_ratio: float = option(0.0, "Warm-up as a fraction of training steps.", minimum=0.0, maximum=1.0)
     lr_warmup_steps: int | None = option(None, "Warm-up steps; overrides `lr_warmup_ratio`.", minimum=0)
@@ -109,6 +115,7 @@ class OptimConfig:
         "constant",
         "Schedule after warm-up; `wsd` is constant, then decays in the last steps. Alias: `warmup_style`.",
         choices=("constant", "linear", "cosine", "wsd"),
+        extension="learning-rate schedule",
         alias="warmup_style",
     )
     lr_decay_ratio: float = option(0.2, "Fraction of steps in the `wsd` decay.", minimum=TINY, maximum=1.0)

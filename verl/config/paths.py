@@ -40,8 +40,8 @@ def function_in_file(text: str) -> str:
     if not file.endswith(".py"):
         raise ValueError(f"must be `file.py` or `file.py:function`, got {text!r}")
     path = existing_file(file)
-    body = _parse(Path(path))
-    names, name = _names_in(body), function or DEFAULT_FUNCTION
+    body = parse_file(Path(path))
+    names, name = names_in(body), function or DEFAULT_FUNCTION
     if names is not None and name not in names:
         functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         raise ValueError(
@@ -132,7 +132,8 @@ def looks_local(text: str) -> bool:
     return text.startswith(("/", ".", "~")) or text.endswith("/") or text.count("/") > 1
 
 
-def _parse(path: Path) -> list[ast.stmt]:
+def parse_file(path: Path) -> list[ast.stmt]:
+    """Return the statements of a Python file, or raise a ValueError with the line that is wrong."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path)).body
     except SyntaxError as error:
@@ -141,8 +142,8 @@ def _parse(path: Path) -> list[ast.stmt]:
         raise ValueError(f"{path} is not valid Python: {error or 'it is nested too deeply'}") from error
 
 
-def _names_in(body: list[ast.stmt]) -> set[str] | None:
-    # None: only running the file would show its names, because of `from module import *`.
+def names_in(body: list[ast.stmt]) -> set[str] | None:
+    """Return the names that a file defines; None if only running it shows them (`from module import *`)."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

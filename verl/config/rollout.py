@@ -20,7 +20,12 @@ SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown na
 class RolloutConfig:
     """Rollout engine."""
 
-    name: str = option("vllm", "Rollout engine: vLLM, or transformers for reference.", choices=("vllm", "hf"))
+    name: str = option(
+        "vllm",
+        "Rollout engine: vLLM, or transformers for reference.",
+        choices=("vllm", "hf"),
+        extension="rollout engine",
+    )
     n: int = option(1, "Responses per prompt, which form a group.", minimum=1, example=5)
     temperature: float = option(1.0, "Sampling temperature; also applied to log-probs.", minimum=0.01)
     top_p: float = option(1.0, "Probability mass of the tokens to sample from.", minimum=TINY, maximum=1.0)

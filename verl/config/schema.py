@@ -16,6 +16,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
+from verl.config.extensions import extension_in_file, is_extension
 from verl.config.hints.arguments import as_list, as_mapping, quoted, whole_arguments
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
 from verl.config.parsing import convert, members_of, read_config_file, read_option, resolve_references, show
@@ -48,6 +49,7 @@ class OptionInfo:
     maximum: float | None = None
     also: tuple[Any, ...] = ()  # values allowed outside the range, such as -1 for "never"
     resolve: Callable[[Any], Any] | None = None  # maps a value to what the program uses, or raises
+    extension: str | None = None  # kind of extension, `file.py:NAME`, that it takes in addition to `choices`
     alias: str | None = None  # another name of the option, in the same section
     example: Any = None  # value in `examples/config.yaml` if it is not the default; a mapping for a section
     unavailable: str | None = None  # set from `REFUSED`
@@ -209,7 +211,7 @@ class _Builder:
         try:
             value = convert(value, entry.hint)
             _check_value(value, entry)
-            return entry.info.resolve(value) if entry.info.resolve and value is not None else value
+            return _resolved(value, entry.info)
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
             self._complain(entry.key, f"`{entry.key}`{separator}{error}{_spelling(entry, value)}")
@@ -259,14 +261,26 @@ def _spelling(entry: OptionEntry, value: Any) -> str:
     return f"; write {quoted(f'{entry.key}={written}')}" if written else ""
 
 
+def _resolved(value: Any, info: OptionInfo) -> Any:
+    if value is None:
+        return None
+    if info.extension is not None:
+        if isinstance(value, tuple):
+            return tuple(extension_in_file(item) if is_extension(item) else item for item in value)
+        if is_extension(value) or not info.choices:
+            return extension_in_file(value)
+    return info.resolve(value) if info.resolve else value
+
+
 def _check_value(value: Any, entry: OptionEntry) -> None:
     info = entry.info
     if value is None:
         return
     items, verb = (value, "hold only") if isinstance(value, tuple | list) else ([value], "be one of")
+    own = ", or be `FILE.py:NAME`" if info.extension else ""
     for item in items:
-        if info.choices and item not in info.choices:
-            raise ValueError(f"must {verb} {list(info.choices)}, got {show(item)}")
+        if info.choices and item not in info.choices and not (info.extension and is_extension(item)):
+            raise ValueError(f"must {verb} {list(info.choices)}{own}, got {show(item)}")
     if info.unavailable and value != entry.default:
         default = show(entry.default)
         raise ValueError(f"must be {default}, got {show(value)}: this version has no {info.unavailable}")

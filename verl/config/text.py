@@ -76,6 +76,7 @@ def _table(entries: Sequence[OptionEntry], section: str) -> str:
 def _table_row(entry: OptionEntry) -> str:
     info = entry.info
     kind = ", ".join(f"`{choice}`" for choice in info.choices) if info.choices else describe(entry.hint)
+    kind += ", `FILE.py:NAME`" if info.extension and info.choices else ""
     name, values = entry.key.rpartition(".")[2], _joined(kind, info.range_text())
     meaning = _with_facts(info.help, _limits(entry))
     return f"| `{name}` | {_escaped(values)} | `{yaml_text(entry.default)}` | {_escaped(meaning)} |"
@@ -92,6 +93,7 @@ def _help(entry: OptionEntry, with_type: bool = True) -> str:
     kind = describe(entry.hint) if with_type and not is_section(entry.hint) else ""
     if info.choices:
         kind = "one of " + ", ".join(str(choice) for choice in info.choices)
+        kind += ", or FILE.py:NAME" if info.extension else ""
     return _with_facts(info.help, _joined(kind, info.range_text(), _limits(entry)))
 
 

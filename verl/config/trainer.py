@@ -28,6 +28,7 @@ class RunConfig:
         ("console", "wandb"),
         "Loggers for metrics.",
         choices=("console", "file", "mlflow", "swanlab", "tensorboard", "wandb"),
+        extension="logger",
         example=("file", "wandb"),
     )
     console: str = option(

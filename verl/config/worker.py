@@ -72,6 +72,7 @@ class ActorConfig(PolicyConfig):
             *("default", "gspo", "gspo_token", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov"),
             *("gpg", "dppo_tv", "dppo_kl", "dro", "sppo"),
         ),
+        extension="policy loss",
     )
     clip_cov_ratio: float = option(
         2e-4, "Fraction of the mini batch's tokens that `clip_cov` excludes.", minimum=0.0, maximum=1.0

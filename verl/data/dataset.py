@@ -34,7 +34,7 @@ from verl.data.bad_rows import (
 )
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import FileColumns, notes_on_columns
-from verl.data.files import load_rows
+from verl.data.files import Rows, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.tokens import MediaShape, expand_prompt
@@ -114,7 +114,7 @@ class RowDataset(Dataset, ABC):
         self.chat_template = ChatTemplate(
             tokenizer, template, config.apply_chat_template_kwargs, config.override_chat_template
         )
-        self.rows = load_rows(files, option)
+        self.rows = self.open_rows(files, option)
         self.notes = self._check_columns(option)  # on columns that nothing reads
         self.bad_rows: list[BadRow] = []
         self.num_overlong = 0  # rows left out because they exceed the token limit
@@ -137,6 +137,10 @@ class RowDataset(Dataset, ABC):
             return self._make_item(row, rendered, shape)
         except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
+
+    def open_rows(self, files: str | Sequence[str], option: str) -> Rows:
+        """Open the rows of the files; a subclass may read files of its own kind, or change the rows."""
+        return load_rows(files, option)
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:

@@ -37,12 +37,15 @@ from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.models.family import register_family
 from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
+from verl.utils.registry import Registry
 
 D = TypeVar("D", bound=RowDataset)
 
+DATASETS: Registry[Any] = Registry("data.dataset")  # its names are files only
 DEAD_READER = "DataLoader worker (pid"  # start of torch's error for a dead process
 
 logger = get_logger(__name__)
@@ -228,6 +231,7 @@ def load_readers(
     Without a cache, decoded media stay in the process that decoded them.
     """
     assert model.model_path is not None and model.tokenizer_path is not None, "the config was checked"
+    register_family(model.family)
     arguments = (model.tokenizer_path, template, model.trust_remote_code)
     tokenizer, processor = load_tokenizer(*arguments), load_processor(*arguments)
     if processor is None:
@@ -261,7 +265,7 @@ def make_loaders(data: DataConfig, readers: Readers, run_folder: Path) -> Loader
     """
     name = "rollout_batch_size" if data.mini_rollout_batch_size is None else "mini_rollout_batch_size"
     size, val_size = getattr(data, name), None if data.val_batch_size == -1 else data.val_batch_size
-    open_rows = partial(RLHFDataset, reserved=BATCH_KEYS)
+    open_rows = partial(dataset_class(data, RLHFDataset), reserved=BATCH_KEYS)
     return _open_loaders(open_rows, data, readers, run_folder, size, val_size, f"data.{name}")
 
 
@@ -269,7 +273,20 @@ def make_sft_loaders(
     data: SFTDataConfig, batch_size: int, readers: Readers, run_folder: Path
 ) -> Loaders[SFTDataset]:
     """Open the conversations of a run, in batches of one step; see `make_loaders`."""
-    return _open_loaders(SFTDataset, data, readers, run_folder, batch_size, batch_size)
+    return _open_loaders(dataset_class(data, SFTDataset), data, readers, run_folder, batch_size, batch_size)
+
+
+def dataset_class(data: RowsConfig, built_in: type[D]) -> type[D]:
+    """Return the class that `data.dataset` names, or the built-in one."""
+    if data.dataset is None:
+        return built_in
+    own = DATASETS[data.dataset]
+    if not (isinstance(own, type) and issubclass(own, built_in)):
+        raise ValueError(
+            f"`{DATASETS.option}` ({data.dataset}) must be a class derived from"
+            f" {built_in.__module__}.{built_in.__name__}"
+        )
+    return own
 
 
 def _open_loaders(

@@ -69,8 +69,9 @@ def import_optional(package: str, logger: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
+        remedy = f"'easy-verl[{logger}]'" if logger in LOGGERS else error.name
         raise ModuleNotFoundError(
-            f"`trainer.logger` {logger!r} needs the package {error.name}: pip install 'easy-verl[{logger}]'"
+            f"`trainer.logger` {logger!r} needs the package {error.name}: pip install {remedy}"
         ) from error
 
 

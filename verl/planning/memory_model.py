@@ -125,7 +125,8 @@ def optimizer_state(shape: ModelShape, setup: ModelSetup) -> int:
         "adamw_8bit": 2 * trained * (256 + 4) // 256,  # a float32 scale for each 256 numbers
         "muon": stored + outside,  # one moment of each layer's matrices, AdamW's two of the rest
     }
-    return sizes[setup.optimizer] // setup.ranks
+    # An optimizer of a file is assumed to need as much as AdamW.
+    return sizes.get(setup.optimizer, sizes["adamw"]) // setup.ranks
 
 
 def gathered(shape: ModelShape, setup: ModelSetup) -> int:

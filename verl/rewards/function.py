@@ -14,12 +14,8 @@ Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and ever
 
 import asyncio
 import difflib
-import importlib.util
 import inspect
 import math
-import os
-import sys
-import traceback
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -29,6 +25,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from verl.rewards.foreign_signatures import wrapper_for
+from verl.utils import user_file
+from verl.utils.user_file import import_file, shorten
 
 OPTION = "worker.reward.reward_function"
 KWARGS_OPTION = "worker.reward.reward_function_kwargs"
@@ -36,8 +34,6 @@ DEFAULT_FUNCTION = "main"
 TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
 REWARD_TYPES = ("batch", "sequential", "dataproto")
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
-EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a prompt or response that an error shows
-ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
 
 Scores = dict[str, float]
 
@@ -233,28 +229,7 @@ def split_spec(spec: str) -> tuple[Path, str]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = f"reward_file_{path.stem}"  # prefixed, because a reward file may well be called math.py
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"`{OPTION}` must be a Python file (.py), got {path}")
-    module = importlib.util.module_from_spec(module_spec)
-    _extend_import_path(path)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ValueError(f"`{OPTION}`: importing {path} failed: {describe_error(error, path)}") from error
-    return module
-
-
-def _extend_import_path(path: Path) -> None:
-    """Let a file import from the working directory and from its own folder."""
-    working_directory, folder = os.getcwd(), str(path.resolve().parent)
-    if not {"", working_directory} & set(sys.path):  # as `python3 -m` does, but a console command does not
-        sys.path.insert(0, working_directory)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a reward file called math.py must not hide `math`
+    return import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
 
 
 def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
@@ -316,28 +291,11 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
     return "\n  ".join([which, *shown])
 
 
-def shorten(text: str, head: int = EXCERPT_HEAD, tail: int = EXCERPT_TAIL) -> str:
-    if len(text) <= head + tail:
-        return text
-    return f"{text[:head]} ... ({len(text)} characters) ... {text[-tail:]}"
-
-
 def describe_error(error: BaseException, path: Path) -> str:
     """Describe an error with its line in the user's file and the traceback from there on."""
-    if isinstance(error, SyntaxError):
-        line = shorten((error.text or "").strip())
-        return f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {line}"
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return shorten(text, ERROR_HEAD, ERROR_TAIL) + describe_place(error, path)
+    return user_file.describe_error(error, path, TRACEBACK_HEADING)
 
 
 def describe_place(error: BaseException, path: Path) -> str:
     """Give the line of the user's file that raised an error, and the traceback from its first line on."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [idx for idx, frame in enumerate(frames) if frame.filename == str(path)]
-    if not frames:
-        return ""
-    at = frames[users[-1]] if users else frames[-1]
-    trace = "".join(traceback.format_list(frames[users[0] :] if users else frames))
-    shown = shorten(trace, ERROR_HEAD, ERROR_TAIL)
-    return f" at {at.filename}:{at.lineno}, in {at.name}\n{TRACEBACK_HEADING}\n{shown}"
+    return user_file.describe_place(error, path, TRACEBACK_HEADING)

@@ -103,10 +103,17 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProt
     Tokens that `kept_mask` rejects leave the response mask here. Inputs that only some estimators read may be
     missing from the batch.
     """
+    kept = batch.batch.get("kept_mask", batch.batch["response_mask"])  # (B, R)
+    advantages, returns = ADV_ESTIMATORS[algorithm.adv_estimator](advantage_inputs(batch, algorithm))
+    added = {"response_mask": kept, "advantages": advantages * kept, "returns": returns * kept}
+    return batch.merge(added, replace=["response_mask"])
+
+
+def advantage_inputs(batch: DataProto, algorithm: AlgorithmConfig) -> AdvantageInputs:
     tensors, weights = batch.batch, algorithm.gdpo_reward_weights
     mask = tensors["response_mask"]  # (B, R)
     kept = tensors.get("kept_mask", mask)  # (B, R)
-    inputs = AdvantageInputs(
+    return AdvantageInputs(
         token_level_rewards=tensors["token_level_rewards"],
         # A sequence that is rejected as a whole takes no part. One that loses tokens keeps its score, which
         # may be on one of them, and its weight in the others' advantages.
@@ -129,9 +136,6 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProt
         normalize_process_rewards=algorithm.prime_norm,
         softmean_beta=algorithm.sppo_beta,
     )
-    advantages, returns = ADV_ESTIMATORS[algorithm.adv_estimator](inputs)
-    added = {"response_mask": kept, "advantages": advantages * kept, "returns": returns * kept}
-    return batch.merge(added, replace=["response_mask"])
 
 
 def entropy_estimate(batch: DataProto) -> float:

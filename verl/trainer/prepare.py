@@ -33,7 +33,8 @@ WORKER_ENV = {
 }
 
 # Imported while Ray starts.
-DEVICE, CHECKS, SETUP = "verl.distributed.device", "verl.trainer.model_checks", "verl.trainer.setup"
+DEVICE, CHECKS = "verl.distributed.device", "verl.trainer.model_checks"
+EXTENSIONS, SETUP = "verl.trainer.extensions", "verl.trainer.setup"
 
 C = TypeVar("C", bound=RunTree)
 WarmUp = Callable[[str], None]  # run by each process first, with the device
@@ -66,7 +67,7 @@ def prepared_run(
 
             stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
         with phase("Ray and libraries"):
-            with collection_paused(), importing(DEVICE, CHECKS, SETUP) as wait_for:
+            with collection_paused(), importing(DEVICE, CHECKS, EXTENSIONS, SETUP) as wait_for:
                 connect_to_ray(wait_s, stack)
                 wait_for(DEVICE)
                 device = importlib.import_module(DEVICE).resolve_device(config.trainer.device)
@@ -76,6 +77,8 @@ def prepared_run(
                 stack.callback(processes.kill)
             checks = importlib.import_module(CHECKS)
         with phase("model files"):
+            # First: a model family says how to read a model.
+            importlib.import_module(EXTENSIONS).check_extensions(config)
             run = describe(config)
             checks.export_checkpoints(planned.model for planned in run.models)
             checks.check_trained_models(run)

@@ -14,7 +14,7 @@ from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
-from verl.data.loader import load_readers, media_options
+from verl.data.loader import dataset_class, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.rewards.failures import reason
@@ -74,11 +74,14 @@ class RowColumns:
         return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
 
 
-class UncheckedRows(RLHFDataset):
-    """Prompts whose rows are checked only as they are read."""
+def unchecked(dataset: type[RLHFDataset]) -> type[RLHFDataset]:
+    """Return the class with rows that are checked only as they are read."""
 
-    def _usable_rows(self, option: str) -> list[int]:
-        return list(range(len(self.rows)))
+    class UncheckedRows(dataset):
+        def _usable_rows(self, option: str) -> list[int]:
+            return list(range(len(self.rows)))
+
+    return UncheckedRows
 
 
 def sample_responses(rows: RowColumns, count: int) -> list[Response]:
@@ -129,7 +132,7 @@ def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:
     media = media_options(data, worker.rollout)
     readers = load_readers(worker.actor.model, data.override_chat_template, media, None)
     option = "train_files" if data.train_files else "val_files"
-    dataset = UncheckedRows(
+    dataset = unchecked(dataset_class(data, RLHFDataset))(
         getattr(data, option),
         readers.tokenizer,
         readers.processor,

@@ -17,7 +17,7 @@ import ray
 
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import FULL
-from verl.config.algorithm import TOKEN_BASELINES, AlgorithmConfig
+from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
@@ -184,7 +184,7 @@ def ppo_options(
         use_prime="prime" in models,
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
         has_full_kl_in_rewards=has_full_kl and not has_kl_loss,
-        has_sum_squares=algorithm.adv_estimator in TOKEN_BASELINES,
+        has_sum_squares="sum_squared_probs" in algorithm.needs,
         rollout_correction=algorithm.rollout_correction,
         accuracy_key=algorithm.prime_accuracy_key,
     )

@@ -22,6 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameters, torch_dtype
+from verl.models.family import register_family
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
@@ -90,6 +91,7 @@ def build_model(
 def load_model_config(model: ModelConfig, option: str = "worker.actor.model") -> PreTrainedConfig:
     """Load the transformers config of the model's files, with `override_config` applied."""
     assert model.model_path is not None, "required when the config was checked"
+    register_family(model.family)
     return read_config(
         model.model_path,
         trust_remote_code=model.trust_remote_code,

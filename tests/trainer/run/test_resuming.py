@@ -193,3 +193,24 @@ def test_a_checkpoint_without_records_resumes_as_before(folder):
     change_config(folder / "model")
 
     resume(config_for(folder))
+
+
+def test_a_changed_file_of_an_extension_is_told_with_its_option(folder, caplog):
+    path = folder / "own.py"
+    path.write_text("def half(position, config):\n    return 0.5\n")
+    own = f"worker.actor.optim.lr_scheduler_type={path}:half"
+    state = folder / "run" / "global_step_3" / STATE_FILE
+    config = config_for(folder, own)
+    state.write_text(json.dumps({"step": 3, ORIGIN: origin_of(config, planned_sft(config).models)}))
+    (state.parent / MANIFEST).unlink()
+    write_manifest(state.parent, {"step": 3})
+
+    with caplog.at_level("WARNING"):
+        resume(config)
+    assert "changed" not in caplog.text
+    path.write_text("def half(position, config):\n    return 0.4\n")
+    with caplog.at_level("WARNING"):
+        resume(config)
+
+    assert "a file of the run changed since the checkpoint" in caplog.text
+    assert f"`worker.actor.optim.lr_scheduler_type` ({path}:half)" in caplog.text

@@ -66,7 +66,7 @@ class RolloutCollector:
         self.filter = group_filter  # None keeps every group
         self.quota = quota
         self.filter_key = algorithm.filter_key
-        self.has_baselines = algorithm.adv_estimator == "remax"
+        self.has_baselines = "reward_baselines" in algorithm.needs
         self.reward = reward
         self.group_size = sampler.options.n
         # Surplus groups, oldest first, with the `rollout_log_probs` of the weights that sampled them.

@@ -140,9 +140,9 @@ def on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
 
 def component_keys(algorithm: AlgorithmConfig) -> tuple[str, list[str]]:
     """The values that the advantage estimator reads one by one, after the option that names them."""
-    if algorithm.adv_estimator == "gdpo":
+    if "reward_components" in algorithm.needs:
         return "algorithm.gdpo_reward_keys", list(algorithm.gdpo_reward_keys)
-    keys = [algorithm.prime_accuracy_key] if algorithm.adv_estimator == "prime" else []
+    keys = [algorithm.prime_accuracy_key] if algorithm.use_prime else []
     return "algorithm.prime_accuracy_key", keys
 
 

@@ -21,6 +21,7 @@ from verl.config.schema import list_options, value_at
 from verl.config.trainer import RunTree
 from verl.data.loader import PromptLoader
 from verl.planning.planned_run import PlannedModel
+from verl.trainer.extensions import extension_digests
 from verl.trainer.run.checkpointing import LOADER_FILE, ORIGIN, STATE_FILE
 from verl.utils.rank_logger import get_logger
 
@@ -40,9 +41,9 @@ logger = get_logger(__name__)
 
 
 def origin_of(config: RunTree, models: Iterable[PlannedModel]) -> dict[str, Any]:
-    """Describe what a run is computed from, except its rows: its options and trained models."""
+    """Describe what a run is computed from, except its rows: its options, trained models and extensions."""
     trained = {model.role: model_digests(model.model) for model in models if model.optim is not None}
-    return {"options": _options(config), "models": trained}
+    return {"options": _options(config), "models": trained, "extensions": extension_digests(config)}
 
 
 def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoader | None) -> Path | None:
@@ -64,6 +65,9 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
     if options:
         lines = (f"\n  {name}: {old} -> {new}" for name, (old, new) in options.items())
         logger.info("options changed since the checkpoint: path=%s%s", folder, "".join(lines))
+    for name, digest in origin.get("extensions", {}).items():
+        if then.get("extensions", {}).get(name, digest) != digest:
+            logger.warning("a file of the run changed since the checkpoint %s: %s", folder, name)
     problems = list(_changed_models(then, origin))
     if loader is not None:
         state = torch.load(folder / LOADER_FILE, weights_only=True)
