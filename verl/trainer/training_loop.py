@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop over training steps, which every kind of training shares."""
 
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from verl.config.trainer import RunConfig
 from verl.logger.tracker import Tracker
@@ -11,6 +15,14 @@ from verl.trainer.metrics import Metrics, StageTimer, compute_throughput_metrics
 from verl.trainer.profiling.profiles import StepProfiles
 from verl.trainer.run.checkpointing import RunState
 from verl.trainer.run.stopping import StopRequest
+
+
+class Step(NamedTuple):
+    """A finished step of training."""
+
+    number: int
+    metrics: Metrics
+    batch: DataProto  # with every key that its stages wrote
 
 
 class TrainingLoop(ABC):
@@ -25,6 +37,11 @@ class TrainingLoop(ABC):
         self.tracker = tracker
         self.stop = StopRequest()
         self.profiles = StepProfiles(run, workers)
+        self.last_metrics: Metrics = {}  # of the last step
+        self.last_validation: Metrics = {}  # of the last validation
+        self._steps: weakref.ref[Generator[Step, None, None]] | None = (
+            None  # of the last loop over this object
+        )
 
     @abstractmethod
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
@@ -40,16 +57,45 @@ class TrainingLoop(ABC):
 
     def fit(self) -> None:
         """Train from the last checkpoint to the last step, or until a stop signal."""
-        self.run_state.load()
+        for _ in self:
+            pass
+
+    def __iter__(self) -> Iterator[Step]:
+        """Train as `fit` does, and yield each step when it is done; a second loop continues where one ended."""
+        self.close()
+        steps = self._listen_and_train()
+        self._steps = weakref.ref(steps)  # so that leaving the loop ends it
+        return steps
+
+    def close(self) -> None:
+        """End a loop over the steps that was left; its last checkpoint is written to the end."""
+        steps = None if self._steps is None else self._steps()
+        if steps is not None:
+            steps.close()
+
+    def _listen_and_train(self) -> Generator[Step, None, None]:
         with self.stop.listening():
-            self.train()
+            try:
+                yield from self.train()
+            except GeneratorExit:  # the caller left its loop, while all workers live
+                self.run_state.flush()
+                raise
             self.run_state.flush()
 
-    def train(self) -> None:
+    def save(self) -> Path | None:
+        """Write a checkpoint of the step that is done, and return its folder; None before the first step."""
+        if self.run_state.step and not self.run_state.is_saved:
+            self.run_state.save()
+        self.run_state.flush()
+        return self.run_state.saved
+
+    def train(self) -> Iterator[Step]:
         """Run the remaining steps; with `trainer.val_only` only validate."""
-        state = self.run_state
-        if self.run.val_before_train or self.run.val_only:
-            self._validate_first()
+        state, is_trained = self.run_state, False
+        if not state.is_loaded:
+            state.load()
+            if self.run.val_before_train or self.run.val_only:
+                self._validate_first()
         if self.run.val_only:
             return
 
@@ -60,7 +106,8 @@ class TrainingLoop(ABC):
             with self.profiles.recording(state.step), timer("step"):
                 batch, metrics = self.train_step(timer)
                 if state.is_due(self.run.val_freq):
-                    metrics |= self.validate(timer)
+                    self.last_validation = self.validate(timer)
+                    metrics |= self.last_validation
                 if state.is_due(self.run.save_freq) or self.stop.signal or state.save_error:
                     with timer("save_checkpoint"):
                         state.save()
@@ -69,7 +116,12 @@ class TrainingLoop(ABC):
             metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
             self.tracker.log(metrics, state.step)
             self.profiles.report(state.step, metrics)
+            self.last_metrics, is_trained = metrics, True
+            yield Step(state.step, metrics, batch)
+        if self.stop.signal and is_trained and not state.is_saved:  # it came between two steps
+            state.save()
 
     def _validate_first(self) -> None:
         self.tracker.begin_step(self.run_state.step)
-        self.tracker.log(self.validate(StageTimer(self.tracker.stage)), self.run_state.step)
+        self.last_validation = self.validate(StageTimer(self.tracker.stage))
+        self.tracker.log(self.last_validation, self.run_state.step)

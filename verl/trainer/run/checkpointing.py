@@ -43,6 +43,13 @@ class PendingCheckpoint(NamedTuple):
     score: float | None
 
 
+class Validated(NamedTuple):
+    """The score of a validation; higher is better."""
+
+    step: int
+    score: float
+
+
 class RunState:
     """The progress of a run, and its checkpoints."""
 
@@ -66,6 +73,14 @@ class RunState:
         self.save_error: str | None = None  # of the last checkpoint that was begun
         self._pending: PendingCheckpoint | None = None
         self._score: float | None = None  # of the last validation, at this step or before
+        self.best: Validated | None = None  # of the validations of this object
+
+    @property
+    def is_saved(self) -> bool:
+        """Return whether a checkpoint of the current step is written, or begun."""
+        if self._pending is not None:
+            return self._pending.step == self.step
+        return self.saved is not None and checkpoint_step(self.saved) == self.step
 
     def is_due(self, frequency: int) -> bool:
         """Return whether an action of every `frequency` steps, and of the last step, is due now."""
@@ -75,6 +90,8 @@ class RunState:
 
     def record_score(self, score: float) -> None:
         self._score = score
+        if self.best is None or score > self.best.score:
+            self.best = Validated(self.step, score)
 
     def save(self) -> None:
         """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
