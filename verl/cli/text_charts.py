@@ -4,18 +4,11 @@
 import math
 from collections.abc import Sequence
 
+from verl.utils.text_table import table
+
+__all__ = ["histogram", "quantile", "table"]
+
 BAR = 40  # characters of the longest bar
-
-
-def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Align rows of equally many cells: the first column left, the others right."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = []
-    for first, *others in texts:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append(indent + "  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "".join(f"{line}\n" for line in lines)
 
 
 def histogram(values: Sequence[int], limit: int, num_bins: int = 10, indent: str = "  ") -> str:

@@ -2,8 +2,11 @@
 """The loop over training steps, which every kind of training shares."""
 
 import time
+import weakref
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 from verl.config.trainer import RunConfig
 from verl.logger.console.start_up import finish_start_up, phase
@@ -15,6 +18,14 @@ from verl.trainer.profiling.profiles import StepProfiles
 from verl.trainer.run.checkpointing import RunState
 from verl.trainer.run.end_report import Finished
 from verl.trainer.run.stopping import StopRequest
+
+
+class Step(NamedTuple):
+    """A finished step of training."""
+
+    number: int
+    metrics: Metrics
+    batch: DataProto  # with every key that its stages wrote
 
 
 class TrainingLoop(ABC):
@@ -31,6 +42,11 @@ class TrainingLoop(ABC):
         self.tracker = tracker
         self.stop = StopRequest()
         self.profiles = StepProfiles(run, workers)
+        self.last_metrics: Metrics = {}  # of the last step
+        self.last_validation: Metrics = {}  # of the last validation
+        self._steps: weakref.ref[Generator[Step, None, None]] | None = (
+            None  # of the last loop over this object
+        )
 
     @abstractmethod
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
@@ -46,23 +62,53 @@ class TrainingLoop(ABC):
 
     def fit(self) -> None:
         """Train from the last checkpoint to the last step, or until a stop signal."""
-        self.run_state.load()
-        self.first_step = self.run_state.step + 1
-        self._started = time.monotonic()
+        for _ in self:
+            pass
+
+    def __iter__(self) -> Iterator[Step]:
+        """Train as `fit` does and yield each finished step; a second loop continues where one ended."""
+        self.close()
+        steps = self._listen_and_train()
+        self._steps = weakref.ref(steps)  # so that leaving the loop ends it
+        return steps
+
+    def close(self) -> None:
+        """End a loop over the steps that was left; its last checkpoint is written to the end."""
+        steps = None if self._steps is None else self._steps()
+        if steps is not None:
+            steps.close()
+
+    def _listen_and_train(self) -> Generator[Step, None, None]:
+        is_start = not self.run_state.is_loaded
+        if is_start:
+            self.run_state.load()
+            self.first_step = self.run_state.step + 1
+            self._started = time.monotonic()
         with self.stop.listening():
-            self.train()
+            try:
+                yield from self.train(is_start=is_start)
+            except GeneratorExit:  # the caller left its loop, while all workers live
+                self.run_state.flush()
+                raise
             self.run_state.flush()
 
     def finished(self) -> Finished:
-        """Return what `fit` has trained."""
+        """Return what this object has trained."""
         state = self.run_state
         seconds = time.monotonic() - self._started
         return Finished(self.first_step, state.step, seconds, state.best, self.validates_by_loss)
 
-    def train(self) -> None:
+    def save(self) -> Path | None:
+        """Write a checkpoint of the step that is done, and return its folder; None before the first step."""
+        if self.run_state.step and not self.run_state.is_saved:
+            self.run_state.save()
+        self.run_state.flush()
+        return self.run_state.saved
+
+    def train(self, *, is_start: bool) -> Iterator[Step]:
         """Run the remaining steps; with `trainer.val_only` only validate."""
-        state = self.run_state
-        if self.run.val_before_train or self.run.val_only:
+        state, is_trained = self.run_state, False
+        if is_start and (self.run.val_before_train or self.run.val_only):
             self._validate_first()
         finish_start_up()
         if self.run.val_only:
@@ -75,7 +121,8 @@ class TrainingLoop(ABC):
             with self.profiles.recording(state.step), timer("step"):
                 batch, metrics = self.train_step(timer)
                 if state.is_due(self.run.val_freq):
-                    metrics |= self.validate(timer)
+                    self.last_validation = self.validate(timer)
+                    metrics |= self.last_validation
                 if state.is_due(self.run.save_freq) or self.stop.signal or state.save_error:
                     with timer("save_checkpoint"):
                         state.save()
@@ -84,10 +131,14 @@ class TrainingLoop(ABC):
             metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
             self.tracker.log(metrics, state.step)
             self.profiles.report(state.step, metrics)
+            self.last_metrics, is_trained = metrics, True
+            yield Step(state.step, metrics, batch)
+        if self.stop.signal and is_trained and not state.is_saved:  # it came between two steps
+            state.save()
 
     def _validate_first(self) -> None:
         self.tracker.begin_step(self.run_state.step)
         with phase("first validation"):
-            metrics = self.validate(StageTimer(self.tracker.stage))
+            self.last_validation = self.validate(StageTimer(self.tracker.stage))
         finish_start_up()
-        self.tracker.log(metrics, self.run_state.step)
+        self.tracker.log(self.last_validation, self.run_state.step)

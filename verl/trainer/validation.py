@@ -3,7 +3,8 @@
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,19 @@ from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
-from verl.trainer.rollouts.scores import Scoring, add_terms
+from verl.trainer.rollouts.scores import Scoring, Values, add_terms
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
+
+
+class ScoredResponses(NamedTuple):
+    """The responses of a validation and their scores."""
+
+    sequences: DataProto
+    values: Values  # of the reward function
+    terms: dict[str, Tensor]  # (B,) what scores have in addition to `overall`
+    scores: list[float]  # that training would use; nan where scoring failed
 
 
 class Validator:
@@ -59,27 +69,22 @@ class Validator:
         `val/reward_score` is the mean of the scores that training would use: `overall` plus the overlong
         penalty and the reward model's weighted score, if there are any.
         """
+        scored = self.score(SHOWN, SHOWN_COLUMNS)
+        self.samples = self._choose_samples(scored.sequences, scored.scores)
+        return means_of(scored)
+
+    def score(
+        self, tensors: Sequence[str] | None = None, columns: Sequence[str] | None = None
+    ) -> ScoredResponses:
+        """Wait for the scores of what `sample` sampled; keep these keys of the batch, or all."""
         values = Scoring([scoring.result for _, scoring in self._sampled]).result()
         model_scores = None
         if self.worker.reward_model.is_used:
             model_scores = torch.cat([self._model_scores(sequences) for sequences, _ in self._sampled])
-        sequences = DataProto.concat(
-            [sequences.select(SHOWN, SHOWN_COLUMNS) for sequences, _ in self._sampled]
-        )
+        sequences = DataProto.concat([sequences.select(tensors, columns) for sequences, _ in self._sampled])
         self._sampled = []
         scores, terms = add_terms(values, sequences.batch["response_mask"], model_scores, self.worker)
-        totals = scores.tolist()
-        self.samples = self._choose_samples(sequences, totals)
-        means = compute_reward_metrics(values | {name: term.tolist() for name, term in terms.items()}, "val/")
-        metrics = {f"{key}_reward": mean for key, mean in means.items()}
-        scored = [total for total in totals if not math.isnan(total)]
-        if not scored:
-            raise RuntimeError("the reward function failed for every response of the validation")
-        metrics["val/reward_score"] = sum(scored) / len(scored)
-        for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
-            mask = sequences.batch[key]
-            metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])
-        return metrics
+        return ScoredResponses(sequences, values, terms, scores.tolist())
 
     def _model_scores(self, sequences: DataProto) -> Tensor:
         padded, padding = pad_dataproto_to_divisor(sequences, self.dp_size)
@@ -99,3 +104,18 @@ class Validator:
             )
             for row in rows
         ]
+
+
+def means_of(scored: ScoredResponses) -> Metrics:
+    """Compute the metrics of a validation."""
+    terms = {name: term.tolist() for name, term in scored.terms.items()}
+    means = compute_reward_metrics(scored.values | terms, "val/")
+    metrics = {f"{key}_reward": mean for key, mean in means.items()}
+    known = [score for score in scored.scores if not math.isnan(score)]
+    if not known:
+        raise RuntimeError("the reward function failed for every response of the validation")
+    metrics["val/reward_score"] = sum(known) / len(known)
+    for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
+        mask = scored.sequences.batch[key]
+        metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])
+    return metrics

@@ -44,6 +44,13 @@ class PendingCheckpoint(NamedTuple):
     score: float | None
 
 
+class Validated(NamedTuple):
+    """The score of a validation; higher is better."""
+
+    step: int
+    score: float
+
+
 class RunState:
     """The progress of a run, and its checkpoints."""
 
@@ -67,7 +74,14 @@ class RunState:
         self.save_error: str | None = None  # of the last checkpoint that was begun
         self._pending: PendingCheckpoint | None = None
         self._score: float | None = None  # of the last validation, at this step or before
-        self.best: tuple[int, float] | None = None  # step and score of the best validation
+        self.best: Validated | None = None  # of the run, as far as its folder or this object knows
+
+    @property
+    def is_saved(self) -> bool:
+        """Return whether a checkpoint of the current step is written, or begun."""
+        if self._pending is not None:
+            return self._pending.step == self.step
+        return self.saved is not None and checkpoint_step(self.saved) == self.step
 
     def is_due(self, frequency: int) -> bool:
         """Return whether an action of every `frequency` steps, and of the last step, is due now."""
@@ -77,8 +91,8 @@ class RunState:
 
     def record_score(self, score: float) -> None:
         self._score = score
-        if self.best is None or score > self.best[1]:
-            self.best = (self.step, score)
+        if self.best is None or score > self.best.score:
+            self.best = Validated(self.step, score)
 
     def save(self) -> None:
         """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
@@ -128,7 +142,7 @@ class RunState:
         self._score = state.get("validation_score")
         record = self.checkpoints.record
         if record.best_global_step is not None and record.best_val_reward_score is not None:
-            self.best = (record.best_global_step, record.best_val_reward_score)
+            self.best = Validated(record.best_global_step, record.best_val_reward_score)
         self._load_own(folder, state)
         logger.info("resumed: step=%d path=%s", self.step, folder)
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,7 +22,13 @@ ENDED_BY = 128  # + the number of the signal: exit status of a process that a si
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Install a handler of `SIGNALS` inside the block, in the main thread; under `nohup` not of SIGHUP."""
+    """Install a handler of `SIGNALS` inside the block; under `nohup` not of SIGHUP.
+
+    Python allows it in the main thread only: a run in another thread leaves signals to the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
     before = {number: signal.signal(number, handler) for number in handled}

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and evaluation as calls: `verl.train`, `verl.build` and `verl.evaluate`.
+
+Importing this module imports no torch; a call does, once its config is right.
+"""
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from verl.checkpoint.tracker import read_record
+from verl.config.ppo import PPOConfig
+from verl.config.python_values import Source, config_from_python
+from verl.config.renamed_keys import VERL_KEYS
+from verl.config.schema import ConfigError, config_notes
+from verl.config.sft import SFTConfig
+from verl.planning.planned_run import planned_ppo, planned_sft
+from verl.trainer.evaluation.model_folder import loadable
+from verl.trainer.evaluation.report import Evaluation, Question
+from verl.trainer.run.run_lock import locked_run_folder
+from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.restored_process import restored_process
+from verl.utils.version_check import check_versions, name_clash
+from verl.workers.warm_up import import_sft_worker, import_worker
+
+if TYPE_CHECKING:
+    from verl.trainer.ray_trainer import RayPPOTrainer
+    from verl.trainer.sft.sft_trainer import SFTTrainer
+    from verl.trainer.training_loop import TrainingLoop
+
+Kind = Literal["rl", "sft"]
+RESTARTS = (
+    "`trainer.max_restarts` must be 0 for a run in this process, got {}: a restart needs one of its own,"
+    " which the commands `verl-train` and `verl-sft` start"
+)
+OTHER_KIND = {
+    "rl": "these are the options of reinforcement learning: pass `kind='rl'`",
+    "sft": "these are the options of fine-tuning: pass `kind='sft'`",
+}
+MODEL_PATH = "worker.actor.model.model_path"
+DEFAULT_OUT = "evaluations"
+EVALUATION_OPTIONS: dict[str, Any] = {  # of a config, whose run trains
+    "data.train_files": "",
+    "trainer.val_only": True,
+    "trainer.find_last_checkpoint": False,
+    "trainer.load_checkpoint_path": None,
+    "trainer.logger": ["file"],
+    "trainer.max_restarts": 0,
+    "trainer.viewer_port": None,
+}
+NO_OVERRIDES: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The end of a run."""
+
+    step: int  # done last
+    training_steps: int  # of the whole run; more than `step` if a signal stopped it
+    metrics: dict[str, float]  # of the last step, as the loggers had them
+    validation: dict[str, float]  # of the last validation
+    best_validation: float | None  # highest `val/reward_score`, or -`val/loss` of fine-tuning
+    best_step: int | None  # that it was validated after
+    checkpoint: Path | None  # the last `global_step_N`; None if nothing was saved
+    best_checkpoint: Path | None  # of those whose step was validated
+    folder: Path  # of checkpoints, logs and rollouts
+
+
+def train(
+    config: Source | PPOConfig | SFTConfig,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    /,
+    *,
+    kind: Kind = "rl",
+    **sections: Mapping[str, Any],
+) -> TrainingResult:
+    """Train to the last step, as the command `verl-train` does, in this process.
+
+    Args:
+        config: A YAML file, its sections as a mapping, or a config object.
+        overrides: Options by their dotted keys: `{"worker.actor.optim.lr": 1e-6}`.
+        kind: "sft" for the options of `verl-sft`; a config object says it by its type.
+        sections: Options by section: `trainer={"max_steps": 2}`. They win over `overrides`.
+
+    Raises:
+        ConfigError: Options are wrong; `problems` has each of them.
+        ValueError: Data, models or the reward function cannot be used.
+        RuntimeError: The machine is unsuitable, or the run failed.
+    """
+    with build(config, overrides, kind=kind, **sections) as trainer:
+        trainer.fit()
+    return result_of(trainer)
+
+
+@overload
+def build(
+    config: SFTConfig,
+    overrides: Mapping[str, Any] = ...,
+    /,
+    *,
+    kind: Kind = ...,
+    **sections: Mapping[str, Any],
+) -> AbstractContextManager["SFTTrainer"]: ...
+
+
+@overload
+def build(
+    config: Source,
+    overrides: Mapping[str, Any] = ...,
+    /,
+    *,
+    kind: Literal["sft"],
+    **sections: Mapping[str, Any],
+) -> AbstractContextManager["SFTTrainer"]: ...
+
+
+@overload
+def build(
+    config: Source | PPOConfig,
+    overrides: Mapping[str, Any] = ...,
+    /,
+    *,
+    kind: Literal["rl"] = ...,
+    **sections: Mapping[str, Any],
+) -> AbstractContextManager["RayPPOTrainer"]: ...
+
+
+@overload
+def build(
+    config: Source | PPOConfig | SFTConfig,
+    overrides: Mapping[str, Any] = ...,
+    /,
+    *,
+    kind: Kind = ...,
+    **sections: Mapping[str, Any],
+) -> AbstractContextManager["RayPPOTrainer | SFTTrainer"]: ...
+
+
+def build(
+    config: Source | PPOConfig | SFTConfig,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    /,
+    *,
+    kind: Kind = "rl",
+    **sections: Mapping[str, Any],
+) -> AbstractContextManager[Any]:
+    """Open a run, whose workers live inside the block; looping over the trainer trains. See `train`.
+
+    A signal ends the loop after the step that runs, which is saved. After the block it reaches the caller's
+    own handler: Ctrl-C is a `KeyboardInterrupt` there.
+
+    Example::
+
+        with verl.build("run.yaml") as trainer:
+            for step in trainer:
+                if step.metrics["reward/overall"] > 0.9:
+                    break
+            trainer.save()
+    """
+    return _opened(read_config(config, overrides, sections, kind))
+
+
+def evaluate(
+    config: Source | PPOConfig,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    /,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    samples: int | None = None,
+    ks: Sequence[int] = (),
+    by: str | None = None,
+    correct_key: str | None = None,
+    correct_at: float = 1.0,
+    keep: int = 256,
+    out: str | os.PathLike[str] | None = None,
+    **sections: Mapping[str, Any],
+) -> Evaluation:
+    """Score a model's responses to `data.val_files`, with the rewards and the sampling of a run's validation.
+
+    Args:
+        config: The config of a run, as for `train`.
+        model: A model's folder, a hub name or a checkpoint (`global_step_N`); None is the config's.
+        samples: Responses to each prompt; None is `worker.rollout.val_override_config.n`, or 1.
+        ks: Numbers of pass@k; () is 1, 2, 4, ... and the number of samples.
+        by: Column of the rows whose values are categories.
+        correct_key: Value of the reward function that says what is correct; None is `accuracy`, or `overall`.
+        correct_at: Least value of a correct response.
+        keep: Prompts whose responses are written for the viewer.
+        out: Folder of the report and of the responses, which the viewer opens; None is
+            evaluations/NAME below the working directory.
+
+    Raises:
+        ConfigError: Options are wrong; `problems` has each of them.
+        ValueError: Data, models or the reward function cannot be used.
+        RuntimeError: The machine is unsuitable, or a worker failed.
+    """
+    layers: list[Mapping[str, Any]] = [overrides, sections]
+    if model is not None:
+        layers.append({MODEL_PATH: os.fspath(model)})
+    if samples is not None:
+        layers.append({"worker.rollout.val_override_config.n": samples})
+
+    def read(own: Mapping[str, Any]) -> PPOConfig:
+        return config_from_python(PPOConfig, config, [*layers, own], VERL_KEYS)
+
+    return evaluate_model(read, Question(ks, by, correct_key, correct_at, keep), out)
+
+
+def evaluate_model(
+    read: Callable[[Mapping[str, Any]], PPOConfig],
+    question: Question,
+    out: str | os.PathLike[str] | None = None,
+) -> Evaluation:
+    """Evaluate the model of a config; `read` returns the config with some options replaced."""
+    folder = os.path.abspath(out or DEFAULT_OUT)
+    own = EVALUATION_OPTIONS | {"trainer.save_checkpoint_path": folder}
+    config = read(own)  # its problems come before anything is loaded
+    model = config.worker.actor.model
+    assert model.model_path is not None, "required when the config was checked"
+    with ExitStack() as stack:
+        stack.enter_context(restored_process())
+        repair_cuda_builds()
+        check_versions(config.worker.rollout.name)
+        trust = model.trust_remote_code
+        found = stack.enter_context(loadable(model.model_path, trust_remote_code=trust))
+        if out is None:
+            own |= {"trainer.save_checkpoint_path": os.path.join(folder, found.name)}
+        config = read(own | {MODEL_PATH: found.path})
+        # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
+        from verl.trainer.evaluation.evaluator import running_evaluator  # noqa: PLC0415
+        from verl.trainer.prepare import prepared_run  # noqa: PLC0415
+
+        stack.enter_context(locked_run_folder(config.trainer))
+        warm_up = partial(import_worker, config.worker.rollout.name)
+        run = stack.enter_context(prepared_run(config, planned_ppo, warm_up=warm_up))
+        evaluator = stack.enter_context(running_evaluator(*run, question))
+        evaluation = evaluator.evaluate(model.model_path, found.step, question)
+        evaluation.write()
+    return evaluation
+
+
+def result_of(trainer: "TrainingLoop") -> TrainingResult:
+    """Collect what a trainer has done so far."""
+    state, folder = trainer.run_state, Path(trainer.run.checkpoint_folder)
+    record = read_record(folder)
+    best = state.best
+    step, score = (None, None) if best is None else best
+    found = None if record is None else record.best_val_reward_score
+    if record is not None and found is not None and (score is None or found > score):
+        step, score = record.best_global_step, found  # before this run was resumed
+    best_folder = None if record is None else record.best_actor_path
+    return TrainingResult(
+        step=state.step,
+        training_steps=state.training_steps,
+        metrics=dict(trainer.last_metrics),
+        validation=dict(trainer.last_validation),
+        best_validation=score,
+        best_step=step,
+        checkpoint=state.saved,
+        best_checkpoint=None if best_folder is None else Path(best_folder).parent,
+        folder=folder,
+    )
+
+
+def read_config(
+    config: Source | PPOConfig | SFTConfig,
+    overrides: Mapping[str, Any],
+    sections: Mapping[str, Any],
+    kind: Kind = "rl",
+) -> PPOConfig | SFTConfig:
+    """Read a config as the commands do; their notes become warnings."""
+    if kind not in ("rl", "sft"):
+        raise ValueError(f"`kind` must be 'rl' or 'sft', got {kind!r}")
+    is_sft = isinstance(config, SFTConfig) or (kind == "sft" and not isinstance(config, PPOConfig))
+    values = [overrides, sections]
+    try:
+        read: PPOConfig | SFTConfig = (
+            config_from_python(SFTConfig, config, values)
+            if is_sft
+            else config_from_python(PPOConfig, config, values, VERL_KEYS)
+        )
+    except ConfigError as error:
+        other = PPOConfig if is_sft else SFTConfig
+        if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
+            raise
+        raise ConfigError([*error.problems, OTHER_KIND["rl" if is_sft else "sft"]]) from None
+    if read.trainer.max_restarts > 0:
+        raise ConfigError([RESTARTS.format(read.trainer.max_restarts)])
+    for note in filter(None, [*config_notes(read), name_clash()]):
+        warnings.warn(note, stacklevel=4)
+    return read
+
+
+def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        config_from_python(cls, config, values)
+    except ConfigError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
+    with restored_process():
+        repair_cuda_builds()
+        # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
+        from verl.trainer.prepare import prepared_run  # noqa: PLC0415
+        from verl.trainer.reward_samples import check_reward  # noqa: PLC0415
+        from verl.trainer.run.in_process import run_in_process  # noqa: PLC0415
+        from verl.trainer.setup import running_sft, running_trainer  # noqa: PLC0415
+
+        if isinstance(config, SFTConfig):
+            engine = "hf"  # nothing is sampled, so vLLM may be missing
+            started = _started(prepared_run(config, planned_sft, warm_up=import_sft_worker), running_sft)
+        else:
+            engine, port = config.worker.rollout.name, config.trainer.viewer_port
+            warm_up = partial(import_worker, engine)
+            prepared = prepared_run(config, planned_ppo, 0.0, port, check_reward, warm_up)
+            started = _started(prepared, running_trainer)
+        with run_in_process(config.trainer, engine, started) as trainer:
+            yield trainer
+    if trainer.stop.signal is not None:
+        signal.raise_signal(trainer.stop.signal)
+
+
+@contextmanager
+def _started(prepared: AbstractContextManager[Any], start: Callable[..., Any]) -> Iterator[Any]:
+    with prepared as run, start(*run) as trainer:
+        yield trainer

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates a model on held-out rows with the parts of a run: its data, rewards, engine and sampling.
+
+The means are those of the run's own validation, since `Validator` computes both.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config.data import DataConfig
+from verl.config.ppo import PPOConfig
+from verl.data.loader import load_readers, make_loaders, media_options
+from verl.logger.tracker import Tracker
+from verl.protocol import DataProto
+from verl.single_controller.ray.processes import WorkerProcesses
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.trainer.evaluation.pass_at_k import powers_up_to
+from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
+from verl.trainer.rollouts.rollout_log import RolloutLog
+from verl.trainer.rollouts.sampler import Sampler
+from verl.trainer.rollouts.scores import on_last_tokens, reward_values
+from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options, start_workers
+from verl.trainer.validation import ScoredResponses, Validator, means_of
+from verl.workers.base_worker import ModelRunOptions
+from verl.workers.fsdp_worker import FSDPWorker
+
+ACCURACY, OVERALL = "accuracy", "overall"  # keys of the reward function that may say what is correct
+
+
+class Evaluator:
+    """Samples responses to the held-out prompts and reports on them.
+
+    Args:
+        log: Writes responses for the viewer.
+    """
+
+    def __init__(
+        self, validator: Validator, log: RolloutLog, folder: Path, tracker: Tracker, answer_key: str
+    ) -> None:
+        self.validator = validator
+        self.log = log
+        self.folder = folder
+        self.tracker = tracker
+        self.answer_key = answer_key
+
+    def evaluate(self, model: str, step: int, question: Question) -> Evaluation:
+        """Sample, score and report; `model` and `step` are the report's."""
+        ks = self._checked(question)
+        workers = self.validator.sampler.workers
+        workers.sync_weights()
+        self.validator.sample(step)
+        workers.sleep_engine()
+        scored = self.validator.score()
+        key = correct_key(question.correct_key, scored)
+        responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
+        metrics = means_of(scored)
+        self.log.keep(as_finished(scored), step)
+        self.tracker.log(metrics, step)
+        return Evaluation(
+            model=model,
+            step=step,
+            metrics=metrics,
+            correct_key=key,
+            correct_at=question.correct_at,
+            overall=summarize(responses, question.correct_at, ks),
+            categories={} if question.by is None else by_category(responses, question.correct_at, ks),
+            folder=self.folder,
+        )
+
+    def _checked(self, question: Question) -> list[int]:
+        """Return the numbers k of pass@k; raise `ValueError` before anything is sampled."""
+        options = self.validator.sampler.validation_options
+        if options.n > 1 and options.is_greedy:
+            raise ValueError(
+                f"{options.n} responses to a prompt are all the same at temperature {options.temperature:g}:"
+                " set `worker.rollout.val_override_config.temperature` above 0, or sample one response"
+            )
+        ks = list(question.ks) or powers_up_to(options.n)
+        wrong = [k for k in ks if not 1 <= k <= options.n]
+        if wrong:
+            raise ValueError(
+                f"pass@k needs k from 1 to the number of responses to a prompt, {options.n}, got {wrong}:"
+                " raise it with `worker.rollout.val_override_config.n`"
+            )
+        return sorted(set(ks))
+
+
+@contextmanager
+def running_evaluator(
+    config: PPOConfig, pool: ResourcePool, processes: WorkerProcesses | None, question: Question
+) -> Iterator[Evaluator]:
+    """Start the workers of an evaluation, in `processes` or new ones; they end with the block.
+
+    Only the policy and the reward model are loaded, whatever else the run trains with.
+
+    Raises:
+        ValueError: Data, template or reward function cannot be used, or a column is missing.
+    """
+    data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
+    with ExitStack() as stack:
+        cache = open_cache(stack)
+        reward = open_reward(stack, worker.reward, folder)
+        media = media_options(data, worker.rollout)
+        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+        val = make_loaders(data, readers, folder).val
+        assert val is not None, "the config was checked"
+        if question.by is not None:
+            check_column(question.by, data, [source.columns for source in val.dataset.rows.sources])
+        shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
+        roles = [role for role in config.models if role == "reward_model"]
+        options = ppo_options(shared, data, config.algorithm, roles)
+        workers = start_workers(
+            stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
+        )
+        tracker = stack.enter_context(open_tracker(config, 0, None))
+        on_progress = None if worker.rollout.disable_tqdm else tracker.progress
+        sampler = Sampler(data, worker, workers, reward, readers.tokenizer, on_progress)
+        log = EvaluationLog(
+            folder, question.keep, readers.tokenizer, readers.media,
+            skip_special_tokens=worker.reward.skip_special_tokens,
+        )  # fmt: skip
+        validator = Validator(sampler, val, worker, config.dp_size, 0)
+        yield Evaluator(validator, log, folder, tracker, data.answer_key)
+
+
+class EvaluationLog(RolloutLog):
+    """Writes responses that nothing was trained on: they have no advantage."""
+
+    def _row(self, *arguments: Any) -> dict[str, Any]:
+        return super()._row(*arguments) | {"advantage": None}
+
+
+def as_finished(scored: ScoredResponses) -> DataProto:
+    """Return the sequences with the keys that a finished batch of training has."""
+    sequences, mask = scored.sequences, scored.sequences.batch["response_mask"]
+    scores = torch.tensor(scored.scores).nan_to_num()  # (B,)
+    return sequences.merge({
+        "row_ids": torch.arange(len(sequences)),
+        "token_level_scores": on_last_tokens(scores, mask),
+        "reward_values": reward_values(scored.values),
+        "old_log_probs": sequences.batch["rollout_log_probs"],
+        "advantages": torch.zeros(mask.shape),
+    })  # fmt: skip
+
+
+def correct_key(asked: str | None, scored: ScoredResponses) -> str:
+    """Return the value that says what is correct: `accuracy` if the reward function has it, or `overall`."""
+    if asked is None:
+        return ACCURACY if ACCURACY in scored.values else OVERALL
+    if asked not in scored.values:
+        raise ValueError(
+            f"the reward function returns no `{asked}`, which is to say what is correct: it returns"
+            f" {sorted(scored.values)}"
+        )
+    return asked
+
+
+def check_column(name: str, data: DataConfig, columns: Sequence[Sequence[str]]) -> None:
+    """Raise unless one of the files has a column that can be a category."""
+    not_kept = {data.prompt_key, data.image_key, data.video_key}
+    known = sorted({column for each in columns for column in each} - not_kept)
+    if name not in known:
+        raise ValueError(
+            f"`{name}` cannot be the column of categories: besides prompts and media, `data.val_files` have"
+            f" the columns {known}"
+        )
+
+
+def _responses(
+    scored: ScoredResponses, values: Sequence[float], by: str | None, answer_key: str
+) -> Iterator[ScoredResponse]:
+    columns = scored.sequences.non_tensor_batch
+    # A column with the name of a batch key was renamed, and the answers are `ground_truth`.
+    names = [f"{by}_column", "ground_truth" if by == answer_key else by]
+    found = next((columns[name] for name in names if name in columns), [None] * len(values))
+    for uid, category, score, value in zip(columns["uid"], found, scored.scores, values, strict=True):
+        yield ScoredResponse(uid, None if category is None else str(category), score, value)

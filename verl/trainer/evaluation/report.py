@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of an evaluation: means, pass@k and categories, as a table and as JSON. Imports no torch."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.checkpoint.manifest import write_json
+from verl.trainer.evaluation.pass_at_k import mean_pass_at_k
+from verl.utils.text_table import table
+
+FILE = "evaluation.json"
+NO_CATEGORY = "(none)"  # of rows whose column is empty
+
+
+class Question(NamedTuple):
+    """Wishes for an evaluation beyond a run's validation."""
+
+    ks: Sequence[int] = ()  # of pass@k; () is 1, 2, 4, ... and the number of responses
+    by: str | None = None  # column whose values are the categories
+    correct_key: str | None = None  # value of the reward function that says what is correct
+    correct_at: float = 1.0  # least value of a correct response
+    keep: int = 256  # prompts whose responses are written for the viewer
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """One response, as the report reads it."""
+
+    prompt: str  # id of its prompt
+    category: str | None
+    score: float  # nan if its scoring failed
+    value: float  # that says whether it is correct; nan if its scoring failed
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of the prompts of a category, or of all."""
+
+    prompts: int
+    responses: int
+    failed: int  # responses that could not be scored, left out of everything else
+    mean: float | None  # score; None if all failed
+    correct: float | None  # share of the responses
+    pass_at: dict[int, float | None]  # by k; None if no prompt has k scored responses
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The report on a model, which `verl.evaluate` returns and the command writes."""
+
+    model: str
+    step: int  # of the checkpoint; 0 for any other model
+    metrics: dict[str, float]  # as a run's validation logs them
+    correct_key: str
+    correct_at: float
+    overall: Summary
+    categories: dict[str, Summary]  # by the values of the chosen column
+    folder: Path  # of the report, the log and the responses
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, as `evaluation.json` has them."""
+        plain = asdict(self) | {"folder": str(self.folder)}
+        return json.loads(json.dumps(plain, allow_nan=False))
+
+    def table(self) -> str:
+        """Return one line for each category and one for all prompts."""
+        ks = list(self.overall.pass_at)
+        rows: list[list[object]] = [
+            ["", "prompts", "responses", "score", "correct", *(f"pass@{k}" for k in ks)]
+        ]
+        named = [*self.categories.items(), ("all", self.overall)]
+        for name, part in named:
+            shares = [part.mean, part.correct, *(part.pass_at[k] for k in ks)]
+            rows.append([name, part.prompts, part.responses, *map(_shown, shares)])
+        failed = self.overall.failed
+        note = f"  {failed} responses could not be scored and are left out\n" if failed else ""
+        return table(rows) + note
+
+    def write(self) -> Path:
+        """Write the report into its folder; return the file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / FILE, self.as_dict())
+        return self.folder / FILE
+
+
+def summarize(responses: Sequence[ScoredResponse], correct_at: float, ks: Sequence[int]) -> Summary:
+    """Compute the figures of some responses; one is correct if its value is at least `correct_at`."""
+    scored = [each for each in responses if not math.isnan(each.score)]
+    counts: dict[str, tuple[int, int]] = {}
+    for each in scored:
+        n, correct = counts.get(each.prompt, (0, 0))
+        counts[each.prompt] = (n + 1, correct + (each.value >= correct_at))
+    num_correct = sum(correct for _, correct in counts.values())
+    return Summary(
+        prompts=len({each.prompt for each in responses}),
+        responses=len(responses),
+        failed=len(responses) - len(scored),
+        mean=sum(each.score for each in scored) / len(scored) if scored else None,
+        correct=num_correct / len(scored) if scored else None,
+        pass_at={k: mean_pass_at_k(list(counts.values()), k) for k in ks},
+    )
+
+
+def by_category(
+    responses: Sequence[ScoredResponse], correct_at: float, ks: Sequence[int]
+) -> dict[str, Summary]:
+    """Compute the figures of each category, in the order of their names."""
+    parts: dict[str, list[ScoredResponse]] = {}
+    for each in responses:
+        parts.setdefault(NO_CATEGORY if each.category is None else each.category, []).append(each)
+    return {name: summarize(parts[name], correct_at, ks) for name in sorted(parts)}
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
