@@ -31,7 +31,7 @@ def example_yaml(cls: type) -> str:
 def config_yaml(config: Any, *, only_changed: bool = False, defaults: Mapping[str, Any] | None = None) -> str:
     """Return a loaded config, or its options that are not at their default, as YAML that loads to it.
 
-    `defaults` are those that differ from the declared ones, by option.
+    `defaults` has the options whose default is not the declared one.
     """
     entries, default, others = list(walk_options(type(config))), type(config)(), defaults or {}
     if only_changed:
