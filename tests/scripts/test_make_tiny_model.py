@@ -91,3 +91,50 @@ def test_a_change_without_key_and_value_is_refused(tmp_path, capsys):
 
     assert end.value.code == 2
     assert "must look like KEY=VALUE" in capsys.readouterr().err
+
+
+def test_the_words_of_rows_become_tokens_of_the_model(tmp_path):
+    table = tmp_path / "train.csv"
+    table.write_text("question,answer\nWho?,Ada Lovelace\nHow many?,5\n")
+    answers = tmp_path / "answers"
+
+    assert main([str(answers), "--kind", "qwen3", "--words-from", f"{table}:answer"]) == 0
+    assert main(["--kind", "qwen3", "--out", str(tmp_path / "all"), "--words-from", str(table)]) == 0
+
+    assert len(AutoTokenizer.from_pretrained(answers).encode("Ada Lovelace")) == 1
+    assert len(AutoTokenizer.from_pretrained(answers).encode("Who?")) == 4
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "all").encode("Who?")) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["OUT", "--words-from", "TABLE:answr"], "no such column, the file has ['answer', 'question']"),
+        (["OUT", "--words-from", "TABLE:answer"], "no text to take words from"),
+        (["OUT", "--words-from", "missing.csv"], "no file or directory"),
+    ],
+)
+def test_rows_without_words_are_told(tmp_path, capsys, arguments, said):
+    table = tmp_path / "train.csv"
+    table.write_text("question,answer\nWho?,\n")
+    places = {"OUT": tmp_path / "out", "TABLE": table}
+    for name, place in places.items():
+        arguments = [argument.replace(name, str(place)) for argument in arguments]
+
+    assert main(arguments) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "name one folder"),
+        (["a", "--out", "b"], "name one folder"),
+        (["a", "--like", "b", "--words-from", "c.csv"], "leave out one"),
+    ],
+)
+def test_arguments_that_contradict_are_told(capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err

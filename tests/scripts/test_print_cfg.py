@@ -9,7 +9,7 @@ import yaml
 from tests.helpers.training import ROOT
 from verl.cli.print_config import main
 from verl.config.ppo import PPOConfig
-from verl.config.schema import load_config
+from verl.planning.device_defaults import load_run_config
 
 
 def printed(capsys, *arguments):
@@ -21,7 +21,7 @@ def test_the_whole_config_loads_to_the_same_config(run, capsys, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(printed(capsys, *run))
 
-    assert load_config(PPOConfig, [f"config={file}"]) == load_config(PPOConfig, run)
+    assert load_run_config(PPOConfig, [f"config={file}"]) == load_run_config(PPOConfig, run)
 
 
 def test_the_changed_options_load_to_the_same_config(run, capsys, tmp_path):
@@ -29,7 +29,7 @@ def test_the_changed_options_load_to_the_same_config(run, capsys, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(text)
 
-    assert load_config(PPOConfig, [f"config={file}"]) == load_config(PPOConfig, run)
+    assert load_run_config(PPOConfig, [f"config={file}"]) == load_run_config(PPOConfig, run)
     changed = yaml.safe_load(text)
     assert changed["algorithm"] == {"norm_adv_by_std": False, "disable_kl": True}  # as in demo.yaml
     assert "critic" not in changed["worker"]

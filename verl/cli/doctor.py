@@ -33,9 +33,10 @@ from packaging.requirements import Requirement
 
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
-from verl.config.schema import ConfigError, load_config
+from verl.config.schema import ConfigError
 from verl.config.trainer import RunConfig
 from verl.distributed.gpus import Gpu, list_gpus
+from verl.planning.device_defaults import load_run_config
 from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
 from verl.rewards.sandbox.runner import detect
 from verl.trainer.command import make_parser
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="do not try to import the heavy packages")
     switches = parser.parse_intermixed_args(arguments)
     try:
-        config = load_config(PPOConfig, switches.options, VERL_KEYS) if switches.options else None
+        config = load_run_config(PPOConfig, switches.options, VERL_KEYS) if switches.options else None
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT

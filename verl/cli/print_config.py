@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from verl.config.text import config_yaml
 from verl.config.trainer import RunTree
+from verl.planning.device_defaults import device_defaults
 from verl.trainer.command import make_parser, run_command
 
 
@@ -22,5 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(switches: argparse.Namespace, config: RunTree) -> int:
-    sys.stdout.write(config_yaml(config, only_changed=switches.changed))
+    defaults = device_defaults(type(config), config.trainer.device)
+    sys.stdout.write(config_yaml(config, only_changed=switches.changed, defaults=defaults))
     return 0

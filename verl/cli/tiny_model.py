@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a small model with random weights that transformers and vLLM load, without a network.
 
-    python3 scripts/make_tiny_model.py --kind qwen2_5_vl --out tiny-model
+    python3 scripts/make_tiny_model.py tiny-model --kind qwen2_5_vl
+    python3 scripts/make_tiny_model.py tiny-model --words-from train.jsonl:answer
     python3 scripts/make_tiny_model.py --like Qwen3-VL-4B-Instruct --set num_hidden_layers=2 --out small
 
 It knows nothing and runs in seconds where a real model takes hours: use it to try data, rewards and options.
-`--kind` has a tokenizer of 512 tokens; `--like` copies tokenizer and processor of a local model.
+`--kind` has a tokenizer of 512 tokens, and with `--words-from` one whose tokens are the answers and words of
+your rows, and single bytes for all other text; `--like` copies tokenizer and processor of a local model.
 
 Exit status: 0; 1 if the model cannot be made.
 """
@@ -29,7 +31,6 @@ WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    repair_cuda_builds()
     parser = argparse.ArgumentParser(
         prog="make_tiny_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,13 +39,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source.add_argument(
         "--like", type=Path, metavar="FOLDER", help="a model's folder; its weights are not read"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; made if missing")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="OUT", help="folder to write; made if missing"
+    )
+    parser.add_argument("--out", type=Path, metavar="OUT", help="the same")
+    parser.add_argument(
+        "--words-from", type=read_words_from, action="append", default=[], metavar="FILE[:COLUMN]",
+        help="give each word and short text of a data file, or of one of its columns, a token of its own; may"
+        " be repeated; not with `--like`",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--set", dest="changes", type=read_change, action="append", default=[], metavar="KEY=VALUE",
         help="change a config value, given as JSON; may be repeated",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    if (options.folder is None) == (options.out is None):
+        parser.error("name one folder to write: OUT")
+    if options.like and options.words_from:
+        parser.error("`--words-from` makes a tokenizer, and `--like` copies one: leave out one of the two")
+    out = options.folder or options.out
+    repair_cuda_builds()
     # Imported here so that `--help` answers before torch loads.
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
 
@@ -52,14 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if options.like:
-            save_random_model(options.out, options.like, seed=options.seed, changes=dict(options.changes))
+            save_random_model(out, options.like, seed=options.seed, changes=dict(options.changes))
         else:
-            save_tiny_model(options.out, options.kind, seed=options.seed, **dict(options.changes))
+            words = words_of_rows(options.words_from)
+            save_tiny_model(out, options.kind, seed=options.seed, words=words, **dict(options.changes))
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:  # the last for a value's type
         sys.stderr.write(f"make_tiny_model: {error}\n")
         return 1
-    size = sum(file.stat().st_size for file in options.out.glob("*.safetensors"))
-    sys.stdout.write(f"{options.out}: {size / 1e6:.1f} MB of random weights\n")
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    sys.stdout.write(f"{out}: {size / 1e6:.1f} MB of random weights\n")
     return 0
 
 
@@ -72,6 +88,39 @@ def read_change(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+
+
+def read_words_from(text: str) -> tuple[str, str]:
+    """Split `FILE[:COLUMN]`; the column is empty if there is none."""
+    file, _, column = text.rpartition(":")
+    is_column = file != "" and "/" not in column and not Path(text).exists()
+    return (file, column) if is_column else (text, "")
+
+
+def words_of_rows(sources: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the words of data files, given by name and column; without a column those of all columns.
+
+    Raises:
+        ValueError: A file has no such column, or no word.
+        FileNotFoundError: There is no such file.
+    """
+    from verl.data.files import load_rows  # noqa: PLC0415
+    from verl.models.tiny_words import find_words, texts_of  # noqa: PLC0415
+
+    texts = []
+    for file, column in sources:
+        rows = load_rows(file, "--words-from")
+        columns = rows.sources[0].columns
+        if column and column not in columns:
+            raise ValueError(f"`--words-from {file}:{column}`: no such column, the file has {columns}")
+        cells = (
+            rows[index].get(name) for index in range(len(rows)) for name in ([column] if column else columns)
+        )
+        found = [text for cell in cells for text in texts_of(cell)]
+        if not any(text.strip() for text in found):
+            raise ValueError(f"`--words-from {file}`: no text to take words from")
+        texts += found
+    return find_words(texts)
 
 
 def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: dict[str, Any]) -> None:

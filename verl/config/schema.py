@@ -82,11 +82,18 @@ def option(default: Any, help: str, **declared: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKeys | None = None) -> C:
+def load_config(
+    cls: type[C],
+    arguments: Sequence[str] = (),
+    renamed: RenamedKeys | None = None,
+    *,
+    defaults_for: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> C:
     """Return the config that `arguments` describe.
 
     Later wins: the defaults, the YAML files named by `config=FILE`, the arguments `section.option=value`.
-    Errors name the counterparts of the keys in `renamed`.
+    Errors name the counterparts of the keys in `renamed`. `defaults_for` maps the values, still
+    with their references, to further defaults by option.
 
     Raises:
         ConfigError: Names every unknown key, wrong value and broken rule.
@@ -94,7 +101,8 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
     problems: list[str] = []
     options = list_options(cls)
     hints = {entry.key: entry.hint for entry in options}
-    layers = reduce(_merged, (_nest(entry.key, entry.default) for entry in options), {})
+    declared = reduce(_merged, (_nest(entry.key, entry.default) for entry in options), {})
+    layers: dict[str, Any] = {}
     names = {
         _join(entry.key.rpartition(".")[0], entry.info.alias): entry.key
         for entry in options
@@ -121,7 +129,10 @@ def load_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKey
             except ValueError as error:
                 problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:
-        values = resolve_references(layers)
+        if defaults_for is not None:
+            further = defaults_for(_merged(declared, layers))
+            declared = reduce(_merged, (_nest(key, value) for key, value in further.items()), declared)
+        values = resolve_references(_merged(declared, layers))
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
     return _Builder(cls, problems, renamed).build(values)

@@ -2,7 +2,7 @@
 """A config as text, from the `option(...)` declarations: example YAML, resolved YAML, `--help`, Markdown."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config.parsing import describe, yaml_text
@@ -28,14 +28,19 @@ def example_yaml(cls: type) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def config_yaml(config: Any, *, only_changed: bool = False) -> str:
-    """Return a loaded config, or its options that are not at their default, as YAML that loads to it."""
-    entries, default = list(walk_options(type(config))), type(config)()
+def config_yaml(config: Any, *, only_changed: bool = False, defaults: Mapping[str, Any] | None = None) -> str:
+    """Return a loaded config, or its options that are not at their default, as YAML that loads to it.
+
+    `defaults` has the options whose default is not the declared one.
+    """
+    entries, default, others = list(walk_options(type(config))), type(config)(), defaults or {}
     if only_changed:
         changed = [
-            entry.key for entry in entries
-            if not is_section(entry.hint) and value_at(config, entry.key) != value_at(default, entry.key)
-        ]  # fmt: skip
+            entry.key
+            for entry in entries
+            if not is_section(entry.hint)
+            and value_at(config, entry.key) != others.get(entry.key, value_at(default, entry.key))
+        ]
         entries = [entry for entry in entries if any(_is_inside(key, entry.key) for key in changed)]
     return "\n".join(_yaml_line(entry, value_at(config, entry.key)) for entry in entries) + "\n"
 

@@ -5,6 +5,7 @@
 second and without a network. To add a family, add an entry to `FAMILIES`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.hub_names import auto_class
+from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
 
 SPECIAL_TOKENS = [
@@ -38,6 +40,8 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
 """
+
+ROLES = ("system", "user", "assistant")  # in the chat template
 
 CORPUS = [
     "system user assistant You are a helpful assistant. What colour is the shape in the image? How many?",
@@ -103,8 +107,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def train_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with Qwen's special tokens on a few sentences; deterministic."""
+def train_tokenizer(vocab_size: int = 512, *, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with Qwen's special tokens on a few sentences; deterministic.
+
+    With `words` these are its tokens, in addition to the special ones and single bytes; nothing is trained.
+    """
+    if words:
+        return _with_template(word_tokenizer([*words, *ROLES], SPECIAL_TOKENS))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -115,6 +124,10 @@ def train_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    return _with_template(tokenizer)
+
+
+def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -160,15 +173,27 @@ def build_config(family: Family, tokenizer: PreTrainedTokenizerFast, **overrides
     )
 
 
-def save_tiny_model(directory: Path | str, family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> Path:
+def save_tiny_model(
+    directory: Path | str,
+    family: str = "qwen2",
+    *,
+    seed: int = 0,
+    words: Sequence[str] = (),
+    **overrides: Any,
+) -> Path:
     """Write a tiny random model of a family in `FAMILIES`, with tokenizer and processor.
 
+    `words` become single tokens; without any, the tokenizer has a few that tests and demos use.
     `overrides` are options of the language model's config, for example `num_hidden_layers=4`.
     """
+    chosen = FAMILIES[family]
+    if words and chosen.model_type == "qwen2":  # transformers loads Qwen2's own splitting of text instead
+        raise ValueError(f"a tiny {family} model cannot have words of its own; qwen3 can")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    chosen = FAMILIES[family]
-    tokenizer = train_tokenizer()
+    tokenizer = train_tokenizer(words=words)
+    if words:  # each token is a text: none of the padding that 64-wide vocabularies have is sampled
+        overrides = {"vocab_size": len(tokenizer)} | overrides
     config = build_config(chosen, tokenizer, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

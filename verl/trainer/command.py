@@ -10,12 +10,13 @@ from typing import Generic, TypeVar
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
-from verl.config.schema import ConfigError, config_notes, load_config
+from verl.config.schema import ConfigError, config_notes
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
+from verl.planning.device_defaults import load_run_config
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.run.exit_status import (
@@ -211,7 +212,7 @@ def run_with_config(
 
 def load_with_notes(config_class: type[C], overrides: Sequence[str], keys: RenamedKeys | None) -> C:
     """Load a config, and print notes and a warning about another `verl` on stderr."""
-    config = load_config(config_class, overrides, keys)
+    config = load_run_config(config_class, overrides, keys)
     for note in config_notes(config):
         sys.stderr.write(f"note: {note}\n")
     if (clash := name_clash()) is not None:

@@ -5,7 +5,9 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
+from verl.config.parsing import yaml_text
 from verl.config.text import config_yaml
+from verl.planning.device_defaults import chosen_for_device
 from verl.planning.report import C, Describe, dry_run_memory
 from verl.trainer.run.exit_status import BAD_INPUT
 
@@ -21,9 +23,21 @@ def dry_run(config: C, switches: Sequence[str], describe: Describe[C], plan_text
         return BAD_INPUT
     resolved, memory = dry_run_memory(config, describe, memory_gb)
     sys.stdout.write(
-        f"{config_yaml(config)}\nplan of a training step\n{plan_text(resolved)}\nmemory at its most\n{memory}"
+        f"{config_yaml(config)}\n{_chosen(config, describe)}plan of a training step\n{plan_text(resolved)}\n"
+        f"memory at its most\n{memory}"
     )
     return 0
+
+
+def _chosen(config: C, describe: Describe[C]) -> str:
+    """The options of this run's models and processes whose default depends on the device, as lines."""
+    used = [f"worker.{role}." for role in ("rollout", *describe(config).roles())]
+    lines = [
+        f"  {key}={yaml_text(value)}\n"
+        for key, value in chosen_for_device(config).items()
+        if not key.startswith("worker.") or key.startswith(tuple(used))
+    ]
+    return f"defaults that follow from the device\n{''.join(lines)}\n" if lines else ""
 
 
 def _memory_gb(switches: Sequence[str]) -> float | None:

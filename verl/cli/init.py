@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a folder that trains as it is: rows, template, reward function, config and a tiny model.
+
+    verl-init my-run                             # questions about images
+    verl-init my-run --kind sft                  # conversations, for supervised fine-tuning
+    verl-init my-run --model Qwen/Qwen2.5-VL-3B-Instruct
+
+The tiny model has random weights and learns in two minutes on a CPU; with `--model` the config names that
+model, and none is made. Replace the rows by your own, then the template, the reward function and the model.
+
+Exit status: 0; 1 if the folder cannot be written; 2 if it holds something.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from verl.config.parsing import yaml_text
+
+TINY = "tiny-model"  # folder of the model that is made
+TEMPLATE_WORDS = ["Answer", "with", "one", "word"]
+BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run, and what its folder says about it."""
+
+    name: str
+    task: str
+    train: str
+    val: str
+    family: str  # of the tiny model, see `verl/models/tiny.py`
+    example: str  # a real model for these rows
+    steps: int
+    rows: int
+    val_rows: int
+    word_columns: tuple[str, ...]  # whose words become tokens of the tiny model
+    media: str = ""  # folder of images or videos
+    prompt_length: int = 128
+    entropy: float = 0.1
+
+
+VL_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+TEXT_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+QUESTIONS = ("question", "answer")
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "image", "A model learns to name the colour of a shape in an image.", "train.csv", "val.csv",
+            "qwen2_5_vl", VL_MODEL, 40, 64, 16, QUESTIONS, "images",
+        ),
+        Kind(
+            "text", "A model learns to find the colour in a sentence.", "train.jsonl", "val.jsonl",
+            "qwen3", TEXT_MODEL, 60, 128, 32, QUESTIONS,
+        ),
+        Kind(
+            "video", "A model learns to name the colour of what moves in a video.", "train.csv", "val.csv",
+            "qwen2_5_vl", VL_MODEL, 60, 32, 8, QUESTIONS, "videos",
+        ),
+        Kind(
+            "sft", "A model learns conversations about the colour in a sentence.", "train.jsonl", "val.jsonl",
+            "qwen3", TEXT_MODEL, 40, 128, 32, ("messages",),
+        ),
+    )
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verl-init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
+    parser.add_argument("--kind", choices=KINDS, default="image", help="what the rows hold (default: image)")
+    parser.add_argument("--model", metavar="NAME", help="a model's folder or hub name; default: a tiny model")
+    options = parser.parse_args(arguments)
+    kind, folder = KINDS[options.kind], options.folder
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder} is not empty: name a new folder, nothing is overwritten")
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"{folder} is a file: name a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, kind, options.model)
+    except FileExistsError as error:
+        sys.stderr.write(f"verl-init: {error}\n")
+        return BAD_INPUT
+    except OSError as error:
+        sys.stderr.write(f"verl-init: {folder} cannot be written: {error}\n")
+        return 1
+    _say(folder, kind, commands_of(kind))
+    return 0
+
+
+def write_folder(folder: Path, kind: Kind, model: str | None) -> None:
+    """Write everything that a run of this kind needs; without `model` also a tiny one."""
+    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - `--help` needs none of these
+
+    from verl.cli.init_rows import WRITERS, write_rows  # noqa: PLC0415
+
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    path = str(Path(model).resolve()) if model and Path(model).is_dir() else model
+    facts: dict[str, Any] = {
+        "kind": kind,
+        "tiny": model is None,
+        "model": yaml_text(path or TINY),
+        "project": yaml_text(folder.resolve().name),
+        "marker": f"<{kind.name}>" if kind.media else "",
+        "commands": commands_of(kind),
+    }
+    names = (
+        "run.yaml.jinja",
+        "README.md.jinja",
+        *(() if kind.name == "sft" else ("prompt.jinja", "reward.py.jinja")),
+    )
+    for name in names:
+        text = (files("verl.cli") / "init_files" / name).read_text(encoding="utf-8")
+        target = name if name == "prompt.jinja" else name.removesuffix(".jinja")
+        (folder / target).write_text(environment.from_string(text).render(facts), encoding="utf-8")
+    for number, (name, count) in enumerate(((kind.train, kind.rows), (kind.val, kind.val_rows))):
+        write_rows(folder / name, WRITERS[kind.name](folder, Path(name).stem, count, number))
+    if model is None:
+        make_model(folder, kind)
+
+
+def make_model(folder: Path, kind: Kind) -> None:
+    """Make the tiny model, with the words of the rows and of the template as tokens."""
+    from verl.cli.tiny_model import words_of_rows  # noqa: PLC0415
+    from verl.utils.cuda_builds import repair_cuda_builds  # noqa: PLC0415
+
+    repair_cuda_builds()
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+
+    from verl.models.tiny import save_tiny_model  # noqa: PLC0415
+
+    disable_progress_bar()
+    words = words_of_rows([(str(folder / kind.train), column) for column in kind.word_columns])
+    words += TEMPLATE_WORDS
+    save_tiny_model(folder / TINY, kind.family, words=words)
+
+
+def commands_of(kind: Kind) -> list[tuple[str, str]]:
+    """Return the next commands in the folder, and what each does."""
+    if kind.name == "sft":
+        return [
+            ("verl-data-check --sft config=run.yaml", "what the model will see"),
+            ("verl-sft config=run.yaml", "train"),
+            ("verl-view checkpoints", "curves in the browser"),
+        ]
+    return [
+        ("verl-data-check config=run.yaml", "what the model will see"),
+        ("verl-reward-check config=run.yaml", "what the reward function says"),
+        ("verl-train config=run.yaml", "train"),
+        ("verl-view checkpoints", "curves and every response, in the browser"),
+    ]
+
+
+def _say(folder: Path, kind: Kind, commands: list[tuple[str, str]]) -> None:
+    width = max(len(command) for command, _ in commands)
+    lines = [f"  {command.ljust(width)}  # {what}\n" for command, what in commands]
+    sys.stdout.write(f"{folder}: {kind.task}\nnext:\n  cd {folder}\n{''.join(lines)}")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults that differ on CPU: number types, compilation, micro batches, and processes within the cores.
+
+They rank below every value that a file or an argument gives, and a loaded config holds them like any other
+value: `--dry-run` prints them. On GPUs the declared defaults apply. Needs no torch.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from verl.config.model import AUTO
+from verl.config.parsing import resolve_references
+from verl.config.renamed_keys import RenamedKeys
+from verl.config.schema import list_options, load_config, value_at
+from verl.config.trainer import RunTree
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, also under Windows, and AMD's
+NO_GPUS = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
+
+C = TypeVar("C", bound=RunTree)
+
+
+def load_run_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKeys | None = None) -> C:
+    """Return the config that `arguments` describe, over the defaults of its device; see `load_config`."""
+    return load_config(
+        cls, arguments, renamed, defaults_for=lambda values: device_defaults(cls, _device_of(values))
+    )
+
+
+def device_defaults(cls: type, device: Any) -> dict[str, Any]:
+    """Return the defaults that differ with `trainer.device=device`, by option; none with GPUs."""
+    if device != "cpu" and (device != "auto" or has_gpu()):
+        return {}
+    defaults = cpu_defaults(len(os.sched_getaffinity(0)))
+    keys = [entry.key for entry in list_options(cls)]
+    return {key: value for name, value in defaults.items() for key in keys if f".{key}".endswith(f".{name}")}
+
+
+def cpu_defaults(cores: int) -> dict[str, Any]:
+    """Return the defaults on CPU by the ends of the options' names."""
+    return {
+        "fsdp.mp_param_dtype": "fp32",  # many CPUs emulate bf16
+        "ref.fsdp.torch_dtype": "fp32",  # so that the KL to the reference is 0 at the start
+        "rollout.dtype": "fp32",
+        "rollout.enforce_eager": True,  # compiling takes longer than what it saves
+        "rollout.tensor_parallel_size": 1,
+        "micro_batch_size_per_device_for_update": AUTO,
+        "micro_batch_size_per_device_for_experience": AUTO,
+        "micro_batch_size_per_device": AUTO,
+        "data.num_workers": min(8, max(1, cores - 1)),
+        "data.filter_overlong_prompts_workers": min(16, cores),
+        "trainer.n_gpus_per_node": 1,
+    }
+
+
+def chosen_for_device(config: RunTree) -> dict[str, Any]:
+    """Return the options of a loaded config that have the default of its device and not the declared one."""
+    declared = {entry.key: entry.default for entry in list_options(type(config))}
+    defaults: Mapping[str, Any] = device_defaults(type(config), config.trainer.device)
+    return {
+        key: value
+        for key, value in defaults.items()
+        if value_at(config, key) == value and value != declared[key]
+    }
+
+
+def has_gpu() -> bool:
+    """Return whether this machine shows a GPU to its processes, from the files of drivers."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS and any(map(os.path.exists, GPU_FILES))
+
+
+def _device_of(values: dict[str, Any]) -> Any:
+    if "${" in str(values):  # a reference may lead anywhere
+        values = resolve_references(values)
+    trainer = values["trainer"]
+    return trainer.get("device", "auto") if isinstance(trainer, dict) else "auto"
