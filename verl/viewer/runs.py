@@ -9,6 +9,7 @@ from typing import Any
 from verl.logger.file import METRICS_FILE, read_log
 from verl.viewer.rollout_index import RolloutIndex, plain
 from verl.viewer.rollout_store import FOLDER, is_inside
+from verl.viewer.run_state import run_state
 
 NOT_FOLLOWED = "a link out of the run's folder is not followed"
 DEPTH = 2  # folders between the given one and a run: PROJECT/EXPERIMENT
@@ -30,6 +31,7 @@ class RunFolder:
         state = {
             "name": self.name,
             "folder": str(self.folder),
+            "state": run_state(self.folder),
             "num_rollouts": rollouts.num_rows,
             "problems": dict(self.rollouts.problems) | dict.fromkeys(links, NOT_FOLLOWED),
             "version": str([(file.st_size, file.st_mtime_ns) for file in files]),

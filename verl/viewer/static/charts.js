@@ -2,6 +2,7 @@
 // Line and bar charts: a component around uPlot, which draws on a canvas.
 
 import { html, useEffect, useRef } from "./vendor/htm-preact-3.1.1.min.js";
+import { resolved, useThemeVersion } from "./colors.js";
 
 const uPlot = window.uPlot;
 const WIDTH = 380;
@@ -11,13 +12,14 @@ const HEIGHT = 190;
 export function Chart({ title, lines, bars = false }) {
   const holder = useRef(null);
   const plot = useRef(null);
+  const theme = useThemeVersion();
   const shape = lines.map((line) => line.label + line.color).join("\n");
   const data = lines.length ? uPlot.join(lines.map((line) => [line.x, line.y])) : [[]];
 
   useEffect(() => {
     plot.current = new uPlot(options(lines, bars), data, holder.current);
     return () => plot.current.destroy();
-  }, [shape]);
+  }, [shape, theme]);
   useEffect(() => {
     update(plot.current, data);
   }, [lines]);
@@ -40,8 +42,8 @@ function options(lines, bars) {
   const paths = bars ? uPlot.paths.stepped({ align: 1 }) : undefined;
   const series = lines.map((line) => ({
     label: line.label,
-    stroke: line.color,
-    fill: bars ? `${line.color}22` : undefined,
+    stroke: resolved(line.color),
+    fill: bars ? resolved(line.color, 0.13) : undefined,
     width: 1.5,
     spanGaps: true,
     points: { show: bars ? false : undefined, size: 4 },

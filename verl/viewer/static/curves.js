@@ -2,7 +2,8 @@
 // Logged metrics of the selected runs over their steps, and the time per phase.
 
 import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.min.js";
-import { COLORS, fetchJson, colorOf } from "./api.js";
+import { fetchJson } from "./api.js";
+import { colorAt } from "./colors.js";
 import { Chart } from "./charts.js";
 
 const FIRST = [
@@ -59,13 +60,13 @@ function linesOf(name, known, metrics, runs) {
   return known
     .filter((number) => metrics[number].metrics[name])
     .map((number) => ({
-      label: runs[number].name, color: colorOf(number), x: metrics[number].step, y: metrics[number].metrics[name],
+      label: runs[number].name, color: runs[number].color, x: metrics[number].step, y: metrics[number].metrics[name],
     }));
 }
 
 function phasesOf({ step, metrics }) {
   const names = Object.keys(metrics).filter((name) => name.startsWith("timing_s/") && !NO_PHASE.includes(name));
   return names.map((name, index) => ({
-    label: name.replace("timing_s/", ""), color: COLORS[index % COLORS.length], x: step, y: metrics[name],
+    label: name.replace("timing_s/", ""), color: colorAt(index), x: step, y: metrics[name],
   }));
 }
