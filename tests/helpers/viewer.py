@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +31,18 @@ class Answer(NamedTuple):
         return json.loads(self.body, parse_constant=lambda name: 1 / 0)
 
 
-def request(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    """Send one request with the verbatim path, and the token of the address as a cookie."""
+def request(
+    address: str, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+) -> Answer:
+    """Send one request with the verbatim path, and the token of the address as a cookie.
+
+    An underscore in the name of a header is sent as a hyphen.
+    """
     token = token_of(address)
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
     headers = {"Cookie": f"{cookie_name(token)}={token}"} | headers
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-    connection.request(method, path, headers=headers)
+    connection.request(method, path, body, headers)
     response = connection.getresponse()
     answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
     connection.close()
@@ -49,10 +55,10 @@ def token_of(address: str) -> str:
 
 
 @contextmanager
-def viewer(*folders: Path) -> Iterator[str]:
+def viewer(*folders: Path, options: Sequence[str] = ()) -> Iterator[str]:
     """Run the command on these folders; yield the printed address, and end it with Ctrl-C."""
     process = subprocess.Popen(
-        [*COMMAND, *map(str, folders), "--port", "0"], stdout=subprocess.PIPE, text=True
+        [*COMMAND, *map(str, folders), "--port", "0", *options], stdout=subprocess.PIPE, text=True
     )
     try:
         line = process.stdout.readline()

@@ -6,42 +6,24 @@ With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentati
 
 import os
 import re
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.helpers.browser import open_browser
 from tests.helpers.rollouts import rollout, with_media, write_log, write_steps
-from tests.helpers.viewer import viewer
+from tests.helpers.viewer import ROOT, viewer
 from verl.viewer.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.browser
 
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
 HUGE = HOSTILE + "\x00\x1b[31m\ufffd\u202e" + "long " * 200_000
-GONE = "net::ERR_CONNECTION_REFUSED"  # after a test ended its server
 LOAD_S = 3.0  # limit for 100,000 rollouts
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as opened:
-        yield opened
-
-
-@pytest.fixture
-def page(browser):
-    """A page that fails the test on an error or a request to another server."""
-    context = browser.new_context(viewport={"width": 1280, "height": 860})
-    page, faults = context.new_page(), []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda sent: faults.append(sent.url) if "//127.0.0.1:" not in sent.url else None)
-    yield page
-    context.close()
-    assert [fault for fault in faults if not fault.endswith(GONE)] == []
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +65,26 @@ def test_curves_of_both_runs_are_drawn_and_a_run_can_be_hidden(page, address):
 
     chart = page.locator('figure[data-title="reward/overall"]')
     expect(chart.locator("canvas")).to_be_visible()
-    expect(chart.locator(".u-legend .u-label")).to_have_text(["step", "first", "second"])
-    expect(page.locator('figure[data-title="time of first"] .u-label')).to_have_text(
-        ["step", "gen", "update_actor"]
+    expect(chart.locator(".legend span")).to_have_text(["first", "second"])
+    expect(page.locator('figure[data-title="time of first"] .legend span')).to_have_text(
+        ["gen", "update_actor"]
     )
+    first, second = (color_of(page, name) for name in ("first", "second"))
     colors = chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
-    assert {"37,99,235", "234,88,12"} <= set(colors)  # both lines are there in their colors
+    assert first != second and {first, second} <= set(colors)  # both lines are there in their colors
     keep_picture(page, "viewer_curves")
 
     page.get_by_label("second").uncheck()
-    expect(chart.locator(".u-legend .u-label")).to_have_count(0)  # one line needs no legend
-    assert "234,88,12" not in chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
+    expect(chart.locator(".legend span")).to_have_text(["first"])
+    assert second not in chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
     page.locator("input[name=metrics]").fill("timing_s/g")
     expect(page.locator("figure")).to_have_count(1)
+
+
+def color_of(page, run):
+    """The color of a run's chip, as `COLORS_OF_CANVAS` has it."""
+    chip = page.locator(".chip", has_text=run).locator("input")
+    return ",".join(re.findall(r"\d+", chip.evaluate("box => getComputedStyle(box).accentColor")))
 
 
 COLORS_OF_CANVAS = """canvas => {
@@ -157,7 +146,7 @@ def test_tokens_are_colored_by_the_selected_value(page, tmp_path):
     }
     RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, tokens=["a", "b", "c"], token_ids=[1, 2, 3], **values)])
     with viewer(tmp_path) as address:
-        page.goto(f"{address}#group/0/1/step1-0-0")
+        page.goto(f"{address}#group/{tmp_path.name}/1/step1-0-0")
         tokens = page.locator("article pre span")
 
         def alphas():
@@ -191,7 +180,7 @@ def test_hostile_texts_are_shown_as_text(page, address):
     expect(article.locator("span")).to_have_count(5000)
     assert page.evaluate("window.hacked") is None
     assert page.locator("main script, article script, img[src=x]").count() == 0
-    assert page.locator("script").count() == 2  # the page's own
+    assert page.locator("script").count() == 3  # the page's own
 
 
 def test_the_page_follows_a_running_run(page, tmp_path):
@@ -205,7 +194,11 @@ def test_the_page_follows_a_running_run(page, tmp_path):
         write_log(tmp_path, range(3, 5))
         page.get_by_role("link", name="curves").click()
         expect(page.locator('figure[data-title="reward/overall"] canvas')).to_be_visible()
-        expect(page.locator(".state")).to_have_text("live")
+        expect(page.locator(".state")).to_have_text("ended")
+        with locked_by_a_run(tmp_path):
+            expect(page.locator(".state")).to_have_text("live", timeout=10_000)
+            expect(page.locator(".chip .dot")).to_be_visible()
+        expect(page.locator(".state")).to_have_text("ended", timeout=10_000)
 
     expect(page.locator(".state")).to_have_text("server not responding", timeout=10_000)
 
@@ -232,6 +225,26 @@ def test_new_data_does_not_change_a_zoomed_chart(page, tmp_path):
         chart.locator(".u-over").dblclick()
         page.wait_for_timeout(500)
         assert picture_of(chart) not in (whole, zoomed)  # now they are visible
+
+
+@contextmanager
+def locked_by_a_run(folder):
+    """The lock of a run in a process of its own; the run ends as after its last step."""
+    code = (
+        "import sys; from types import SimpleNamespace\n"
+        "from verl.trainer.run.run_lock import locked_run_folder\n"
+        f"with locked_run_folder(SimpleNamespace(checkpoint_folder={str(folder)!r})):\n"
+        "    print('locked', flush=True); sys.stdin.read()"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout.readline() == "locked\n"
+    try:
+        yield run
+    finally:
+        run.stdin.close()
+        assert run.wait(20) == 0
 
 
 def picture_of(chart):

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--port", type=int, default=PORT, help=f"port on 127.0.0.1 (default {PORT}); 0 picks a free one"
     )
     parser.add_argument("--text", action="store_true", help="print a summary instead of serving a page")
+    parser.add_argument("--read-only", action="store_true", help="notes cannot be changed on the page")
     parser.add_argument("--watch", action="store_true", help=f"refresh it every {REFRESH_S:g} seconds")
     options = parser.parse_args(arguments)
     try:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):
-        serve(runs, listening, token)
+        serve(runs, listening, token, is_read_only=options.read_only)
 
 
 @contextmanager

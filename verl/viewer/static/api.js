@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests to the server, and helpers shared by all views.
 
-export const COLORS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#db2777", "#0891b2", "#854d0e", "#475569"];
+import { link } from "./address.js";
 
 // Returns the response as JSON; throws an error response with its text.
 export async function fetchJson(path, params = []) {
@@ -13,7 +13,14 @@ export async function fetchJson(path, params = []) {
   return response.json();
 }
 
-export const colorOf = (run) => COLORS[run % COLORS.length];
+// Sends an object; `key` shows the server that its own page does. Throws an error response with its text.
+export async function sendJson(path, content, key) {
+  const headers = { "Content-Type": "application/json", "X-Viewer-Key": key };
+  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(content) });
+  if (!response.ok) {
+    throw new Error(await response.text());
+  }
+}
 
 export function shown(value, digits = 3) {
   if (value === null || value === undefined) {
@@ -22,4 +29,4 @@ export function shown(value, digits = 3) {
   return typeof value === "number" && !Number.isInteger(value) ? value.toFixed(digits) : String(value);
 }
 
-export const groupLink = (row) => `#group/${row.run}/${row.step}/${encodeURIComponent(row.group)}`;
+export const groupLink = (row, runs) => link("group", [runs[row.run].name, row.step, row.group]);

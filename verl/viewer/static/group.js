@@ -4,6 +4,7 @@
 // Texts are untrusted: they go into text nodes, shortened if long, and never into markup.
 
 import { html, useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
+import * as address from "./address.js";
 import { fetchJson, shown } from "./api.js";
 
 const MAX_CHARACTERS = 20000;
@@ -32,7 +33,7 @@ export function Group({ runs, run, step, group }) {
   const [first] = rows;
   return html`
     <section class="filters">
-      <a href="#rollouts">back</a>
+      <a href=${address.link("rollouts")}>back</a>
       <strong>${runs[run].name}, step ${step}, ${group}</strong>
       <label>Token color
         <select name="coloring" value=${coloring} onChange=${(event) => setColoring(event.target.value)}>

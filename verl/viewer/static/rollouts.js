@@ -2,7 +2,8 @@
 // The table of rollouts, filtered, sorted and paginated by the server, with histograms of the same rows.
 
 import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.min.js";
-import { fetchJson, colorOf, groupLink, shown } from "./api.js";
+import * as address from "./address.js";
+import { fetchJson, groupLink, shown } from "./api.js";
 import { Chart } from "./charts.js";
 
 const PAGE = 100;
@@ -31,7 +32,7 @@ export function Rollouts({ runs, numbers, version }) {
       ${histograms.map(({ name, lines }) => html`<${Chart} key=${name} title=${name} lines=${lines} bars=${true} />`)}
     </section>
     <${Pager} order=${order} total=${answer.total} setOrder=${setOrder} />
-    <table class="rollouts">
+    <div class="scroll"><table class="rollouts">
       <thead><tr>
         ${COLUMNS.map(([name, title]) => html`
           <th><button onClick=${() => sort(name)}>${title}${order.sort === name && (order.order === "up" ? " ▲" : " ▼")}
@@ -39,15 +40,15 @@ export function Rollouts({ runs, numbers, version }) {
         <th>prompt</th><th>response</th>
       </tr></thead>
       <tbody>${answer.rows.map((row) => html`<${Row} row=${row} runs=${runs} />`)}</tbody>
-    </table>
+    </table></div>
   `;
 }
 
 function Row({ row, runs }) {
   return html`
-    <tr onClick=${() => { location.hash = groupLink(row); }}>
-      <td><i style=${{ background: colorOf(row.run) }}></i>${runs[row.run].name}</td>
-      <td><a href=${groupLink(row)}>${row.step}</a></td>
+    <tr onClick=${() => address.go("group", [runs[row.run].name, row.step, row.group])}>
+      <td><i style=${{ background: runs[row.run].color }}></i>${runs[row.run].name}</td>
+      <td><a href=${groupLink(row, runs)} onClick=${(event) => event.stopPropagation()}>${row.step}</a></td>
       <td>${shown(row.score)}</td><td>${shown(row.advantage)}</td><td>${row.response_length}</td>
       <td>${shown(row.finish_reason)}</td><td>${shown(row.data_source)}</td><td>${row.num_media || ""}</td>
       <td class="text">${row.prompt_start}</td><td class="text">${row.response_start}</td>
@@ -120,7 +121,7 @@ function useRows(numbers, version, filters, order) {
 
 function histogram(name, { edges, counts }, runs) {
   const lines = Object.entries(counts).map(([run, values]) => ({
-    label: runs[run].name, color: colorOf(run), x: edges, y: [...values, 0],
+    label: runs[run].name, color: runs[run].color, x: edges, y: [...values, 0],
   }));
   return { name: name.replace("_", " "), lines };
 }
