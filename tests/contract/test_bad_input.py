@@ -180,7 +180,10 @@ BAD_FILES = {
     "template with an unknown column": (
         "text",
         ["data.format_prompt={folder}/unknown.jinja"],
-        ["train.jsonl, rows 0, 1, 2 and 5 more: the template `data.format_prompt`", "'contents' is undefined"],
+        [
+            "train.jsonl, rows 0, 1, 2 and 5 more: the template `data.format_prompt`",
+            "'contents' is undefined",
+        ],
     ),
     "prompts that are too long": (
         "text",
@@ -195,12 +198,19 @@ BAD_FILES = {
     "corrupt image": (
         "image",
         ["data.train_files={folder}/cut_image.jsonl"],
-        ["cut_image.jsonl, rows 0, 1, 2 and 5 more: the image", "cut.png cannot be read", "`data.on_bad_row=skip`"],
+        [
+            "cut_image.jsonl, rows 0, 1, 2 and 5 more: the image",
+            "cut.png cannot be read",
+            "`data.on_bad_row=skip`",
+        ],
     ),
     "missing image": (
         "image",
         ["data.train_files={folder}/no_image.jsonl"],
-        ["no_image.jsonl, rows 0, 1, 2 and 5 more: the image", "gone.png cannot be read: there is no such file"],
+        [
+            "no_image.jsonl, rows 0, 1, 2 and 5 more: the image",
+            "gone.png cannot be read: there is no such file",
+        ],
     ),
     "corrupt video": (
         "image",
