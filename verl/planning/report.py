@@ -12,6 +12,8 @@ from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine, table
+from verl.planning.stored_shape import stored_shape
+from verl.utils.imports import deferred
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -21,6 +23,7 @@ Describe = Callable[[C], PlannedRun]  # `planned_ppo` or `planned_sft`
 Changes = dict[str, Any]  # options by their keys
 
 CONFIG_FILE = "config.json"
+read_shape = deferred("verl.planning.model_sizes", "read_shape")  # imports torch
 ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
@@ -43,14 +46,13 @@ def resolve_auto_sizes(config: C, describe: Describe[C], device: str) -> C:
 
 def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
     """Build a planner that reads the config of each model once."""
-    from verl.planning.model_sizes import read_shape  # noqa: PLC0415 - a config is checked without torch
-
     shapes = {}
 
-    def read(model, fsdp, **options):  # noqa: ANN001, ANN003, ANN202 - as `read_shape`
+    def read(model, fsdp, *, option, **options):  # noqa: ANN001, ANN003, ANN202 - as `read_shape`
         key = repr((model, fsdp.torch_dtype, options))
         if key not in shapes:
-            shapes[key] = read_shape(model, fsdp, **options)
+            known = stored_shape(model, fsdp, **options)
+            shapes[key] = known or read_shape(model, fsdp, option=option, **options)
         return shapes[key]
 
     return Planner(describe, read, machine)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a model that is on this disk, from its config and the headers of its weight files.
+
+Takes milliseconds, where building an empty model imports torch and transformers for seconds. It knows the
+common dense models, trained whole; for the others `verl.planning.model_sizes` builds an empty one.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.config.model import FSDPConfig, ModelConfig
+from verl.planning.memory_model import ModelShape, Stack
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+OWN_HEAD_DIM = ("qwen3", "qwen3_vl")  # whose heads need not share out the hidden size
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
+TEXT_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+Sizes = dict[str, tuple[int, ...]]  # shapes of tensors by name
+
+
+def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head: str) -> ModelShape | None:
+    """Return what `read_shape` does, or None for a model that only it knows."""
+    folder = Path(model.model_path or "")
+    changes = (
+        *(model.override_config, model.train_modules, model.freeze_modules, model.family),
+        *(model.lora.is_used, model.freeze_vision_tower),
+    )
+    number = BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
+    if any(changes) or head != "causal" or number is None or not (folder / "config.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        sizes = dict(stored_sizes(folder))
+        return _shape(config, sizes, number, is_trained) if config["model_type"] in MODEL_TYPES else None
+    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it, `read_shape` says better
+        return None
+
+
+def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of each tensor of a model, from the headers of its safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    files = (
+        {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {"model.safetensors"}
+    )
+    for file in sorted(files):
+        with (folder / file).open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, tuple(entry["shape"])
+
+
+def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool) -> ModelShape:
+    text = config.get("text_config", config)
+    is_tied = text["tie_word_embeddings"] if "tie_word_embeddings" in text else config["tie_word_embeddings"]
+    if is_tied:
+        sizes.pop(HEAD, None)
+    tower_blocks = _blocks(sizes, TOWER_BLOCK)
+    text_blocks = _blocks({name: size for name, size in sizes.items() if "visual." not in name}, TEXT_BLOCK)
+    params = sum(map(math.prod, sizes.values()))
+    root = params - sum(tower_blocks.values()) - sum(text_blocks.values())
+    vocab = next(size[0] for name, size in sizes.items() if name.endswith(EMBEDDING if is_tied else HEAD))
+    has_norms = any(name.endswith("q_norm.weight") for name in sizes)
+    return ModelShape(
+        params=params,
+        stored=number * params,
+        trained=params if is_trained else 0,
+        trained_stored=number * params if is_trained else 0,
+        root=root,
+        trained_root=root if is_trained else 0,
+        largest_stored=number * max(map(math.prod, sizes.values())),
+        vocab=vocab,
+        is_tied=is_tied,
+        text=_text_stack(text, config["model_type"], max(text_blocks.values()), has_norms),
+        tower=_tower_stack(config["vision_config"], max(tower_blocks.values())) if tower_blocks else None,
+    )
+
+
+def _blocks(sizes: Sizes, pattern: re.Pattern[str]) -> dict[int, int]:
+    # weights of each block
+    counts: dict[int, int] = {}
+    for name, size in sizes.items():
+        if found := pattern.search(name):
+            counts[int(found[1])] = counts.get(int(found[1]), 0) + math.prod(size)
+    return counts
+
+
+def _text_stack(text: dict[str, Any], model_type: str, params: int, has_head_norms: bool) -> Stack:
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    own = text["head_dim"] if model_type in OWN_HEAD_DIM else text.get("head_dim")
+    return Stack(
+        layers=text["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=text["intermediate_size"],
+        heads=heads,
+        kv_heads=text["num_key_value_heads"],
+        head_dim=own or hidden // heads,
+        params=params,
+        has_head_norms=has_head_norms,
+    )
+
+
+def _tower_stack(vision: dict[str, Any], params: int) -> Stack:
+    hidden = vision["embed_dim"] if "embed_dim" in vision else vision["hidden_size"]
+    own = vision["intermediate_size"] if "intermediate_size" in vision else hidden * vision["mlp_ratio"]
+    heads = vision["num_heads"]
+    return Stack(
+        layers=vision["depth"],
+        hidden=hidden,
+        intermediate=int(own),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        params=params,
+    )
