@@ -111,13 +111,12 @@ def _gib(size: int) -> str:
 
 def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
     """Yield the option and path of models whose config is neither in a folder nor in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - `--help` needs no client of the hub
-
+    in_cache = deferred("huggingface_hub", "try_to_load_from_cache")
     for model in run.models:
         path = model.model.model_path
         if path is None or (Path(path) / CONFIG_FILE).is_file():
             continue
-        if Path(path).is_dir() or not isinstance(try_to_load_from_cache(path, CONFIG_FILE), str):
+        if Path(path).is_dir() or not isinstance(in_cache(path, CONFIG_FILE), str):
             yield f"worker.{model.role}.model.model_path", path
 
 
