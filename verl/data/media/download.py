@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http.client import OK, responses
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
@@ -30,6 +29,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from verl.data.media.download_options import DownloadOptions
 from verl.utils.shared_folder import Room
 
 FILE = re.compile(r"[0-9a-f]{38}(\.failed)?")
@@ -39,22 +39,6 @@ REDIRECTS = (301, 302, 303, 307, 308)
 TEMPORARY_ERRORS = (408, 425, 429, 500, 502, 503, 504)
 IPV6_UNICAST = IPv6Network("2000::/3")  # allocated addresses; IPv4 addresses can hide in the others
 HEADERS = {"User-Agent": "verl", "Accept-Encoding": "identity"}
-
-
-@dataclass(frozen=True)
-class DownloadOptions:
-    """Limits of downloads and where files are kept; equal in every process of a run."""
-
-    hosts: tuple[str, ...] = ()  # the only reachable hosts; () is every public host
-    timeout_s: float = 60.0  # for each file
-    max_bytes: int = 1 << 30
-    directory: str | None = None  # None is a folder of this user in each node's temporary folder
-
-    @classmethod
-    def from_data(cls, data: Any) -> "DownloadOptions":
-        """Take them from the `data` section of a config."""
-        hosts = tuple(host.lower() for host in data.media_url_hosts)
-        return cls(hosts, data.media_url_timeout_s, data.media_url_max_mb << 20, data.media_url_dir)
 
 
 class DownloadFolder:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from verl.data.media.download import DownloadOptions
+from verl.data.media.download_options import DownloadOptions
 from verl.data.media.video import SizeOptions, VideoOptions
 
 
