@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.architecture.source import ROOT, source_files
+from tests.helpers.browser import open_browser
 
 LOADED = {
     "img": "src",
@@ -138,3 +139,16 @@ def headings(text):
     """The anchors of a page as code hosts make them: lower case, punctuation left out, spaces as hyphens."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("page", ["index.html", "algorithms/models.html"])
+def test_search_works_from_a_folder(site, page):
+    with open_browser() as browser:
+        opened = browser.new_page()
+        opened.goto((site / page).as_uri())
+        opened.fill("input.md-search__input", "micro batch")
+
+        opened.locator(".md-search-result__item").first.wait_for(state="attached", timeout=20_000)
+
+        assert "matching documents" in opened.inner_text(".md-search-result__meta")

@@ -19,7 +19,7 @@ from tests.architecture.source import ROOT, SKIPPED, source_files
 from verl import __version__
 
 # What reading a config and looking for its model need; a run needs much more.
-LIGHT = ("omegaconf", "pyyaml", "packaging", "rich", "huggingface-hub")
+LIGHT = ("omegaconf", "pyyaml", "packaging", "rich", "huggingface-hub", "jinja2", "numpy", "pillow", "av")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = """
 import importlib, json, sys
@@ -124,10 +124,47 @@ def test_the_sdist_builds_the_same_wheel_as_the_tree(clone, wheel, tmp_path):
 
 
 def test_the_wheel_holds_each_file_of_the_package_and_nothing_beside_it(wheel):
-    shipped = {name for name in contents(wheel) if ".dist-info/" not in name}
+    files = contents(wheel)
+    shipped = {name for name in files if ".dist-info/" not in name and ".data/" not in name}
 
     assert shipped == {path.relative_to(ROOT).as_posix() for path in source_files(ROOT / "verl", "*")}
     assert "verl/viewer/static/index.html" in shipped
+
+
+def test_the_wheel_ships_the_examples_and_scripts(wheel):
+    prefix = f"easy_verl-{__version__}.data/data/share/easy-verl/"
+    shipped = {name.removeprefix(prefix) for name in contents(wheel) if name.startswith(prefix)}
+
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("examples", "scripts")
+        for path in source_files(ROOT / folder, "*")
+    }
+    assert shipped == expected - {"scripts/docs_site.py"}
+
+
+def test_examples_of_the_wheel_are_one_command_away(python, tmp_path):
+    run(python.with_name("verl-examples"), "mine", cwd=tmp_path)
+
+    command = (python.with_name("verl-print-config"), "config=examples/config.yaml", "--changed")
+    printed = run(*command, cwd=tmp_path / "mine")
+
+    assert "examples/reward_function/" in printed
+
+
+@pytest.mark.parametrize("origin", ["git@host.example:team/name.git", "https://host.example/team/name.git"])
+def test_the_readme_of_a_wheel_links_to_the_origin_of_its_clone(clone, tmp_path, origin):
+    copy = shutil.copytree(clone, tmp_path / "clone")
+    for command in (["init", "-q"], ["remote", "add", "origin", origin]):
+        run("git", *command, cwd=copy)
+
+    metadata = contents(build(copy, tmp_path / "dist"))[
+        f"easy_verl-{__version__}.dist-info/METADATA"
+    ].decode()
+
+    assert "Project-URL: Source, https://host.example/team/name\n" in metadata
+    assert "](https://host.example/team/name/blob/main/docs/start.md)" in metadata
+    assert "](docs/" not in metadata
 
 
 def test_the_wheel_carries_the_licence_and_every_command(wheel):

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+
+import pytest
+
+from verl.cli.completion import COMMANDS, completion_script
+
+
+def completed(command, *words):
+    """What a shell offers for the last of the words that were typed after the command."""
+    quoted = " ".join(f"'{word}'" for word in (command, *words))
+    script = f"{completion_script()}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words)}\n"
+    script += f'_{command.replace("-", "_")}\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_completes_its_options(command):
+    assert "trainer.save_freq=" in completed(command, "trainer.save_f")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainer.console", "=", "co"], ["compact"]),  # as bash splits them
+        (["trainer.console=co"], ["trainer.console=compact"]),  # as zsh does
+        (["trainer.val_only", "="], ["true", "false"]),
+        (["--dry"], ["--dry-run"]),
+        (["no_such_option"], []),
+        (["trainer.project_name", "=", "a"], []),  # any text
+    ],
+)
+def test_values_and_switches_are_completed(words, expected):
+    assert completed("verl-train", *words) == expected
+
+
+def test_files_are_completed_for_options_that_name_them(tmp_path, monkeypatch):
+    (tmp_path / "run_one.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+
+    assert completed("verl-train", "config", "=", "run") == ["run_one.yaml"]
+    assert completed("verl-train", "config=run") == ["config=run_one.yaml"]
+
+
+def test_fine_tuning_completes_its_own_options():
+    assert completed("verl-sft", "worker.rollout.") == []
+    assert "data.max_length=" in completed("verl-sft", "data.max_l")

