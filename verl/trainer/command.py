@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
+from verl.config.model_files import weights_problem
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
@@ -16,6 +17,7 @@ from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
+from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.run.exit_status import (
@@ -133,6 +135,14 @@ def check_run(trainer: RunConfig) -> None:
     checkpoint_to_resume(
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
     )
+
+
+def check_weights(run: PlannedRun) -> None:
+    """Raise if a model's folder has a config and no weights."""
+    for planned in run.models:
+        problem = weights_problem(planned.model.model_path or "")
+        if problem is not None:
+            raise FileNotFoundError(f"`worker.{planned.role}.model.model_path` {problem}")
 
 
 def check_cores(trainer: RunConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from verl.config.sft import SFTConfig
 from verl.planning.planned_run import planned_sft
 from verl.planning.step_plan import make_sft_plan
-from verl.trainer.command import TrainingCommand, usage
+from verl.trainer.command import TrainingCommand, check_weights, usage
 from verl.trainer.run.exit_status import ExitStatus
 
 
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def fine_tune_once(config: SFTConfig, wait_s: float | None = None) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure; see `run_once`."""
+    check_weights(planned_sft(config))
     # Imported here so that a wrong config or version is reported before torch and Ray load.
     from verl.trainer.prepare import prepared_run  # noqa: PLC0415
     from verl.trainer.run.run_once import run_once  # noqa: PLC0415
