@@ -60,6 +60,7 @@ class Logger:
 
 
 LOGGERS: Registry[type[Logger]] = Registry("trainer.logger")
+PIP_NAMES = {"mlflow": "mlflow-skinny"}  # what to install, if its name is not the module's
 
 
 def import_optional(package: str, logger: str) -> ModuleType:
@@ -67,7 +68,8 @@ def import_optional(package: str, logger: str) -> ModuleType:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"`trainer.logger` {logger!r} needs the package {error.name}: pip install 'easy-verl[{logger}]'"
+            f"`trainer.logger` {logger!r} needs the package {error.name}:"
+            f" pip install {PIP_NAMES.get(package, error.name)}, or leave {logger!r} out of `trainer.logger`"
         ) from error
 
 

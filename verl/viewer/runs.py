@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.config.hints.missing_paths import missing
 from verl.logger.file import METRICS_FILE, read_log
 from verl.viewer.rollout_index import RolloutIndex, plain
 from verl.viewer.rollout_store import FOLDER, is_inside
@@ -53,10 +54,13 @@ def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
     """Open runs, given as run folders or as folders of `PROJECT/EXPERIMENT` or `EXPERIMENT`.
 
     Raises:
-        ValueError: A folder does not exist, or contains no run.
+        FileNotFoundError: A folder does not exist.
+        ValueError: A folder contains no run.
     """
     found: list[Path] = []
     for folder in folders:
+        if not folder.is_dir():
+            raise missing("folder", Path(os.path.abspath(folder)))
         runs = _runs_in(Path(os.path.abspath(folder)), DEPTH)
         if not runs:
             raise ValueError(f"no run in {folder}: a run has `{METRICS_FILE}` or `{FOLDER}/`")
