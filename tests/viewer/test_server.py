@@ -300,7 +300,7 @@ def test_a_busy_port_is_named_with_the_remedy(tmp_path):
         ended = subprocess.run([*COMMAND, f"--port={port}", str(tmp_path)], capture_output=True, text=True)
 
     assert ended.returncode == 1
-    assert f"port {port} is not available (Address already in use" in ended.stderr
+    assert f"port {port} is not available (Address already in use)" in ended.stderr
     assert ended.stderr.endswith("`--port=0` picks a free one\n")
 
 

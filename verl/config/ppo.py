@@ -91,9 +91,9 @@ class PPOConfig(RunTree):
                 "`worker.reward.reward_function` must be set: `file.py:function`;"
                 " or `worker.reward_model.model.model_path`"
             )
+        yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
         yield from self._lengths()
-        yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.

@@ -9,6 +9,7 @@ refreshes it.
 """
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def _open_port(port: int) -> socket.socket:
     try:
         return loopback_socket(port)
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{error}"
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else f"{error}"
         raise ValueError(f"port {port} is not available ({reason}): `--port=0` picks a free one") from error
 
 

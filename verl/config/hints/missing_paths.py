@@ -18,7 +18,9 @@ def missing(kind: str, path: Path) -> FileNotFoundError:
     """Return the error for a path that does not exist, with the entry that was probably meant."""
     nearest = nearest_sibling(path, MIN_SIMILARITY)
     if nearest is None:
-        parent = next(folder for folder in path.parents if folder.exists())
+        parent = next(
+            folder for folder in path.parents if os.path.exists(folder)
+        )  # false for a name too long
         note = "" if parent == path.parent else f" ({parent} has no {path.relative_to(parent).parts[0]})"
         return FileNotFoundError(f"no {kind} {path}{note}")
     return FileNotFoundError(f"no {kind} {path}; did you mean {shown(nearest)}?")
@@ -40,7 +42,7 @@ def nearest_sibling(path: Path, cutoff: float) -> Path | None:
     try:
         with os.scandir(path.parent) as entries:
             names = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL character
         return None
     wanted = path.name.lower()
     alike = {
