@@ -24,6 +24,8 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from verl.distributed.gpus import shows_gpu
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = ("nothing", "model", "ray")  # each includes the ones before it
 MAX_LINES = 12
@@ -186,14 +188,18 @@ VALUES = (
     ),
     Mistake(
         "more processes than cores",
-        ("trainer.n_gpus_per_node=64",),
-        ("`trainer.n_gpus_per_node` (64)", "this machine has", "core"),
+        ("trainer.n_gpus_per_node=4096",),
+        ("`trainer.n_gpus_per_node` (4096)", "this machine has", "core"),
         ("micro_batch", "divisible"),
     ),
     Mistake(
         "more processes than cores, and all divides",
-        ("trainer.n_gpus_per_node=64", "data.rollout_batch_size=256", "worker.actor.global_batch_size=256"),
-        ("`trainer.n_gpus_per_node` (64)", "this machine has"),
+        (
+            "trainer.n_gpus_per_node=4096",
+            "data.rollout_batch_size=16384",
+            "worker.actor.global_batch_size=16384",
+        ),
+        ("`trainer.n_gpus_per_node` (4096)", "this machine has"),
     ),
     Mistake(
         "logger without brackets",
@@ -216,7 +222,7 @@ VALUES = (
         ("data.max_response_length=5000", "worker.rollout.max_num_batched_tokens=8192"),
         ("`data.max_response_length` (5064) must be at most 4096", "`max_position_embeddings`"),
     ),
-    Mistake("no GPU", ("trainer.device=cuda",), ("`trainer.device` (cuda) needs a GPU",), needs="model"),
+    Mistake("no GPU", ("trainer.device=cuda",), ("`trainer.device` (cuda) needs a GPU",)),
 )
 YAML = (
     yaml_mistake("tabs", "  n_gpus_per_node", "\tn_gpus_per_node", "starts with a tab"),
@@ -427,7 +433,8 @@ def chosen(names: Sequence[str], needs: str) -> list[Mistake]:
     if unknown_names:
         raise SystemExit(f"no mistake is called {sorted(unknown_names)}: see the tables in {__file__}")
     allowed = NEEDS[: NEEDS.index(needs) + 1]
-    return [each for each in MISTAKES if each.needs in allowed and (not names or each.name in names)]
+    wanted = [each for each in MISTAKES if each.needs in allowed and (not names or each.name in names)]
+    return [each for each in wanted if each.name != "no GPU" or not shows_gpu()]
 
 
 def write_run(folder: Path, needs: str) -> None:
@@ -488,9 +495,10 @@ def _cpu_seconds() -> float:
 
 def run(command: Sequence[str], folder: Path) -> tuple[int | None, str, float]:
     """Run a command of the project; return its exit status, output and seconds."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     started = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *command], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        [sys.executable, *command], cwd=folder, env=environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     try:

@@ -14,7 +14,7 @@ from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes, load_config
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
-from verl.distributed.gpus import list_gpus
+from verl.distributed.gpus import list_gpus, shows_gpu
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
 from verl.planning.planned_run import PlannedRun
@@ -129,7 +129,12 @@ class TrainingCommand(Generic[C]):
 
 
 def check_run(trainer: RunConfig) -> None:
-    """Check the cores, the loggers and the checkpoint to resume from, before anything is loaded."""
+    """Check devices, loggers and the checkpoint to resume from, before anything is loaded."""
+    if trainer.device == "cuda" and not shows_gpu():
+        raise RuntimeError(
+            "`trainer.device` (cuda) needs a GPU, and this machine shows none: set `trainer.device=cpu`, or"
+            " `auto` for any machine"
+        )
     check_cores(trainer)
     check_loggers(trainer.logger)
     checkpoint_to_resume(
