@@ -299,7 +299,7 @@ def test_a_group_of_one_is_one_problem_whatever_needs_more(minimal):
 def test_processes_beyond_the_cores_are_named_before_the_batches_that_they_do_not_divide(
     minimal, monkeypatch
 ):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     eight = ["trainer.n_gpus_per_node=8", "trainer.device=cpu"]
     dividing = ["worker.actor.global_batch_size=8", "worker.actor.micro_batch_size_per_device_for_update=1"]

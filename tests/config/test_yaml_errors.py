@@ -16,7 +16,7 @@ MISTAKES = {
     ),
     "an indent between others": (
         "data:\n  train_files: a\n val_files: b\n",
-        "line 3: it is indented by 1 space, the lines above by 0 or 2",
+        "line 3: it is indented by 1 space, the sections above by 0 or 2",
     ),
     "a key twice": (
         "data:\n  seed: 1\nworker:\n  seed: 1\n  actor: {}\n  seed: 2\n",

@@ -195,6 +195,7 @@ sys.exit(command.run(arguments))
 def test_a_hanging_service_changes_neither_the_end_of_a_run_nor_its_exit_status(end, status, tmp_path):
     (tmp_path / "x.jsonl").write_text("{}\n")
     (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
     env = {"PYTHONPATH": str(ROOT)}
 
     finished = subprocess.run(

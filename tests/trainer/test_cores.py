@@ -3,12 +3,12 @@ import pytest
 
 from verl.config.trainer import TrainerConfig
 from verl.trainer import command
-from verl.trainer.command import check_cores
+from verl.trainer.command import check_cores, check_run
 
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(command, "list_gpus", list)
     monkeypatch.setattr("verl.single_controller.ray.cluster.has_cluster", lambda: False)
 
@@ -30,3 +30,19 @@ def test_a_run_that_may_find_more_cores_or_needs_none_is_left_alone(monkeypatch)
     check_cores(TrainerConfig(n_gpus_per_node=8, device="cpu"))
     monkeypatch.setattr(command, "list_gpus", lambda: ["a GPU"])
     check_cores(TrainerConfig(n_gpus_per_node=8, device="auto"))
+
+
+def test_a_machine_without_gpu_is_told_before_torch_is_imported(monkeypatch):
+    monkeypatch.setattr("verl.distributed.gpus.DEVICES", ())
+    monkeypatch.setattr("verl.distributed.gpus.list_gpus", list)
+
+    with pytest.raises(RuntimeError, match=r"`trainer.device` \(cuda\) needs a GPU, and this machine shows"):
+        check_run(TrainerConfig(device="cuda", logger=("console",)))
+
+
+def test_a_gpu_that_no_driver_reports_is_left_to_torch(monkeypatch, tmp_path):
+    (tmp_path / "nvidia0").write_text("")
+    monkeypatch.setattr("verl.distributed.gpus.DEVICES", (f"{tmp_path}/nvidia[0-9]*",))
+    monkeypatch.setattr("verl.distributed.gpus.list_gpus", list)
+
+    check_run(TrainerConfig(device="cuda", logger=("console",), save_checkpoint_path=str(tmp_path)))

@@ -17,7 +17,7 @@ from tests.helpers.rollouts import rollout, with_media, write_log, write_steps
 from tests.helpers.viewer import COMMAND, ROOT, request, token_of, viewer
 from verl.viewer.process import viewer_process
 from verl.viewer.rollout_store import RolloutStore
-from verl.viewer.server import cookie_name
+from verl.viewer.server import cookie_name, loopback_socket
 
 HOSTILE = "<script>window.hacked = 1</script>\x00\ud800"
 
@@ -279,6 +279,29 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 
     assert ended.returncode == 1
     assert ended.stderr.startswith(f"rollout_viewer: no run in {tmp_path}")
+
+
+def test_a_misspelled_folder_is_answered_with_its_neighbor(tmp_path):
+    write_steps(tmp_path / "checkpoints", range(1, 2))
+
+    ended = subprocess.run(
+        [*COMMAND, "--text", str(tmp_path / "checkpointts")], capture_output=True, text=True
+    )
+
+    assert ended.returncode == 1
+    said = f"no folder {tmp_path}/checkpointts; did you mean {tmp_path}/checkpoints?\n"
+    assert ended.stderr == f"rollout_viewer: {said}"
+
+
+def test_a_busy_port_is_named_with_the_remedy(tmp_path):
+    write_steps(tmp_path, range(1, 2))
+    with loopback_socket(0) as busy:
+        port = busy.getsockname()[1]
+        ended = subprocess.run([*COMMAND, f"--port={port}", str(tmp_path)], capture_output=True, text=True)
+
+    assert ended.returncode == 1
+    assert f"port {port} is not available (Address already in use)" in ended.stderr
+    assert ended.stderr.endswith("`--port=0` picks a free one\n")
 
 
 def test_the_viewer_of_a_run_ends_with_the_block(tmp_path):

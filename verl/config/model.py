@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.config.model_files import folder_problem
 from verl.config.paths import existing_folder, model_source, writable_folder
 from verl.config.schema import option
 
@@ -89,6 +90,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.tokenizer_path is None:
             object.__setattr__(self, "tokenizer_path", self.model_path)
+
+    def problems(self, path: str) -> Iterator[str]:
+        problem = folder_problem(self.model_path, path) if self.model_path else None
+        if problem is not None:
+            yield f"`{path}.model_path` {problem}"
 
 
 @dataclass(frozen=True)

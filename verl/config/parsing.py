@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.hints.missing_paths import missing
 from verl.config.hints.yaml_errors import explain
 
 NULL_WORDS = ("null", "None", "~", "")
@@ -49,7 +50,7 @@ class YamlTextError(ValueError):
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file; references such as `${a.b}` stay unresolved."""
     if not os.path.isfile(path):  # unlike `Path.is_file`, false for a name that is too long
-        raise ValueError(f"no file {path}")
+        raise ValueError(str(missing("file", path)))
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{path} has {size} bytes; a config file has at most {MAX_BYTES}")

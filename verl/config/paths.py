@@ -11,6 +11,9 @@ import re
 import tempfile
 from pathlib import Path
 
+from verl.config.hints.missing_paths import missing, misspelled_folder
+from verl.config.model_files import downloaded
+
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
 HUB_SUBSET = re.compile(r"\w[\w.-]*/\w[\w.-]*/\w[\w.+-]*")
 DEFAULT_FUNCTION = "main"  # of a file given without a function
@@ -23,14 +26,14 @@ def existing_file(text: str) -> str:
     if path.is_dir():
         raise FileNotFoundError(f"must be a file, {path} is a folder")
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise missing("file", path)
     return str(path)
 
 
 def existing_folder(text: str) -> str:
     path = _absolute(text)
     if not path.is_dir():
-        raise FileNotFoundError(f"no folder {path}")
+        raise missing("folder", path)
     return str(path)
 
 
@@ -63,7 +66,8 @@ def data_source(text: str) -> str:
     if path.exists():
         return str(path) + at + split
     if source.endswith(DATA_SUFFIXES) or (looks_local(source) and not _is_subset(source)):
-        raise FileNotFoundError(f"no file or folder {path}")
+        raise missing("file or folder", path)
+    _check_spelling(source, path)
     return text
 
 
@@ -90,8 +94,15 @@ def model_source(text: str) -> str:
     if path.exists():
         raise ValueError(f"must be a folder or a hub name, {path} is a file")
     if looks_local(text):
-        raise FileNotFoundError(f"no folder {path}")
+        raise missing("folder", path)
+    if downloaded(text) is None:
+        _check_spelling(text, path)
     return text
+
+
+def _check_spelling(text: str, path: Path) -> None:
+    if (error := misspelled_folder(text, path, Path.is_dir)) is not None:
+        raise error
 
 
 def checkpoint_folder(text: str) -> str:

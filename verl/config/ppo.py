@@ -12,9 +12,12 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.algorithm_rules import algorithm_problems, group_problems
 from verl.config.data import DataConfig
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
+from verl.config.model_files import length_limit, read_model_config
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
+
+LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts lengths beyond the model's
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,9 @@ class PPOConfig(RunTree):
                 "`worker.reward.reward_function` must be set: `file.py:function`;"
                 " or `worker.reward_model.model.model_path`"
             )
+        yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
         yield from self._lengths()
-        yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.
@@ -151,4 +154,21 @@ class PPOConfig(RunTree):
             yield (
                 f"`worker.rollout.max_num_batched_tokens` ({rollout.max_num_batched_tokens})"
                 f" must be at least {lengths}, or `worker.rollout.enable_chunked_prefill=true`"
+            )
+        yield from self._context_length(lengths)
+
+    def _context_length(self, lengths: str) -> Iterator[str]:
+        """The engine refuses to start with sequences that are longer than the model's context."""
+        model, rollout = self.worker.actor.model, self.worker.rollout
+        if model.model_path is None or rollout.name != "vllm" or os.environ.get(LONG_CONTEXTS) == "1":
+            return
+        config = read_model_config(model.model_path)
+        limit = None if config is None else length_limit(config, model.override_config)
+        if limit is not None and self.max_model_len > limit.tokens:
+            key = lengths
+            if rollout.max_model_len is not None:
+                key = f"`worker.rollout.max_model_len` ({rollout.max_model_len})"
+            yield (
+                f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json"
+                f" ({model.model_path})"
             )

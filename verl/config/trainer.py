@@ -85,7 +85,7 @@ class RunConfig:
 
     def core_problem(self) -> str | None:
         """Say that on CPU the run would have more processes than this machine has cores, if it would."""
-        cores = len(os.sched_getaffinity(0))
+        cores = os.cpu_count() or 1  # as Ray counts them, whatever this process may use
         if self.nnodes > 1 or self.elastic or self.n_gpus_per_node <= cores:
             return None
         return (

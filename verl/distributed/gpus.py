@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs of this machine as reported by the driver, without importing torch."""
 
+import glob
 import subprocess
 from typing import NamedTuple
 
 QUERY = "name,memory.total,memory.used,driver_version"
 TIMEOUT_S = 60
+DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of CUDA, of CUDA in WSL, of ROCm
 
 
 class Gpu(NamedTuple):
@@ -25,6 +27,11 @@ def list_gpus() -> list[Gpu]:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
     return read_gpus(answer.stdout) if answer.returncode == 0 else []
+
+
+def shows_gpu() -> bool:
+    """Return whether the system shows a GPU to programs, even if no driver reports it."""
+    return any(map(glob.glob, DEVICES)) or bool(list_gpus())
 
 
 def read_gpus(answer: str) -> list[Gpu]:

@@ -63,15 +63,16 @@ class Logger:
 
 
 LOGGERS: Registry[type[Logger]] = Registry("trainer.logger")
+PIP_NAMES = {"mlflow": "mlflow-skinny"}  # what to install, if its name is not the module's
 
 
 def import_optional(package: str, logger: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        remedy = f"'easy-verl[{logger}]'" if logger in LOGGERS else error.name
         raise ModuleNotFoundError(
-            f"`trainer.logger` {logger!r} needs the package {error.name}: pip install {remedy}"
+            f"`trainer.logger` {logger!r} needs the package {error.name}:"
+            f" pip install {PIP_NAMES.get(package, error.name)}, or leave {logger!r} out of `trainer.logger`"
         ) from error
 
 

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
+from verl.config.model_files import weights_problem
 from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.schema import ConfigError, config_notes
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
-from verl.distributed.gpus import list_gpus
+from verl.distributed.gpus import list_gpus, shows_gpu
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
 from verl.planning.device_defaults import load_run_config
+from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
 from verl.trainer.run.exit_status import (
@@ -119,6 +121,7 @@ class TrainingCommand(Generic[C]):
             check_versions(self.engine(config))
             with locked_run_folder(config.trainer):
                 check_run(config.trainer)
+                check_weights(self.describe(config))
                 if config.trainer.max_restarts > 0:
                     end = Supervisor(config, self.train_once).run()
                 else:
@@ -139,12 +142,25 @@ class TrainingCommand(Generic[C]):
 
 
 def check_run(trainer: RunConfig) -> None:
-    """Check the cores, the loggers and the checkpoint to resume from, before anything is loaded."""
+    """Check devices, loggers and the checkpoint to resume from, before anything is loaded."""
+    if trainer.device == "cuda" and not shows_gpu():
+        raise RuntimeError(
+            "`trainer.device` (cuda) needs a GPU, and this machine shows none: set `trainer.device=cpu`, or"
+            " `auto` for any machine"
+        )
     check_cores(trainer)
     check_loggers(trainer.logger)
     checkpoint_to_resume(
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
     )
+
+
+def check_weights(run: PlannedRun) -> None:
+    """Raise if a model's folder has a config and no weights."""
+    for planned in run.models:
+        problem = weights_problem(planned.model.model_path or "")
+        if problem is not None:
+            raise FileNotFoundError(f"`worker.{planned.role}.model.model_path` {problem}")
 
 
 def check_cores(trainer: RunConfig) -> None:

@@ -9,6 +9,7 @@ refreshes it.
 """
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -49,14 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.text or options.watch:
             _print_summary(runs, is_watched=options.watch)
             return
-        listening = loopback_socket(options.port)
-    except (ValueError, OSError, OverflowError) as error:
+        listening = _open_port(options.port)
+    except (ValueError, OSError) as error:
         parser.exit(1, f"rollout_viewer: {error}\n")
     token = new_token()
     sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):
         serve(runs, listening, token, is_read_only=options.read_only)
+
+
+def _open_port(port: int) -> socket.socket:
+    try:
+        return loopback_socket(port)
+    except (OSError, OverflowError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else f"{error}"
+        raise ValueError(f"port {port} is not available ({reason}): `--port=0` picks a free one") from error
 
 
 @contextmanager

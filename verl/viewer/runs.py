@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.config.hints.missing_paths import missing
 from verl.logger.base import flatten
 from verl.logger.file import CONFIG_FILE, METRICS_FILE, read_log
 from verl.viewer.notes import NOTES_FILE
@@ -107,10 +108,13 @@ def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
     """Open runs, given as run folders or as folders of `PROJECT/EXPERIMENT` or `EXPERIMENT`.
 
     Raises:
-        ValueError: A folder does not exist, or contains no run.
+        FileNotFoundError: A folder does not exist.
+        ValueError: A folder contains no run.
     """
     found: list[Path] = []
     for folder in folders:
+        if not folder.is_dir():
+            raise missing("folder", Path(os.path.abspath(folder)))
         runs = _runs_in(Path(os.path.abspath(folder)), DEPTH)
         if not runs:
             raise ValueError(f"no run in {folder}: a run has `{METRICS_FILE}` or `{FOLDER}/`")

@@ -18,6 +18,7 @@ MICRO = {"micro_batch_size_per_device_for_update": 2, "micro_batch_size_per_devi
 def config(tmp_path):
     config = make_config(prompts=8, n=2, mini_batch=4, trainer={"nnodes": 2, "n_gpus_per_node": 2})
     actor = replace(config.worker.actor, **MICRO)
+    (tmp_path / "config.json").write_text("{}")
     actor = replace(actor, model=replace(actor.model, model_path=str(tmp_path)))
     reward = tmp_path / "reward.py"
     reward.write_text("def main(rows): return []")
@@ -66,6 +67,7 @@ def test_without_any_device_or_any_size_that_fits_there_is_no_run(config):
 def test_a_fine_tuning_run_takes_as_many_devices_as_its_batch_divides_by(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
     arguments = [
         f"data.train_files={rows}", f"worker.actor.model.model_path={tmp_path}",
         f"trainer.save_checkpoint_path={tmp_path}", "trainer.val_before_train=false",

@@ -185,6 +185,7 @@ def test_both_commands_refuse_the_folder_of_a_run_that_is_alive(command, other_r
     other = other_run()
     (tmp_path / "images").mkdir()
     (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text('{"problem": "?", "answer": "!"}\n')
     run_folder = f"trainer.save_checkpoint_path={tmp_path / 'run'}"

@@ -51,11 +51,20 @@ def _at_one_place(problem: str, lines: list[str], mark: yaml.Mark) -> str:
         return "a value is missing, or a bracket is not closed"
     if "did not find expected key" in problem or "expected '-' indicator" in problem:
         indent = _indent(here)
-        above = sorted({_indent(line) for line in lines[: mark.line] if line.strip() and line[0] != "#"})
+        above = _open_indents(lines[: mark.line])
         if indent not in above:
-            return f"it is indented by {_spaces(indent)}, the lines above by {_either(above)}"
+            return f"it is indented by {_spaces(indent)}, the sections above by {_either(above)}"
         return f"it does not continue the lines above: `{_short(here)}`"
     return problem
+
+
+def _open_indents(lines: list[str]) -> list[int]:
+    """Return the indents of the last line and of the sections that it is in."""
+    indents: list[int] = []
+    for line in reversed(lines):
+        if line.strip() and not line.lstrip().startswith("#") and (not indents or _indent(line) < indents[0]):
+            indents.insert(0, _indent(line))
+    return indents
 
 
 def _second_value(lines: list[str], mark: yaml.Mark) -> YamlProblem:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models looked at before anything is imported: folders, misspelled names, and the length of the context."""
+
+import json
+
+import pytest
+
+from verl.config.hints.missing_paths import missing, nearest_sibling
+from verl.config.model_files import folder_problem, length_limit, read_model_config, weights_problem
+from verl.config.paths import data_source, existing_file, model_source
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, load_config
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-model", "Qwen/Qwen2.5-7B", "data/train"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "tiny-model/config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (tmp_path / "train.jsonl").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("resolve", "text", "said"),
+    [
+        (model_source, "tiny-modell", "no folder tiny-modell here; did you mean ./tiny-model?"),
+        (model_source, "Tiny-Model", "no folder Tiny-Model here; did you mean ./tiny-model?"),
+        (model_source, "./tiny-modell", "tiny-modell; did you mean ./tiny-model?"),
+        (model_source, "Qwen/Qwen2.5-7b", "did you mean ./Qwen/Qwen2.5-7B?"),
+        (data_source, "data/tarin@x", "no folder data/tarin here; did you mean ./data/train?"),
+        (existing_file, "tarin.jsonl", "tarin.jsonl; did you mean ./train.jsonl?"),
+        (existing_file, "datta/x/train.jsonl", "/datta/x/train.jsonl ("),
+    ],
+)
+def test_a_misspelled_path_is_told_with_its_neighbor(here, resolve, text, said):
+    with pytest.raises(FileNotFoundError) as raised:
+        resolve(text)
+
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-7B", "gpt2", "tiny-model-2"),
+        "owner/tiny-model",
+    ],
+)
+def test_a_name_of_the_hub_is_not_taken_for_a_misspelled_folder(here, name):
+    assert model_source(name) == name
+
+
+def test_a_name_that_was_downloaded_is_right_whatever_lies_here(here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "hub"))
+    snapshot = here / "hub/models--tiny-modell/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"n_positions": 7}')
+    (here / "hub/models--tiny-modell/refs").mkdir()
+    (here / "hub/models--tiny-modell/refs/main").write_text("abc")
+
+    assert model_source("tiny-modell") == "tiny-modell"
+    assert read_model_config("tiny-modell") == {"n_positions": 7}
+
+
+def test_the_missing_folder_of_a_path_is_named(here):
+    assert str(missing("file", here / "nowhere/deep/a.txt")).endswith(f"({here} has no nowhere)")
+    assert nearest_sibling(here / "unlike", 0.8) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "tokens"),
+    [
+        ({"max_position_embeddings": 4096}, {}, 4096),
+        ({"n_positions": 1024}, {}, 1024),
+        ({"max_position_embeddings": 9, "text_config": {"max_position_embeddings": 2048}}, {}, 2048),
+        ({"max_position_embeddings": 4096}, {"max_position_embeddings": 8192}, 8192),
+        (
+            {"text_config": {"max_position_embeddings": 2048}},
+            {"text_config": {"max_position_embeddings": 4}},
+            4,
+        ),
+        (
+            {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {},
+            8192,
+        ),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, {}, 16384),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, {}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "mrope", "factor": 2}}, {}, 4096),
+        (
+            {"n_positions": 10, "rope_parameters": {"full": {"rope_type": "dynamic", "factor": 3}}},
+            {},
+            30,
+        ),
+        ({"max_position_embeddings": 10, "model_max_length": 99}, {}, None),
+        ({"hidden_size": 3}, {}, None),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_model_follows_its_config(config, overrides, tokens):
+    limit = length_limit(config, overrides)
+
+    assert (limit.tokens if limit else None) == tokens
+
+
+def arguments_of(here, *more):
+    (here / "reward.py").write_text("def main(rows): ...")
+    return [
+        *("data.train_files=owner/rows", "data.val_files=owner/rows", "worker.rollout.n=2"),
+        *("worker.rollout.tensor_parallel_size=1", "trainer.n_gpus_per_node=1"),
+        *("worker.reward.reward_function=reward.py", "worker.rollout.max_num_batched_tokens=9000"),
+        *("worker.actor.model.model_path=tiny-model", *more),
+    ]
+
+
+def test_prompts_and_responses_beyond_the_context_are_refused(here, monkeypatch):
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    load_config(PPOConfig, arguments_of(here, "data.max_response_length=3584"))
+    longer = arguments_of(here, "data.max_response_length=3585")
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(PPOConfig, longer)
+
+    (problem,) = raised.value.problems
+    assert problem.startswith(
+        "`data.max_prompt_length` + `data.max_response_length` (4097) must be at most 4096, the model's"
+        " `max_position_embeddings` in its config.json"
+    )
+    load_config(PPOConfig, [*longer, "worker.actor.model.override_config.max_position_embeddings=4097"])
+    load_config(PPOConfig, [*longer, "worker.rollout.name=hf"])
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    load_config(PPOConfig, longer)
+
+
+def test_a_folder_that_is_no_model_is_told_with_what_it_is(here):
+    option = "worker.actor.model"
+    empty, adapter = here / "empty", here / "adapter"
+    empty.mkdir()
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+
+    assert folder_problem("owner/name", option) is None
+    assert folder_problem(str(here / "tiny-model"), option) is None
+    assert folder_problem(str(empty), option).endswith("has no config.json and is empty")
+    assert folder_problem(str(here), option).endswith(f"did you mean {here}/tiny-model?")
+    assert f"set `{option}.model_path=owner/base` and `{option}.lora.path={adapter}`" in folder_problem(
+        str(adapter), option
+    )
+
+
+def test_a_model_without_weights_is_told_unless_it_is_a_checkpoint_to_export(here):
+    model, exported = here / "tiny-model", here / "actor/huggingface"
+    exported.mkdir(parents=True)
+    (exported / "config.json").write_text("{}")
+
+    assert "has no weights such as model.safetensors; it has config.json" in weights_problem(str(model))
+    assert weights_problem(str(exported)) is None
+    assert weights_problem("owner/name") is None
+    (model / "model.safetensors").write_text("")
+    assert weights_problem(str(model)) is None

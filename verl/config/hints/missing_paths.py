@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Misspelled paths: what lies next to a file or folder that does not exist."""
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+NUMBER = re.compile(r"\d+")
+MIN_SIMILARITY = 0.8
+MIN_HUB_SIMILARITY = 0.85  # if the name may also be one on a hub
+MAX_EXTRA = 2  # characters by which a misspelled name is longer or shorter
+MAX_ENTRIES = 2000  # of a folder that are compared
+
+
+def missing(kind: str, path: Path) -> FileNotFoundError:
+    """Return the error for a path that does not exist, with the entry that was probably meant."""
+    nearest = nearest_sibling(path, MIN_SIMILARITY)
+    if nearest is None:
+        parent = next(
+            folder for folder in path.parents if os.path.exists(folder)
+        )  # false for a name too long
+        note = "" if parent == path.parent else f" ({parent} has no {path.relative_to(parent).parts[0]})"
+        return FileNotFoundError(f"no {kind} {path}{note}")
+    return FileNotFoundError(f"no {kind} {path}; did you mean {shown(nearest)}?")
+
+
+def misspelled_folder(text: str, path: Path, is_meant: Callable[[Path], bool]) -> FileNotFoundError | None:
+    """Return the error for a name that could be on a hub, but nearly is that of a folder here; else None.
+
+    Numbers must be the same: `Qwen2.5-1.5B` is not a misspelled `Qwen2.5-7B`.
+    """
+    nearest = nearest_sibling(path, MIN_HUB_SIMILARITY)
+    if nearest is None or not is_meant(nearest):
+        return None
+    return FileNotFoundError(f"no folder {text} here; did you mean {shown(nearest)}?")
+
+
+def nearest_sibling(path: Path, cutoff: float) -> Path | None:
+    """Return the entry of the same folder whose name is most similar."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)]
+    except (OSError, ValueError):  # ValueError: a NUL character
+        return None
+    wanted = path.name.lower()
+    alike = {
+        name.lower(): name
+        for name in names
+        if abs(len(name) - len(wanted)) <= MAX_EXTRA and NUMBER.findall(name) == NUMBER.findall(wanted)
+    }
+    swapped = [name for name in alike if sorted(name) == sorted(wanted)]
+    found = swapped or difflib.get_close_matches(wanted, alike, n=1, cutoff=cutoff)
+    return path.parent / alike[found[0]] if found else None
+
+
+def shown(path: Path) -> str:
+    """Return a path as it is typed from this folder."""
+    try:
+        return f"./{path.relative_to(Path.cwd())}"
+    except ValueError:
+        return str(path)

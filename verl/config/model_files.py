@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about a model from its files as JSON: what takes seconds to find out with transformers or vLLM.
+
+Only certain mistakes are reported; models whose files say less are left to the checks that load them.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
+
+
+class LengthLimit(NamedTuple):
+    """The longest sequence that a model was made for."""
+
+    tokens: int
+    key: str  # in its config
+
+
+def read_model_config(model: str) -> dict[str, Any] | None:
+    """Return the config of a folder, or of a hub name that was downloaded before; None without one."""
+    folder = Path(model) if os.path.isabs(model) else downloaded(model)
+    return None if folder is None else _read(folder / CONFIG)
+
+
+def downloaded(name: str) -> Path | None:
+    """Return the folder of a hub name in the cache of huggingface_hub, without network access."""
+    home = os.environ.get("HF_HOME") or os.path.join("~", ".cache", "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    folder = Path(os.path.expanduser(cache), "models--" + name.replace("/", "--"))
+    try:
+        return folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLimit | None:
+    """Return the length above which vLLM refuses to start with this model.
+
+    Where versions of vLLM differ, as for YaRN, it is the longer one.
+    """
+    nested, ours = config.get("text_config"), overrides.get("text_config")
+    text = {**(nested if isinstance(nested, dict) else config), **overrides}
+    text |= ours if isinstance(ours, dict) else {}
+    found = {key: text[key] for key in LENGTHS if isinstance(text.get(key), int)}
+    if not found or text.get("model_max_length") is not None:
+        return None
+    key = min(found, key=found.__getitem__)
+    return LengthLimit(int(found[key] * _rope_factor(text)), key)
+
+
+def _rope_factor(text: dict[str, Any]) -> float:
+    ropes = [text.get("rope_scaling"), text.get("rope_parameters")]
+    ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
+    factors = [
+        rope.get("factor", 1.0)
+        for rope in ropes
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) not in FIXED_ROPES
+    ]
+    return max([1.0, *(float(factor) for factor in factors if isinstance(factor, int | float))])
+
+
+def folder_problem(model: str, option: str) -> str | None:
+    """Say why a folder holds no model, or None if it may be one. A problem completes "`OPTION` ...".
+
+    Args:
+        option: Key of the model's section, for remedies.
+    """
+    folder = Path(model)
+    if not folder.is_dir() or (folder / CONFIG).is_file():
+        return None
+    adapter = _read(folder / ADAPTER)
+    if adapter is not None:
+        base = adapter.get("base_model_name_or_path") or "its base model"
+        return (
+            f"({folder}) is a LoRA adapter, not a model: set `{option}.model_path={base}` and"
+            f" `{option}.lora.path={folder}`"
+        )
+    names = sorted(path.name for path in folder.iterdir())
+    inside = [name for name in names if (folder / name / CONFIG).is_file()]
+    if len(inside) == 1:
+        return f"({folder}) has no {CONFIG}; did you mean {folder / inside[0]}?"
+    found = f"; it has {', '.join(inside or names)}" if len(inside or names) <= 8 else ""
+    return f"({folder}) is no model: it has no {CONFIG}{found if names else ' and is empty'}"
+
+
+def weights_problem(model: str) -> str | None:
+    """Say that a folder has a config and no weights; a checkpoint's are exported later."""
+    folder = Path(model)
+    if not (folder / CONFIG).is_file() or folder.name == "huggingface":
+        return None
+    names = [path.name for path in folder.iterdir()]
+    if any(name.endswith(WEIGHTS) for name in names):
+        return None
+    return f"({folder}) has no weights such as model.safetensors; it has {', '.join(sorted(names)[:8])}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
