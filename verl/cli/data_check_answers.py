@@ -15,7 +15,7 @@ WORD = re.compile(r"[^\W\d_]+")
 
 
 def answer_lines(option: str, dataset: RLHFDataset) -> list[str]:
-    """Count the tokens of the answers, and warn of those that are longer than a response may be.
+    """Count the tokens of the answers, and warn of any that no response can hold.
 
     Answers that are neither text nor numbers are not counted: a reward function takes them apart.
     """
