@@ -20,7 +20,7 @@ from verl.rewards.pool import Batch, Call, RewardPool
 
 MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
 WRONG = "no such answer"  # used if no other row has another ground truth
-LOOK_S = 4.0  # to import the file, and to score: what takes longer is left to the check of the run
+LOOK_S = 8.0  # to import the file, and to score: what takes longer is left to the check of the run
 # Only a tokenizer gives these as they are in a run, or they have another name there.
 INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column")
 
