@@ -53,7 +53,7 @@ def save(path, rows):
 
 def look(path, model, **options):
     data = replace(DataConfig(), **({"train_files": str(path), "image_dir": str(path.parent)} | options))
-    return look_at_data(PROMPT_ROWS, data, model)
+    return look_at_data(PROMPT_ROWS, data, model).notes
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
@@ -87,7 +87,7 @@ def test_rows_that_may_be_left_out_are_left_to_the_run(eyes, tmp_path):
 
     assert look(path, eyes, on_bad_row="skip") == []
     data = DataConfig(train_files=str(path), image_dir=str(tmp_path))
-    assert look_at_data(PROMPT_ROWS, data, eyes, checks_rows=False) == []
+    assert look_at_data(PROMPT_ROWS, data, eyes, checks_rows=False).notes == []
 
 
 def test_a_marker_without_images_names_the_column_that_has_them(eyes, tmp_path):
@@ -134,7 +134,7 @@ def test_without_the_files_of_the_model_rows_are_left_to_the_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["owner/name@train", "owner/name/subset"])
 def test_data_of_the_hub_are_left_to_the_run(name, eyes):
-    assert look_at_data(PROMPT_ROWS, DataConfig(train_files=name), eyes) == []
+    assert look_at_data(PROMPT_ROWS, DataConfig(train_files=name), eyes) == ([], [])
 
 
 def test_a_slice_is_left_to_the_run_and_a_split_of_a_folder_is_found(eyes, tmp_path):

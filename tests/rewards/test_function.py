@@ -81,16 +81,21 @@ def test_an_async_function_must_be_sequential(reward_file):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"weight": 1, "scale": 2}, "unexpected keyword argument 'scale'; it accepts .'weight'."),
-        ({}, "missing a required argument: 'weight'"),
+        (
+            {"weight": 1, "scale": 2},
+            "`worker.reward.reward_function_kwargs` .*{path}:1 `main`: got an unexpected keyword argument"
+            " 'scale'; it accepts .'weight'.",
+        ),
+        (
+            {},
+            r"{path}:1 `main\(inputs, weight\)` must take one argument \(missing .*: 'weight'\)",
+        ),
     ],
 )
 def test_kwargs_that_do_not_fit_are_rejected_at_load(reward_file, kwargs, message):
     path = reward_file("def main(inputs, weight): ...")
 
-    with pytest.raises(
-        ValueError, match=f"`worker.reward.reward_function_kwargs` .*{path}:1 `main`: .*{message}"
-    ):
+    with pytest.raises(ValueError, match=message.format(path=path)):
         load_reward_function(path, kwargs)
 
 

@@ -2,14 +2,17 @@
 """The data of a run is shown and judged before the run."""
 
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from tests.helpers.training import ROOT
 from verl.cli.data_check import main
+from verl.cli.data_check_answers import answer_lines
 from verl.cli.data_check_report import evenly
 
 TILE, LABEL, GAP = 192, 16, 4
@@ -114,6 +117,51 @@ def test_data_without_a_usable_row_exit_2_with_the_reasons(run, tmp_path, capsys
     assert main([*run, f"data.train_files={bad}", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert f"{bad}, row 0: the prompt has 1 <image> but the row has 0 images" in error
+
+
+def test_answers_that_no_response_can_hold_are_warned_of(run, folder, tmp_path, capsys):
+    rows = rows_of(folder / "train.jsonl")
+    for row, answer in zip(rows, ["red", "zigzag zigzag", "blue"], strict=False):
+        row["answer"] = answer
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    arguments = [*run, f"data.train_files={path}", "--rows", "0", "--out", str(tmp_path)]
+
+    assert main([*arguments, "data.max_response_length=2"]) == 0
+    text = capsys.readouterr().out
+    found = re.search(r"shortest 1, half up to 1, longest (\d+); 7 of 8 answers are one token\n", text)
+    assert found is not None
+    longest = found[1]
+    assert (
+        f"warning: `data.train_files`: answers take up to {longest} tokens; `data.max_response_length` is 2:"
+        " no response can hold 1 of 8 of them, such as 'zigzag zigzag'"
+    ) in text
+    assert re.search(r"words that the tokenizer splits into 4 tokens or more: 'zigzag' into \d\n", text)
+    assert "warning: `data.val_files`" not in text
+
+    assert main([*arguments, f"data.max_response_length={longest}"]) == 0
+    assert "warning:" not in capsys.readouterr().out
+
+
+def test_answers_with_parts_are_not_counted():
+    rows = [{"answer": {"ground_truth": "red"}}, {"answer": None}, {"answer": ""}]
+    config = SimpleNamespace(answer_key="answer", max_response_length=1)
+    dataset = SimpleNamespace(rows=rows, indices=[0, 1, 2], config=config)
+
+    assert answer_lines("data.train_files", dataset) == []  # pyright: ignore[reportArgumentType]
+
+
+def test_columns_of_media_that_nothing_reads_are_noted_or_end_the_check(run, folder, tmp_path, capsys):
+    rows = rows_of(folder / "train.jsonl")
+    path = tmp_path / "thumbnails.jsonl"
+    path.write_text("".join(f"{json.dumps(row | {'thumbnail_image': 'a'})}\n" for row in rows))
+    arguments = [*run, "--rows", "0", "--out", str(tmp_path)]
+
+    assert main([*arguments, f"data.train_files={path}"]) == 0
+    assert "note: `data.train_files`: " in (text := capsys.readouterr().out)
+    assert "has the column `thumbnail_image` of images, which no option reads" in text
+    assert main([*arguments, "data.image_key=pictures"]) == 2
+    assert "set `data.image_key=images` (it is `pictures` now)" in capsys.readouterr().err
 
 
 def test_the_runs_own_list_of_bad_rows_is_not_overwritten(run, tmp_path, capsys):

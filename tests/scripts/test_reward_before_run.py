@@ -9,7 +9,7 @@ import ray
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.trainer import reward_samples
+from verl.trainer import reward_trial
 from verl.trainer.main import main
 from verl.trainer.reward_samples import check_reward
 
@@ -99,7 +99,7 @@ def test_on_failure_decides_on_a_function_that_fails_for_an_empty_response(rewar
 
 
 def test_a_slow_function_delays_the_start_by_its_time_limit_at_most(reward, caplog, monkeypatch):
-    monkeypatch.setattr(reward_samples, "MARGIN_S", 0.3)
+    monkeypatch.setattr(reward_trial, "MARGIN_S", 0.3)
     arguments, _ = reward("time.sleep(0.9); return {'overall': 1.0}", "worker.reward.timeout_s=1")
 
     with caplog.at_level(logging.INFO):

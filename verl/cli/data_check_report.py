@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
+from verl.cli.data_check_answers import answer_lines
 from verl.cli.data_check_open import opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
@@ -84,9 +85,10 @@ class Kind(Generic[C]):
     open: Callable[[C, Path], AbstractContextManager[Loaders]]  # lists bad rows in the folder
     make_plan: Callable[[C, int], StepPlan]  # raises ValueError if there are too few rows
     lines: Callable[[Any, int, Path], list[str] | BadRow]
+    answers: Callable[[str, Any], list[str]] = lambda option, dataset: []  # lines on all rows of an option
 
 
-PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, make_plan, prompt_lines)
+PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, make_plan, prompt_lines, answer_lines)
 CONVERSATIONS: Kind[SFTConfig] = Kind("conversation", opened_conversations, make_sft_plan, conversation_lines)
 
 
@@ -134,7 +136,8 @@ class Report(Generic[C]):
         assert report is not None, "a loader's dataset has the run's report"
         bad = {row.index: row for row in [*dataset.bad_rows, *loader.bad_rows.values()]}
         sys.stdout.write(describe_rows(option, dataset, bad, self.kind.row))
-        sys.stdout.write("".join(f"note: {note}\n" for note in dataset.notes))
+        notes = [*self.kind.answers(option, dataset), *(f"note: {note}" for note in dataset.notes)]
+        sys.stdout.write("".join(f"{note}\n" for note in notes) + "\n")
         for position in evenly(len(dataset), self.num_shown):
             where = dataset.rows.where(dataset.indices[position])
             sheet = self.out / f"{option.removeprefix('data.').removesuffix('_files')}_{position}.png"
@@ -164,7 +167,6 @@ def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], r
         + _token_sums(dataset, used)
         + _listed(f"longer than {limit_option}", too_long)
         + _bad_lines([bad[index] for index in sorted(bad)])
-        + "\n"
     )
 
 

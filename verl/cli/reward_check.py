@@ -44,7 +44,7 @@ from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.cuda_builds import repair_cuda_builds
 
 if TYPE_CHECKING:
-    from verl.trainer.reward_samples import Response
+    from verl.trainer.reward_trial import Response
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
 ALIKE = (
@@ -86,7 +86,8 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_check_open import opened_data  # noqa: PLC0415
     from verl.cli.reward_inputs import read_responses  # noqa: PLC0415
-    from verl.trainer.reward_samples import RowColumns, sample_responses  # noqa: PLC0415
+    from verl.trainer.reward_samples import RowColumns  # noqa: PLC0415
+    from verl.trainer.reward_trial import sample_responses  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train

@@ -7,7 +7,8 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from verl.trainer.reward_samples import Response, RowColumns
+from verl.trainer.reward_samples import RowColumns
+from verl.trainer.reward_trial import Response
 
 
 def read_responses(path: Path, rows: RowColumns) -> list[Response]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
@@ -23,6 +23,7 @@ from verl.data.plain_files import DEFAULT_SPLIT, FIRST_READERS, FirstRows, Row, 
 from verl.data.prompt_template import PromptFormat, read_chat_template
 
 MAX_FILES = 8  # of a folder
+MAX_ROWS = 4  # that are returned
 OPTIONS = ("train_files", "val_files")
 
 
@@ -38,8 +39,15 @@ PROMPT_ROWS = RowKind(check_prompt_columns, "prompt_of")
 CONVERSATION_ROWS = RowKind(check_conversation_columns, "conversation_of")
 
 
-def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows: bool = True) -> list[str]:
-    """Look at templates, columns and first rows of a run; return what may be wrong with them.
+class FirstLook(NamedTuple):
+    """Sentences on what may be wrong, and some rows."""
+
+    notes: list[str]
+    rows: list[Row]
+
+
+def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows: bool = True) -> FirstLook:
+    """Look at templates, columns and first rows of a run.
 
     Args:
         kind: `PROMPT_ROWS` or `CONVERSATION_ROWS`.
@@ -53,7 +61,7 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
     has_media = reads_media(processor)
     if data.override_chat_template is not None:
         read_chat_template(data.override_chat_template)
-    notes = []
+    look = FirstLook([], [])
     with closing(PromptFormat(data.format_prompt)) as prompt_format:
         for name in OPTIONS:
             option, seen = f"data.{name}", first_of_sources(getattr(data, name), f"data.{name}")
@@ -62,10 +70,11 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
             sources = [each.source for each in seen]
             # Later rows may have columns that the first ones lack, if the file has no list of them.
             kind.check_columns(option, sources, data)
-            notes += notes_on_columns(option, sources, data, prompt_format.names, has_media)
+            look.notes.extend(notes_on_columns(option, sources, data, prompt_format.names, has_media))
             if checks_rows and has_media is not None and data.on_bad_row == "error":
                 _check_rows(option, seen, kind, data, prompt_format, has_media)
-    return notes
+            look.rows.extend(sources[0].rows[:MAX_ROWS])
+    return look
 
 
 def reads_media(folder: str | None) -> bool | None:

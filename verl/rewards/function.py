@@ -32,7 +32,13 @@ OPTION = "worker.reward.reward_function"
 KWARGS_OPTION = "worker.reward.reward_function_kwargs"
 DEFAULT_FUNCTION = "main"
 TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
-REWARD_TYPES = ("batch", "sequential", "dataproto")
+# Of the function: the name of its argument, and what that is.
+ARGUMENTS = {
+    "batch": ("reward_inputs", "a list of dictionaries, one for each response"),
+    "sequential": ("reward_input", "the dictionary of one response"),
+    "dataproto": ("data", "all responses as columns"),
+}
+REWARD_TYPES = tuple(ARGUMENTS)
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 
 Scores = dict[str, float]
@@ -196,7 +202,7 @@ def load_reward_function(
     if is_async and reward_type != "sequential":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential"')
-    _check_kwargs(function, kwargs, f"{path}:{line} `{function_name}`")
+    _check_kwargs(function, kwargs, f"{path}:{line}", function_name, reward_type)
     name = str(getattr(module, "REWARD_NAME", path.stem))
     return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
 
@@ -250,18 +256,30 @@ def _check_convention(function: Callable[..., Any], name: str, where: str, path:
     if found is not None:
         library, wrapper, code = found
         raise ValueError(
-            f"`{OPTION}`: {where} `{name}` has the arguments of a reward function for {library}. Add the"
-            f" following to the file, and set `{OPTION}={path}:{wrapper}`:\n\n{code}"
+            f"`{OPTION}`: {where} `{name}{inspect.signature(function)}`"
+            f" has the arguments of a reward function for {library}; here it is called as"
+            f" `{name}(reward_inputs)`, with a list of dictionaries. Add the following to the file, and set"
+            f" `{OPTION}={path}:{wrapper}`:\n\n{code}"
         )
 
 
-def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], where: str) -> None:
+def _check_kwargs(
+    function: Callable[..., Any], kwargs: dict[str, Any], where: str, name: str, reward_type: str
+) -> None:
     signature = inspect.signature(function)
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:
-        why = f"{error}; it accepts {list(signature.parameters)[1:]}"
-        raise ValueError(f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where}: {why}") from error
+        if not kwargs:
+            argument, what = ARGUMENTS[reward_type]
+            raise ValueError(
+                f"`{OPTION}`: {where} `{name}{signature}` must take one argument ({error}): it is called as"
+                f" `{name}({argument})`, with {what}; others need a default, or a value in `{KWARGS_OPTION}`"
+            ) from error
+        raise ValueError(
+            f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where} `{name}`: {error}; it accepts"
+            f" {list(signature.parameters)[1:]}"
+        ) from error
 
 
 def _size(values: Any) -> int | str:

@@ -92,9 +92,12 @@ class RewardPool:
         self._thread = threading.Thread(target=self._run_loop, name="reward-pool", daemon=True)
         self._thread.start()
 
-    def wait_until_loaded(self) -> Ready:
-        """Wait for the first process to import the user's file; raises the reason if it could not."""
-        error = self._ready.exception()
+    def wait_until_loaded(self, timeout_s: float | None = None) -> Ready:
+        """Wait for the first process to import the user's file; raises the reason if it could not.
+
+        Raises a TimeoutError after `timeout_s`, which leaves the pool as it is.
+        """
+        error = self._ready.exception(timeout_s)
         if error is not None:
             raise error  # here, so that commands see that this package raised it, see `raised_by_us`
         return self._ready.result()

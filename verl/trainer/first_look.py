@@ -7,11 +7,18 @@ from verl.config.worker import WorkerConfig
 
 
 def look_at_prompts(data: DataConfig, worker: WorkerConfig, *, checks_rows: bool = True) -> list[str]:
-    """Look at the prompts of a run; return notes, or raise what would end it. See `look_at_data`."""
+    """Look at the prompts of a run and its reward function; return notes, or raise what would end it.
+
+    Without `checks_rows` only columns and templates are looked at, see `look_at_data`.
+    """
     # Imported here so that `--help` and a wrong config need none of it.
     from verl.data.first_look import PROMPT_ROWS, look_at_data  # noqa: PLC0415
+    from verl.trainer.reward_trial import look_at_reward  # noqa: PLC0415
 
-    return look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
+    look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
+    if checks_rows:
+        look_at_reward(look.rows, data, worker.reward)
+    return look.notes
 
 
 def look_at_conversations(
@@ -20,4 +27,5 @@ def look_at_conversations(
     """Look at the conversations of a run; see `look_at_prompts`."""
     from verl.data.first_look import CONVERSATION_ROWS, look_at_data  # noqa: PLC0415
 
-    return look_at_data(CONVERSATION_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
+    path = worker.actor.model.tokenizer_path
+    return look_at_data(CONVERSATION_ROWS, data, path, checks_rows=checks_rows).notes

@@ -2,12 +2,8 @@
 """Samples to call a reward function with, made from rows, and its check before a run takes a device."""
 
 import itertools
-import time
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from queue import Empty
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig
@@ -18,25 +14,13 @@ from verl.data.loader import dataset_class, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.rewards.failures import reason
-from verl.rewards.function import split_calls
-from verl.rewards.manager import pickle_inputs
-from verl.rewards.pool import Batch, Call, RewardPool
+from verl.rewards.pool import RewardPool
+from verl.trainer import reward_trial
+from verl.trainer.reward_trial import check_scores, failed_calls, sample_responses, score_samples
 from verl.trainer.rollouts.sampler import reward_columns, with_uids
 from verl.utils.rank_logger import get_logger
 
-MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
-WRONG = "no such answer"  # used if no other row has another ground truth
-
 logger = get_logger(__name__)
-
-
-class Response(NamedTuple):
-    """A response with the inputs of the reward function."""
-
-    name: str  # for the user: its line and row
-    number: int  # of the row over all files; of the line if it names no row
-    group: Hashable  # equal for responses to the same row
-    columns: dict[str, Any]
 
 
 class RowColumns:
@@ -84,21 +68,6 @@ def unchecked(dataset: type[RLHFDataset]) -> type[RLHFDataset]:
     return UncheckedRows
 
 
-def sample_responses(rows: RowColumns, count: int) -> list[Response]:
-    """Make three responses to each of the first usable rows: its ground truth, nothing, a wrong answer."""
-    columns = rows.first(count)
-    truths = [str(seen["ground_truth"]) for seen in columns.values()]
-    responses = []
-    for position, (truth, (row, seen)) in enumerate(zip(truths, columns.items(), strict=True)):
-        # The wrong answer is the ground truth of the next row that has another one.
-        others = [other for other in truths[position:] + truths[:position] if other != truth]
-        samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}
-        for name, text in samples.items():
-            given = {"response": text, "response_length": rows.count_tokens(text)}
-            responses.append(Response(f"row {row}, {name}", row, row, seen | given))
-    return responses
-
-
 def check_reward(config: PPOConfig) -> None:
     """Score the samples of the first usable row in a process of its own, and log their scores.
 
@@ -116,12 +85,13 @@ def check_reward(config: PPOConfig) -> None:
         rows = _open_rows(config.data, config.worker)  # while the process imports the file
         samples = sample_responses(rows, 2)[:3]  # the second row has the wrong answer to the first
         reward_type = pool.wait_until_loaded().reward_type
-        parts = split_calls(reward_type, [each.group for each in samples], options.batch_size)
-        calls = _score(pool, samples, parts, options.timeout_s)
-        if len(calls) == 1 and calls[0].failures and options.on_failure != "error":
-            # One sample may have failed the call of all.
-            calls = _score(pool, samples, [[index] for index in range(len(samples))], options.timeout_s)
-        _report(calls, samples, options.on_failure)  # closing the pool fails the calls that are left
+        limit_s = options.timeout_s + reward_trial.MARGIN_S
+        calls = score_samples(pool, samples, reward_type, options, limit_s)
+        logger.info(check_scores(calls, samples, options.on_failure))
+        if failed := failed_calls(calls):
+            logger.warning(
+                "a run handles such failures by on_failure=%s: %s", options.on_failure, reason(failed[0])
+            )
     except BadRowError:
         return  # opening the data lists the rows
     finally:
@@ -144,40 +114,3 @@ def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:
         reserved=BATCH_KEYS,
     )
     return RowColumns(dataset)
-
-
-def _score(
-    pool: RewardPool, samples: Sequence[Response], parts: list[list[int]], timeout_s: float
-) -> list[Call]:
-    batch, calls = Batch(), []
-    for part in parts:
-        inputs = [samples[index].columns for index in part]
-        calls.append(Call(part, inputs, pickle_inputs(part, inputs), batch))
-    pool.submit(calls)
-    end = time.monotonic() + timeout_s + MARGIN_S
-    with suppress(Empty):
-        for _ in calls:
-            batch.finished.get(timeout=max(0.0, end - time.monotonic()))
-    return calls
-
-
-def _report(calls: Sequence[Call], samples: Sequence[Response], on_failure: str) -> None:
-    told = []
-    for call in calls:
-        for position, index in enumerate(call.rows):
-            score = "failed" if call.failures else "not scored in time"
-            if call.scores is not None:
-                score = f"{call.scores[position]['overall']:g}"
-            told.append(f"{samples[index].name} {score}")
-    scored = [call for call in calls if call.scores is not None]
-    failed = [call for call in calls if call.scores is None and call.failures]
-    text = f"samples of the reward function: {'; '.join(told)}"
-    if failed and (on_failure == "error" or not scored):
-        remedy = ", and such a response ends a run with `on_failure=error`" if scored else ""
-        raise ValueError(
-            f"the reward function failed in {len(failed)} of {len(scored) + len(failed)} calls before the"
-            f" run{remedy}. {text}. The first reason:\n\n{reason(failed[0])}"
-        )
-    logger.info(text)
-    if failed:
-        logger.warning("a run handles such failures by on_failure=%s: %s", on_failure, reason(failed[0]))
