@@ -31,7 +31,7 @@ def arguments_of(folder, *options):
 
 
 def check_console(printed, errors, output):
-    """Assert that a run of one step prints its phases, one row, and its end, and that no package adds lines."""
+    """Assert that a run of one step prints its phases, a row and its end, and that no package adds lines."""
     titles = ["step", "reward", "length", "cut", "entropy", "grad", "mismatch", "tokens/s", "seconds"]
     lines = [line for line in printed.splitlines() if not re.match(r"\(|\S+ (INFO|WARNING) ", line)]
     phases = ["libraries", "model files", "rewards of samples", "Ray", "data", "workers", "models and engine"]

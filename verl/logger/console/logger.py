@@ -53,7 +53,7 @@ class ConsoleLogger(Logger):
         self._clock.begin_step(step)
 
     def stage(self, name: str) -> None:
-        self._clock.stage(name)
+        self._clock.stage("" if name == "step" else name)  # between two stages
 
     def progress(self, done: int, total: int, unit: str) -> None:
         self._clock.units = f"{done}/{total} {unit}"
