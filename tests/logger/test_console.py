@@ -99,6 +99,7 @@ def test_the_steps_before_a_resume_do_not_count_into_the_pace():
         (4.1e-7, 4, "4e-07"),  # zero would be wrong
         (123456.0, 0, "123456"),
         (1234567.0, 0, "1235k"),  # 1234.6k has seven characters
+        (0.0009312, None, "9e-04"),
         (float("nan"), 3, "nan"),
         (float("-inf"), 3, "-inf"),
     ],
