@@ -3,7 +3,9 @@
 
 import io
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -381,3 +383,18 @@ def test_closing_twice_is_harmless(terminal):
     logger, _ = make_logger(terminal=terminal)
     logger.close()
     logger.close()
+
+
+def test_a_forked_process_does_not_write_through_the_console_whose_lock_a_thread_may_hold(capfd):
+    logger, output = make_logger(terminal=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # instead of waiting forever
+        sys.stderr.write("bad row\n")
+        sys.stderr.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    logger.close()
+
+    assert status == 0
+    assert "bad row" in capfd.readouterr().err and "bad row" not in output.getvalue()

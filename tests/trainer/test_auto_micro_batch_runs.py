@@ -33,11 +33,11 @@ def arguments_of(folder, *options):
 def check_console(printed, errors, output):
     """Assert that a run of one step prints its phases, a row and its end, and that no package adds lines."""
     titles = ["step", "reward", "length", "cut", "entropy", "grad", "mismatch", "tokens/s", "seconds"]
-    lines = [line for line in printed.splitlines() if not re.match(r"\(|\S+ (INFO|WARNING) ", line)]
+    lines = [line for line in printed.splitlines() if not line.endswith(" ...")]  # a phase took long
     phases = ["libraries", "model files", "rewards of samples", "Ray", "data", "workers", "models and engine"]
 
-    assert lines[0].startswith("starting ") and lines[0].endswith(f" with 2 processes: {output}")
-    assert [re.fullmatch(r"  (.+?) +\d+\.\d s", line)[1] for line in lines[1:8]] == phases
+    assert lines[0].startswith("starting ") and lines[0].endswith(f" with 2 processes: {output}"), printed
+    assert [re.sub(r"^  | +\d+\.\d s$", "", line) for line in lines[1:8]] == phases, printed
     assert re.fullmatch(r"ready after \d+\.\d s", lines[8])
     assert set(titles) == set(lines[9].split()) - {"kl"}
     assert re.match(r"1/1 +\S+ ", lines[10])
