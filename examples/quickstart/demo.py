@@ -22,6 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+if __name__ == "__main__":
+    sys.stdout.write("making a tiny model and questions about colors\n")  # importing torch takes seconds
+    sys.stdout.flush()
+
+# isort: split
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
@@ -29,11 +37,6 @@ from moving import NUM_SAMPLED, write_video_questions
 from PIL import Image
 from shapes import IMAGE_SIZE, write_questions
 
-from verl.utils.cuda_builds import repair_cuda_builds
-
-repair_cuda_builds()  # before transformers is imported
-
-# isort: split
 from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
 from verl.models.position_ids import MropeConstants, position_ids_for

@@ -3,7 +3,9 @@
 
 import io
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from verl.logger.console.bar import LiveBar
 from verl.logger.console.clock import StepClock
 from verl.logger.console.logger import ConsoleLogger
 from verl.logger.console.table import number
+from verl.utils.rank_logger import get_logger
 
 VALIDATION = {"val/reward_score": 0.25, "val_response_length/mean": 9.0}
 STEP = {
@@ -98,6 +101,7 @@ def test_the_steps_before_a_resume_do_not_count_into_the_pace():
         (4.1e-7, 4, "4e-07"),  # zero would be wrong
         (123456.0, 0, "123456"),
         (1234567.0, 0, "1235k"),  # 1234.6k has seven characters
+        (0.0009312, None, "9e-04"),
         (float("nan"), 3, "nan"),
         (float("-inf"), 3, "-inf"),
     ],
@@ -257,13 +261,15 @@ def test_on_a_terminal_the_live_line_is_below_the_rows_and_other_lines():
     logger.log(STEP | VALIDATION, 1)
     logger.begin_step(2)
     logger.stage("update_actor")
-    sys.stdout.write("a warning of another package\n")  # stdout is the live line's while it is shown
+    sys.stdout.write("a line of another package\n")  # stdout and stderr are the live line's while it is shown
+    get_logger("verl.tests").warning("a warning")
     logger._live.refresh()
     shown = CONTROL.sub("", output.getvalue()).replace("\r", "\n")
     logger.close()
 
     lines = [line.rstrip() for line in shown.splitlines() if line.strip()]
-    assert "a warning of another package" in lines  # whole, on a line of its own
+    assert "a line of another package" in lines  # whole, on a line of its own
+    assert any(re.fullmatch(r"\S+ WARNING verl.tests: a warning", line) for line in lines)
     assert re.match(r"reward 0\.512  update_actor 0 s +step 2/150  eta 0:00:0\d  val 0\.250$", lines[-1])
     assert "1/150     0.512   0.250   120.2    1.500   0.030   4.1e-07     12346      7.2" in lines
 
@@ -316,11 +322,16 @@ def test_full_shows_the_critic_the_correction_and_the_gpu_of_runs_that_have_them
     ]
 
 
-def test_metrics_before_the_first_step_end_no_step():
+@pytest.mark.parametrize("step", [0, 40])
+def test_the_first_validation_is_no_step_of_the_pace(step):
     logger, _ = make_logger()
-    logger.log(VALIDATION, 0)
+    logger.begin_step(step)
+    logger.log(VALIDATION, step)
 
     assert logger._clock.num_finished_steps == 0
+    assert logger._clock.eta_s() is None
+    logger.begin_step(step + 1)
+    assert logger._clock.finished_step == step
 
 
 QWEN_PROMPT = (
@@ -372,3 +383,18 @@ def test_closing_twice_is_harmless(terminal):
     logger, _ = make_logger(terminal=terminal)
     logger.close()
     logger.close()
+
+
+def test_a_forked_process_does_not_write_through_the_console_whose_lock_a_thread_may_hold(capfd):
+    logger, output = make_logger(terminal=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # instead of waiting forever
+        sys.stderr.write("bad row\n")
+        sys.stderr.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    logger.close()
+
+    assert status == 0
+    assert "bad row" in capfd.readouterr().err and "bad row" not in output.getvalue()

@@ -137,7 +137,7 @@ def test_the_checks_before_the_run_say_what_the_page_says(folder, printed):
 def test_the_run_writes_metrics_rollouts_and_checkpoints_and_goes_on_where_it_stopped(folder, printed):
     steps = [entry["step"] for entry in read_log(folder / RUN)]
 
-    assert "step 20/20" in printed["verl-train config=run.yaml config=tiny.yaml"]
+    assert "\nfinished 20 steps in " in printed["verl-train config=run.yaml config=tiny.yaml"]
     assert steps == list(range(41))  # 0: the validation before
     assert (folder / RUN / "rollouts" / "step_40.parquet").exists()
     for step in (10, 20, 30, 40):

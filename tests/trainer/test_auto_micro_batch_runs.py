@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs that choose their own micro batches."""
 
+import re
+
 import pytest
 
 from tests.helpers.quickstart import make_folder
-from tests.helpers.training import learned, quickstart_arguments, start_training, train
+from tests.helpers.training import learned, quickstart_arguments, read_metrics, start_training, train
 from verl.trainer.main import main
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
@@ -28,9 +30,40 @@ def arguments_of(folder, *options):
     return quickstart_arguments(folder, folder / "model", *common, *options)
 
 
+def check_console(printed, errors, output):
+    """Assert that a run of one step prints its phases, a row and its end, and that no package adds lines."""
+    titles = ["step", "reward", "length", "cut", "entropy", "grad", "mismatch", "tokens/s", "seconds"]
+    lines = [line for line in printed.splitlines() if not line.endswith(" ...")]  # a phase took long
+    phases = ["libraries", "model files", "rewards of samples", "Ray", "data", "workers", "models and engine"]
+
+    assert lines[0].startswith("starting ") and lines[0].endswith(f" with 2 processes: {output}"), printed
+    assert [re.sub(r"^  | +\d+\.\d s$", "", line) for line in lines[1:8]] == phases, printed
+    assert re.fullmatch(r"ready after \d+\.\d s", lines[8])
+    assert set(titles) == set(lines[9].split()) - {"kl"}
+    assert re.match(r"1/1 +\S+ ", lines[10])
+    assert re.fullmatch(r"finished 1 step in \d:\d\d:\d\d", lines[11])
+    assert lines[12:] == [
+        f"  last checkpoint   {output}/global_step_1",
+        f"  curves            {output}/experiment_log.jsonl",
+        f"  look              verl-view {output}",
+        f"  export            verl-merge --local_dir {output}/global_step_1/actor",
+    ]
+    assert "\x1b" not in printed + errors
+    assert not [
+        line for line in errors.splitlines() if not re.match(r"(\(\S.*\) )?\S+ (INFO|WARNING) ", line)
+    ]
+
+
 @pytest.mark.slow
 def test_a_run_with_auto_learns_the_same_as_a_run_with_a_number(folder, tmp_path):
-    auto = train(tmp_path / "auto", *arguments_of(folder, f"{UPDATE}=auto", f"{EXPERIENCE}=auto"))
+    finished = start_training(
+        *arguments_of(folder, f"{UPDATE}=auto", f"{EXPERIENCE}=auto"),
+        "trainer.logger=[console,file]",
+        f"trainer.save_checkpoint_path={tmp_path / 'auto'}",
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    check_console(finished.stdout, finished.stderr, tmp_path / "auto")
+    auto = read_metrics(tmp_path / "auto")
     one = train(tmp_path / "one", *arguments_of(folder, f"{UPDATE}=1", f"{EXPERIENCE}=1"))
 
     assert learned(auto[1]).keys() == learned(one[1]).keys()

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,8 @@ from verl.models.tiny import save_tiny_model
 
 pytestmark = pytest.mark.heavy
 
+PRINTED = "printed.txt"  # in a run's folder
+
 
 def fine_tune(output, *arguments):
     """Run the command into a folder and return the metrics of each step."""
@@ -24,6 +27,7 @@ def fine_tune(output, *arguments):
         cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-6000:]
+    (output / PRINTED).write_text(finished.stdout)
     return read_metrics(output)
 
 
@@ -42,9 +46,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(folder):
     """Metrics by step of a run that was never stopped."""
-    return fine_tune(
-        folder / "unbroken", *arguments_for(folder, "trainer.max_steps=8", "trainer.save_freq=4")
-    )
+    arguments = arguments_for(folder, "trainer.max_steps=8", "trainer.save_freq=4")
+    return fine_tune(folder / "unbroken", *arguments, "trainer.logger=[console,file]")
 
 
 def test_the_loss_of_a_run_falls_in_training_and_on_held_out_rows(unbroken):
@@ -57,6 +60,22 @@ def test_the_loss_of_a_run_falls_in_training_and_on_held_out_rows(unbroken):
     # 16 rows of one word and the end of the turn: 32 tokens are learned in a step
     assert all(unbroken[step]["train/num_tokens"] == 32 for step in range(1, 9))
     assert {"train/grad_norm", "train/lr", "perf/throughput", "sequence_length/mean"} <= set(unbroken[1])
+
+
+def test_the_console_has_a_line_for_each_phase_and_step_and_for_the_end(folder, unbroken):
+    lines = (folder / "unbroken" / PRINTED).read_text().splitlines()
+    phases = ["libraries", "model files", "Ray", "data", "workers", "models", "first validation"]
+    rows = [line.split() for line in lines if re.match(r"\d/8 ", line)]
+
+    assert [found[1] for line in lines if (found := re.fullmatch(r"  (.+?) +\d+\.\d s", line))] == phases
+    header = next(line.split() for line in lines if line.startswith("step "))
+    assert header == ["step", "loss", "val", "loss", "grad", "lr", "tokens/s", "seconds"]
+    assert [row[0] for row in rows] == [f"{step}/8" for step in range(9)]
+    assert rows[8][1:3] == [f"{unbroken[8]['train/loss']:.4f}", f"{unbroken[8]['val/loss']:.4f}"]
+    best = f"loss {unbroken[8]['val/loss']:.4f} at step 8"
+    assert lines[-6].startswith("finished 8 steps in ")
+    assert lines[-5] == f"  best validation   {best}"
+    assert lines[-1] == f"  export            verl-merge --local_dir {folder}/unbroken/global_step_8/actor"
 
 
 @pytest.mark.slow

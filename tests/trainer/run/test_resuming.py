@@ -171,6 +171,7 @@ def test_a_resumed_run_lists_the_options_that_changed_and_can_matter(folder, cap
         "data.seed=1",
         "trainer.max_restarts=3",
         "trainer.logger=[console]",
+        "trainer.console=json",
     ]
 
     with caplog.at_level("INFO"):

@@ -211,6 +211,7 @@ def test_a_checkpoint_is_scored_by_the_last_validation_also_after_a_resume(
 
     resumed = start_run(tmp_path, model, rows, reward_manager)
     resumed.load()
+    assert resumed.best == (2, 0.5)
     resumed.step = 5
     resumed.save()
     resumed.flush()
@@ -222,6 +223,7 @@ def test_a_checkpoint_is_scored_by_the_last_validation_also_after_a_resume(
 
     record = resumed.checkpoints.record
     assert (record.best_global_step, record.best_val_reward_score) == (6, 0.75)
+    assert resumed.best == (5, 0.75)
 
 
 def test_a_failure_to_write_is_logged_and_leaves_the_checkpoint_before(

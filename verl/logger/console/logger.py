@@ -53,7 +53,7 @@ class ConsoleLogger(Logger):
         self._clock.begin_step(step)
 
     def stage(self, name: str) -> None:
-        self._clock.stage(name)
+        self._clock.stage("" if name == "step" else name)  # between two stages
 
     def progress(self, done: int, total: int, unit: str) -> None:
         self._clock.units = f"{done}/{total} {unit}"
@@ -64,7 +64,9 @@ class ConsoleLogger(Logger):
     def log(self, metrics: Metrics, step: int) -> None:
         """Print the lines of a step; the metrics of the running step end it."""
         self._metrics |= metrics
-        seconds = self._clock.end_step() if self._clock.ends_with(step) else None
+        # The first validation says nothing about the pace of the steps.
+        is_step = self._clock.ends_with(step) and not all(key.startswith("val") for key in metrics)
+        seconds = self._clock.end_step() if is_step else None
         if self.run.console == "json":
             self._console.file.write(json_line(metrics, step))
             self._console.file.flush()

@@ -46,6 +46,7 @@ class StartUp:
         self._running: dict[str, float] = {}  # since when
         self._live: Live | None = None
         self._is_over = threading.Event()
+        self._last_line = 0.0
         self._print(title)
         if console.is_terminal:
             self._live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
@@ -87,11 +88,12 @@ class StartUp:
         return f"  {', '.join(phases)} ..." if phases else ""
 
     def _report_silence(self) -> None:
-        while not self._is_over.wait(self._quiet_s):
-            if self._running:
-                self._print(self._running_text())
+        while not self._is_over.wait(max(0.0, self._last_line + self._quiet_s - time.monotonic())):
+            if time.monotonic() >= self._last_line + self._quiet_s:
+                self._print(self._running_text() or "  ...")
 
     def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
         self._console.print(Text(line), soft_wrap=True)
 
 

@@ -26,13 +26,14 @@ class Column:
 
     Args:
         keys: Metrics, of which the first logged one is shown.
+        decimals: None is scientific notation.
         rank: Order of leaving columns out on a narrow terminal, highest first.
         is_expected: Has its place from the first row, in runs of its kind.
     """
 
     title: str
     keys: tuple[str, ...]
-    decimals: int
+    decimals: int | None
     rank: int
     width: int = 6
     is_expected: bool = True
@@ -55,8 +56,8 @@ KL = Column("kl", ("actor/kl_loss", "actor/kl_penalty"), 4, 5, 7, is_expected=Fa
 ENTROPY = Column("entropy", ("actor/entropy",), 3, 8)
 GRAD_NORM = Column("grad", ("actor/grad_norm", "train/grad_norm"), 3, 4)
 MISMATCH = Column("mismatch", ("rollout/log_probs_diff_mean",), 4, 6, 7)
-LEARNING_RATE = Column("lr", ("train/lr",), 4, 5, 7)
-POLICY_LEARNING_RATE = Column("lr", ("actor/lr",), 4, 10, 7)
+LEARNING_RATE = Column("lr", ("train/lr",), None, 5, 7)
+POLICY_LEARNING_RATE = Column("lr", ("actor/lr",), None, 10, 7)
 THROUGHPUT = Column("tokens/s", ("perf/throughput",), 0, 7)
 DURATION = Column(SECONDS, ("perf/time_per_step",), 1, 2)
 
@@ -73,11 +74,11 @@ def columns_for(metrics: Metrics) -> tuple[Column, ...]:
     return SFT_COLUMNS if any(key.startswith(SFT_KEYS) for key in metrics) else COLUMNS
 
 
-def number(value: float, decimals: int, width: int) -> str:
+def number(value: float, decimals: int | None, width: int) -> str:
     """Return a value in at most `width` >= 6 characters: `0.125`, `-3e-07`, `12.3k`, `nan`."""
     if not math.isfinite(value):
         return str(value)
-    if value != 0 and abs(value) < 0.5 * 10**-decimals:
+    if decimals is None or (value != 0 and abs(value) < 0.5 * 10**-decimals):
         candidates = [f"{value:.1e}", f"{value:.0e}"]
     else:
         candidates = [f"{value:.{places}f}" for places in range(decimals, -1, -1)]

@@ -140,16 +140,21 @@ class RunState:
             self.loader.load_state_dict(where, allow_changes=self.config.allow_changed_inputs)
         state = json.loads((folder / STATE_FILE).read_text())
         self._score = state.get("validation_score")
-        record = self.checkpoints.record
-        if record.best_global_step is not None and record.best_val_reward_score is not None:
-            self.best = Validated(record.best_global_step, record.best_val_reward_score)
+        best = state.get("best_validation")  # older checkpoints do not have it
+        self.best = None if best is None else Validated(best["step"], best["score"])
         self._load_own(folder, state)
         logger.info("resumed: step=%d path=%s", self.step, folder)
 
     def _write_own_files(self, folder: Path) -> None:
         assert self.loader is not None, "a run that trains has a loader"
         torch.save(self.loader.state_dict(), folder / LOADER_FILE)
-        common = {"step": self.step, "validation_score": self._score, ORIGIN: self.origin}
+        best = None if self.best is None else {"step": self.best[0], "score": self.best[1]}
+        common = {
+            "step": self.step,
+            "validation_score": self._score,
+            "best_validation": best,
+            ORIGIN: self.origin,
+        }
         write_json(folder / STATE_FILE, common | self._save_own(folder))
         write_manifest(folder, {"step": self.step})
 

@@ -29,9 +29,9 @@ from verl.utils.rank_logger import get_logger
 WITHOUT_EFFECT = {
     f"trainer.{name}"
     for name in (
-        "logger", "project_name", "experiment_name", "save_checkpoint_path", "load_checkpoint_path",
-        "find_last_checkpoint", "allow_changed_inputs", "worker_timeout_s", "max_restarts", "restart_wait_s",
-        "viewer_port", "profile_steps", "ray_timeline",
+        "logger", "console", "project_name", "experiment_name", "save_checkpoint_path",
+        "load_checkpoint_path", "find_last_checkpoint", "allow_changed_inputs", "worker_timeout_s",
+        "max_restarts", "restart_wait_s", "viewer_port", "profile_steps", "ray_timeline",
     )
 }  # fmt: skip
 UNSTABLE = ("_commit_hash", "_name_or_path", "transformers_version")  # entries of a model's config
