@@ -13,6 +13,7 @@ from tests.helpers.quickstart import make_folder
 from tests.helpers.training import ROOT, quickstart_arguments, read_metrics, start_training
 from verl.algorithms.advantage_types import AdvantageInputs
 from verl.algorithms.policy_loss_types import PolicyLossInputs
+from verl.algorithms.token_selection import SelectionInputs, selection_of
 from verl.config.model import OptimConfig
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config, walk_options
@@ -61,7 +62,9 @@ def test_the_page_has_one_file_and_one_setting_for_each_kind():
     named = [kinds[setting.partition("=")[0]] for (setting,) in SETTINGS.values()]
 
     assert sorted(named) == sorted(KINDS)
-    assert [len(FILE.findall(body)) for body in SECTIONS.values()] == [1] * len(KINDS)
+    assert all(
+        name in SETTINGS[title][0] for title, body in SECTIONS.items() for _, name in FILE.findall(body)[:1]
+    )
     linked = re.findall(r"^\| \[(.+?)\]\(#", PAGE, flags=re.MULTILINE)
     assert [title[0].lower() + title[1:] for title in SECTIONS] == linked
 
@@ -107,6 +110,22 @@ def test_the_loss_has_the_gradient_of_the_policy_gradient_at_ratio_one(own):
     loss.per_token.sum().backward()
 
     assert loss.per_token.tolist() == [[0, 0]] and log_probs.grad.tolist() == [[-3, 0]]
+
+
+def test_the_loss_that_selects_halves_the_gradient_of_the_selected_tokens(own, files, tmp_path):
+    spec = f"{files}/confident.py:leave_confident"
+    check_extensions(load_config(PPOConfig, [*minimal_arguments(tmp_path), f"worker.actor.loss_type={spec}"]))
+    loss = own("confident.py:leave_confident")
+    old = torch.tensor([[-3.0, -2.0, -1.0]])
+    tokens = SelectionInputs(*old, *old, *old, torch.zeros(3).long(), torch.arange(3), seed=0)
+    selected = selection_of(spec, loss)(tokens)
+    log_probs = old.clone().requires_grad_()
+    inputs = PolicyLossInputs(log_probs, old, torch.ones(1, 3), torch.ones(1, 3).long(), selected[None])
+
+    loss(inputs).per_token.sum().backward()
+
+    assert selected.tolist() == [False, False, True]
+    assert log_probs.grad.tolist() == [[-1.0, -1.0, -0.5]]
 
 
 def test_the_kl_is_quadratic_near_zero_and_linear_far_away(own):
