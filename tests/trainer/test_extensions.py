@@ -121,6 +121,18 @@ BAD = {
         """,
         "must return `per_token` with a gradient, and it has none: is it detached?",
     ),
+    "a selection of the wrong type": (
+        "loss",
+        """
+        from verl.algorithms.token_selection import selects
+
+
+        @selects(lambda tokens: tokens.log_probs)
+        def bad(inputs):
+            return PolicyLoss(inputs.log_probs, {})
+        """,
+        "must return `the selected tokens` of type torch.bool, got torch.float32",
+    ),
     "a loss whose gradient is zero": (
         "loss",
         "def bad(inputs):\n    return PolicyLoss(inputs.log_probs * 0, {})\n",

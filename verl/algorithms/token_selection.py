@@ -11,12 +11,13 @@ To add one, register a function from `SelectionInputs` to a mask (N,) bool under
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.kl import ratio_of
-from verl.algorithms.policy_loss_types import clipped_surrogate
+from verl.algorithms.policy_loss_types import PolicyLossFunction, clipped_surrogate
 from verl.utils.masking import check_same_shape
 from verl.utils.registry import Registry
 
@@ -45,6 +46,30 @@ class SelectionInputs:
 
 TokenSelection = Callable[[SelectionInputs], Tensor]
 TOKEN_SELECTIONS: Registry[TokenSelection] = Registry("worker.actor.loss_type")
+L = TypeVar("L", bound=Callable[..., Any])
+
+
+def selects(selection: TokenSelection) -> Callable[[L], L]:
+    """Declare the function that selects the tokens of a mini batch for a loss of a file.
+
+    Example::
+
+        @selects(confident_tokens)
+        def my_loss(inputs): ...  # reads `inputs.selected`
+    """
+
+    def decorator(loss: L) -> L:
+        loss.selection = selection  # pyright: ignore[reportFunctionMemberAccess]
+        return loss
+
+    return decorator
+
+
+def selection_of(loss_type: str, loss: PolicyLossFunction) -> TokenSelection | None:
+    """Return the function that selects tokens for a loss; None if it treats all alike."""
+    if loss_type in TOKEN_SELECTIONS:
+        return TOKEN_SELECTIONS[loss_type]
+    return getattr(loss, "selection", None)
 
 
 @TOKEN_SELECTIONS.register("clip_cov")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.config.extensions import extension_in_file
 from verl.config.model import DTYPES
 from verl.utils.cuda_builds import repair_cuda_builds
 
@@ -30,13 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="type of the weights (default: as in the checkpoint)"
     )
+    parser.add_argument("--family", help="model family of a file, as `worker.actor.model.family` of the run")
     parser.add_argument("--trust_remote_code", action="store_true", help="allow the model's own Python code")
     options = parser.parse_args(arguments)
     # Imported here so that `--help` answers before torch loads.
     from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
     from verl.distributed.fsdp import torch_dtype  # noqa: PLC0415
+    from verl.models.family import register_family  # noqa: PLC0415
 
     try:
+        register_family(extension_in_file(options.family) if options.family else None)
         folder = merge_checkpoint(
             options.local_dir,
             dtype=torch_dtype(options.dtype) if options.dtype else None,

@@ -22,6 +22,7 @@ from verl.algorithms.advantages import ADV_ESTIMATORS, Advantages
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from verl.algorithms.token_selection import SelectionInputs, TokenSelection, selection_of
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.extensions import is_extension
 from verl.config.schema import list_options, value_at
@@ -132,6 +133,9 @@ def check_loss(loss: Any, _used: UsedExtension, config: Any) -> None:
     log_probs = (old + torch.tensor([[0.01, -0.02, 0.03], [-0.01, 0.02, 0.0]])).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
     inputs = {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, "response_mask": mask}
+    choose = selection_of("", loss)
+    if choose is not None:
+        inputs["selected"] = _check_selection(choose, inputs)
     result = loss(PolicyLossInputs(**inputs, **options))
     if not isinstance(result, PolicyLoss):
         raise ProtocolError(f"must return a PolicyLoss, got {_describe(result)}")
@@ -312,6 +316,23 @@ def _check_gradient(name: str, result: Tensor, inputs: Tensor) -> None:
         raise ProtocolError(f"must return `{name}` with a gradient, and that of the log-probs is 0")
     if not gradient.isfinite().all():
         raise ProtocolError(f"must have a finite gradient, got {gradient.tolist()}")
+
+
+def _check_selection(choose: TokenSelection, inputs: dict[str, Tensor]) -> Tensor:
+    """Select among the response tokens of a tiny batch, and return the selection (B, R)."""
+    keep = inputs["response_mask"].bool()  # (B, R)
+    row_ids, positions = keep.nonzero().unbind(-1)  # (N,), (N,)
+    names = ("log_probs", "old_log_probs", "advantages")
+    chosen = choose(
+        SelectionInputs(
+            **{name: inputs[name].detach()[keep] for name in names},
+            row_ids=row_ids,
+            positions=positions,
+            seed=0,
+        )
+    )
+    _check_tensor("the selected tokens", chosen, (int(keep.sum()),), torch.bool)
+    return torch.zeros_like(keep).masked_scatter(keep, chosen)
 
 
 def _check_state(name: str, param: Tensor, state: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.models.family import register_family
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
@@ -144,6 +145,7 @@ class ModelWorker(Worker):
     def _load_tokenizer(self, model: ModelConfig) -> None:
         options = self.options
         assert model.tokenizer_path is not None, "filled in when the config was checked"
+        register_family(model.family)
         arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
         self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
         self.media = None

@@ -13,7 +13,7 @@ from verl.algorithms.kl import FULL, kl_divergence
 from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, weighted
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
-from verl.algorithms.token_selection import TOKEN_SELECTIONS
+from verl.algorithms.token_selection import selection_of
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
@@ -73,8 +73,9 @@ class DataParallelPPOActor:
                 entry.name: getattr(config, entry.name) for entry in fields(PolicyLossOptions)
             }
             self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
-            if loss_type in TOKEN_SELECTIONS:
-                self.selection = MiniBatchSelection(config, forward, group)
+            choose = selection_of(loss_type, self.policy_loss)
+            if choose is not None:
+                self.selection = MiniBatchSelection(config, forward, group, choose)
 
     @property
     def reads_reference(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.token_selection import TOKEN_SELECTIONS, SelectionInputs
+from verl.algorithms.token_selection import SelectionInputs, TokenSelection
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
@@ -23,13 +23,18 @@ from verl.workers.roles.updater import compute_experience
 class MiniBatchSelection:
     """Selects tokens of mini batches for one model."""
 
-    def __init__(self, config: ActorConfig, forward: PackedForward, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        config: ActorConfig,
+        forward: PackedForward,
+        group: dist.ProcessGroup | None,
+        choose: TokenSelection,
+    ) -> None:
         self.config = config
         self.forward = forward
         self.group = group
-        self.choose = TOKEN_SELECTIONS[config.loss_type]
-        ratios = {"clip_cov": config.clip_cov_ratio, "kl_cov": config.kl_cov_ratio}
-        self.ratio = ratios[config.loss_type]
+        self.choose = choose
+        self.ratio = config.kl_cov_ratio if config.loss_type == "kl_cov" else config.clip_cov_ratio
 
     def add_to(self, mini_batch: DataProto, temperature: float, seed: int) -> DataProto:
         """Add `selected` (B, R) bool; collective over all ranks."""
