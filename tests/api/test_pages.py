@@ -143,9 +143,9 @@ def test_the_notebook_is_stored_without_outputs():
 
 @pytest.mark.heavy
 def test_the_notebook_learns_and_evaluates_as_a_kernel_runs_it(tmp_path):
-    # As in Jupyter: one namespace, and an event loop that is running.
+    # As in Jupyter: one namespace, and an event loop that is running. Each call has a cluster of its own.
     kernel = (
-        f"{CONNECT}import asyncio, json, sys\n"
+        "import asyncio, json, sys\n"
         "async def run(cells):\n"
         "    names = {'__name__': '__main__'}\n"
         "    for number, cell in enumerate(cells):\n"
@@ -158,3 +158,43 @@ def test_the_notebook_learns_and_evaluates_as_a_kernel_runs_it(tmp_path):
     first, last = map(float, re.search(r"reward ([\d.]+) -> ([\d.]+)", printed).groups())
     assert last > first + 0.2
     assert "yellow" in printed and "did you mean `trainer.max_steps`?" in printed
+
+
+DEBUGGED = """
+import json, socket, time
+import ray
+from ray._private.ray_constants import KV_NAMESPACE_PDB
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+
+@ray.remote
+class Worker:
+    def work(self):
+        secret = 41
+        breakpoint()
+        return secret + 1
+
+
+worker = Worker.remote()
+result = worker.work.remote()
+found = []
+while not found:  # what `ray debug` lists
+    time.sleep(0.2)
+    found = _internal_kv_list("RAY_PDB_", namespace=KV_NAMESPACE_PDB)
+host, port = json.loads(_internal_kv_get(found[0], namespace=KV_NAMESPACE_PDB))["pdb_address"].rsplit(":", 1)
+with socket.create_connection((host, int(port)), 30) as connection:
+    terminal = connection.makefile("rw")
+    terminal.write("p 'the secret', secret\\nc\\n")
+    terminal.flush()
+    print([line for line in terminal if "the secret" in line][-1].strip(), ray.get(result))
+"""
+
+
+@pytest.mark.heavy
+def test_rays_debugger_opens_a_breakpoint_in_a_worker_as_the_page_says(tmp_path, monkeypatch):
+    assert "RAY_DEBUG=legacy verl-train" in (ROOT / "docs" / "python.md").read_text()
+    monkeypatch.setenv("RAY_DEBUG", "legacy")
+
+    printed = run_python(CONNECT + DEBUGGED, tmp_path)
+
+    assert "('the secret', 41)" in printed and printed.split()[-1] == "42"
