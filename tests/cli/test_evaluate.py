@@ -82,7 +82,7 @@ def test_the_table_and_the_file_have_the_same_figures(tmp_path):
         "  (none)        1          2  0.0000   0.0000  0.0000       -",
         "  easy          1          2  0.6000   0.5000  0.5000  1.0000",
         "  all           2          4  0.4000   0.3333  0.2500  1.0000",
-        "  1 responses could not be scored and are left out",
+        "  1 of 4 responses could not be scored and are left out",
     ]
 
 

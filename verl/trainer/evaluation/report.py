@@ -76,8 +76,8 @@ class Evaluation:
         for name, part in named:
             shares = [part.mean, part.correct, *(part.pass_at[k] for k in ks)]
             rows.append([name, part.prompts, part.responses, *map(_shown, shares)])
-        failed = self.overall.failed
-        note = f"  {failed} responses could not be scored and are left out\n" if failed else ""
+        failed, total = self.overall.failed, self.overall.responses
+        note = f"  {failed} of {total} responses could not be scored and are left out\n" if failed else ""
         return table(rows) + note
 
     def write(self) -> Path:

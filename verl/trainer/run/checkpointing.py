@@ -74,7 +74,7 @@ class RunState:
         self.save_error: str | None = None  # of the last checkpoint that was begun
         self._pending: PendingCheckpoint | None = None
         self._score: float | None = None  # of the last validation, at this step or before
-        self.best: Validated | None = None  # of the run, as far as its folder or this object knows
+        self.best: Validated | None = None  # of the run, also before it was resumed
 
     @property
     def is_saved(self) -> bool:
@@ -148,7 +148,7 @@ class RunState:
     def _write_own_files(self, folder: Path) -> None:
         assert self.loader is not None, "a run that trains has a loader"
         torch.save(self.loader.state_dict(), folder / LOADER_FILE)
-        best = None if self.best is None else {"step": self.best[0], "score": self.best[1]}
+        best = None if self.best is None else self.best._asdict()
         common = {
             "step": self.step,
             "validation_score": self._score,

@@ -87,6 +87,25 @@ class HFRollout:
         for batch in self._batches(prompts):
             yield from self._generate_batch(batch, sampling, generator)
 
+    @torch.inference_mode()
+    def stream(self, request: RolloutRequest, sampling: SamplingOptions) -> Iterator[int]:
+        """Sample one response and yield each token at once, the one that ends it included."""
+        self.wake()
+        generator = self.generator
+        if sampling.seed is not None:
+            generator = torch.Generator(self.device).manual_seed(sampling.seed)
+        prompt, cache = self._prepare(request), DynamicCache(config=self.hf_config)
+        input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left([prompt]))
+        logits = self._forward(input_ids, mask, position_ids, cache, join_features([prompt.features]))
+        for step in range(1, min(sampling.max_tokens, self.max_length - len(prompt.input_ids)) + 1):
+            tokens, _ = sample_tokens(logits, sampling, self.banned, generator)
+            token = int(tokens)
+            yield token
+            if token in self.end_ids and not sampling.ignore_eos:
+                return
+            mask = torch.cat([mask, mask.new_ones(1, 1)], dim=1)
+            logits = self._forward(tokens[:, None], mask, position_ids[..., -1:] + step, cache, {})
+
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         weights = {
             name: tensor.detach().to(self.device, self.dtype, copy=True) for name, tensor in named_tensors

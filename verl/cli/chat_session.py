@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation with a rollout engine: the prompts of training, one after another."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl.data.bad_rows import BadRowError
+from verl.data.chat_template import ChatTemplate
+from verl.data.media.loader import DecodedMedia, MediaLoader
+from verl.data.messages import Message, references
+from verl.data.prompt_template import PromptFormat
+from verl.workers.rollout.base import RolloutEngine, RolloutRequest, SamplingOptions
+
+Kind = str  # "image" or "video"
+UNFINISHED = "\ufffd"  # end of a text whose last character still lacks tokens
+
+
+class Conversation:
+    """Messages and media so far, and the engine that continues them.
+
+    Args:
+        media: None for a model that reads only text.
+        prompt_format: Rewrites each message of the user, as `data.format_prompt` does in training.
+        system: First message; None leaves the model's own default.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        chat_template: ChatTemplate,
+        media: MediaLoader | None,
+        prompt_format: PromptFormat,
+        sampling: SamplingOptions,
+        system: str | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.media = media
+        self.prompt_format = prompt_format
+        self.sampling = sampling
+        self.system = system
+        self.messages: list[Message] = []
+        self.references: dict[str, list[Any]] = {}
+        self.waiting: list[Kind] = []  # media of the next message
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.references = {"images": [], "videos": []}
+        self.waiting = []
+
+    def add_media(self, kind: Kind, path: str) -> None:
+        """Put an image or a video before the text of the next message.
+
+        Raises:
+            ValueError: The file cannot be read, or the model reads no media.
+        """
+        if self.media is None:
+            raise BadRowError(f"this model reads no {kind}s")
+        found = references(path, kind, None)
+        self.media.measure({f"{kind}s": found})
+        self.references[f"{kind}s"] += found
+        self.waiting.append(kind)
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Yield the pieces of the response to a message; both become part of the conversation.
+
+        A response that is not read to its end is kept as far as it was read. A message that cannot be
+        answered is removed, and its media with it.
+        """
+        before = list(self.messages)
+        content = self.prompt_format(text, {})
+        media = [{"type": kind} for kind in self.waiting]
+        parts = [*media, {"type": "text", "text": content}]
+        self.messages.append({"role": "user", "content": parts if media else content})
+        response = ""
+        try:
+            for piece in decoded(self._tokens(self._request()), self._decode):
+                response += piece
+                yield piece
+        except ValueError:
+            self.messages = before
+            for kind in self.waiting:
+                self.references[f"{kind}s"].pop()
+            raise
+        finally:
+            self.waiting = []
+            if len(self.messages) > len(before):
+                self.messages.append({"role": "assistant", "content": response})
+
+    def _request(self) -> RolloutRequest:
+        text = self.chat_template(self.messages, True, "the conversation")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        media: DecodedMedia | None = None
+        if any(self.references.values()):
+            assert self.media is not None, "`add_media` refuses media otherwise"
+            media = self.media.decode(self.references)
+        return RolloutRequest("conversation", ids, media)
+
+    def _tokens(self, request: RolloutRequest) -> Iterator[list[int]]:
+        stream: Callable[..., Iterator[int]] | None = getattr(self.engine, "stream", None)
+        if stream is not None:
+            yield from ([token] for token in stream(request, self.sampling))
+            return
+        for finished in self.engine.generate([request], self.sampling):
+            yield from (response.token_ids for response in finished)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def decoded(pieces: Iterator[list[int]], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """Yield the text of tokens as it grows; a character waits for its last token."""
+    tokens: list[int] = []
+    shown = 0
+    for piece in pieces:
+        tokens += piece
+        text = decode(tokens)
+        if len(text) > shown and not text.endswith(UNFINISHED):
+            yield text[shown:]
+            shown = len(text)
+    text = decode(tokens)
+    if len(text) > shown:  # it ends within a character
+        yield text[shown:]
