@@ -42,7 +42,6 @@ class Kind:
     word_columns: tuple[str, ...]  # whose words become tokens of the tiny model
     media: str = ""  # folder of images or videos
     prompt_length: int = 128
-    entropy: float = 0.1
 
 
 VL_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"

@@ -32,7 +32,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def image_rows(folder: Path, name: str, count: int, seed: int) -> list[Row]:
     rng, rows = random.Random(seed), []
     for number, colour in enumerate(_colours(rng, count)):
-        file, shape, size = f"{name}_{number:02d}.png", rng.choice(SHAPES), rng.randint(28, 44)
+        file, shape, size = f"{name}_{number:02d}.png", rng.choice(SHAPES), rng.randint(40, 52)
         corner = rng.randint(0, PIXELS - size), rng.randint(0, PIXELS - size)
         draw(colour, shape, size, corner).save(_made(folder / "images") / file)
         rows.append({"image": file, "question": f"What colour is the {shape}?", "answer": colour})
