@@ -167,7 +167,7 @@ def test_tokens_are_colored_by_the_selected_value(page, tmp_path):
     }
     RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, tokens=["a", "b", "c"], token_ids=[1, 2, 3], **values)])
     with viewer(tmp_path) as address:
-        page.goto(f"{address}#group/{tmp_path.name}/1/step1-0-0")
+        page.goto(f"{address}#group/{tmp_path.name}/train/1/step1-0-0")
         tokens = page.locator("article pre span")
 
         def alphas():

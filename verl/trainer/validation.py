@@ -13,7 +13,7 @@ from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
-from verl.trainer.rollouts.scores import Scoring, add_terms
+from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_last_tokens, reward_values
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
@@ -24,9 +24,11 @@ class Validator:
 
     Args:
         num_samples: Responses to show: `trainer.val_generations_to_log`.
+        num_recorded: First prompts whose responses are recorded: `trainer.rollouts_to_keep`.
 
     Attributes:
         samples: The responses to show of the last validation, always to the same prompts.
+        recorded: The responses to the first prompts with their scores, for `RolloutLog`; None without any.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Validator:
         worker: WorkerConfig,
         dp_size: int,
         num_samples: int,
+        num_recorded: int = 0,
     ) -> None:
         self.sampler = sampler
         self.loader = loader or ()
@@ -43,7 +46,9 @@ class Validator:
         self.worker = worker
         self.dp_size = dp_size
         self.num_samples = num_samples
+        self.num_recorded = num_recorded
         self.samples: list[Generation] = []
+        self.recorded: DataProto | None = None
         self._sampled: list[tuple[DataProto, Scoring]] = []
 
     def sample(self, step: int) -> None:
@@ -66,8 +71,9 @@ class Validator:
         sequences = DataProto.concat(
             [sequences.select(SHOWN, SHOWN_COLUMNS) for sequences, _ in self._sampled]
         )
-        self._sampled = []
         scores, terms = add_terms(values, sequences.batch["response_mask"], model_scores, self.worker)
+        self.recorded = self._first_sequences(values, scores)
+        self._sampled = []
         totals = scores.tolist()
         self.samples = self._choose_samples(sequences, totals)
         means = compute_reward_metrics(values | {name: term.tolist() for name, term in terms.items()}, "val/")
@@ -80,6 +86,25 @@ class Validator:
             mask = sequences.batch[key]
             metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])
         return metrics
+
+    def _first_sequences(self, values: Values, scores: Tensor) -> DataProto | None:
+        """Return the sequences of the first prompts in the form of a finished training batch."""
+        wanted = self.num_recorded * self.sampler.validation_options.n
+        parts = []
+        for sequences, _ in self._sampled:
+            if missing := wanted - sum(map(len, parts)):
+                parts.append(sequences[: min(missing, len(sequences))])
+        if not wanted:
+            return None
+        first = DataProto.concat(parts)
+        mask, count = first.batch["response_mask"], len(first)
+        on_tokens = on_last_tokens(scores[:count].nan_to_num().float(), mask)
+        columns = {name: column[:count] for name, column in values.items()}
+        return first.merge({
+            "row_ids": torch.arange(count),
+            "token_level_scores": on_tokens,
+            "reward_values": reward_values(columns),
+        })  # fmt: skip
 
     def _model_scores(self, sequences: DataProto) -> Tensor:
         padded, padding = pad_dataproto_to_divisor(sequences, self.dp_size)

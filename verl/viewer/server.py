@@ -22,12 +22,29 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
-from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE, is_inside
+from verl.viewer.export import FORMATS, exported
+from verl.viewer.queries import (
+    RolloutQuery,
+    choices,
+    distributions,
+    neighbors,
+    page,
+    prompt_history,
+    select,
+    with_prompts,
+)
+from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, is_inside
 from verl.viewer.runs import RunFolder
 
 LOOPBACK = "127.0.0.1"
@@ -91,9 +108,12 @@ def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
         Route("/api/runs/{run}/metrics", views.metrics),  # logged metrics as columns
-        Route("/api/runs/{run}/groups/{step}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/runs/{run}/groups/{kind}/{step}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/runs/{run}/prompts/{kind}/{step}/{group:path}", views.prompt),  # the same at all steps
+        Route("/api/neighbors/{run}/{kind}/{step}/{group:path}", views.neighbors),  # groups before and after
         Route("/api/rollouts", views.rollouts),  # a page of the table: `?run=0&score_min=0.5`
         Route("/api/distributions", views.distributions),  # histograms of the same rows
+        Route("/api/export", views.export),  # the same rows as a file: `?format=csv&run=0`
         Route("/media/{run}/{file}", views.media),  # an image, or a frame of a video
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
@@ -147,16 +167,39 @@ class _Views:
         return JSONResponse(self._run(request).metrics())
 
     def group(self, request: Request) -> Response:
-        step, group = _path_number(request, "step", 10**9), request.path_params["group"]
         try:
-            return JSONResponse(self._run(request).rollouts.group(step, group))
+            return JSONResponse(self._run(request).rollouts.group(*_path_group(request)))
         except KeyError as error:
             raise HTTPException(404, str(error.args[0])) from error
+
+    def prompt(self, request: Request) -> Response:
+        try:
+            table = self._run(request).rollouts.same_prompt(*_path_group(request))
+        except KeyError as error:
+            raise HTTPException(404, str(error.args[0])) from error
+        return JSONResponse(prompt_history(table))
+
+    def neighbors(self, request: Request) -> Response:
+        query = self._query(request)
+        group = (_path_number(request, "run", len(self._runs)), *_path_group(request))
+        return JSONResponse(neighbors(select(self._runs, query), query, group))
 
     def rollouts(self, request: Request) -> Response:
         query = self._query(request)
         table = select(self._runs, query)
-        return JSONResponse(page(table, query) | {"choices": choices(table)})
+        answer = page(table, query)
+        answer["rows"] = with_prompts(self._runs, answer["rows"])
+        return JSONResponse(answer | {"choices": choices(table)})
+
+    def export(self, request: Request) -> Response:
+        params = request.query_params.multi_items()
+        name = dict(params).get("format", "")
+        if name not in FORMATS:
+            raise HTTPException(400, f"`format` must be one of {sorted(FORMATS)}, got {name[:40]!r}")
+        query = self._query(request, [(key, text) for key, text in params if key != "format"])
+        lines = exported(self._runs, select(self._runs, query), name)
+        disposition = {"Content-Disposition": f'attachment; filename="rollouts.{name}"'}
+        return StreamingResponse(lines, media_type=FORMATS[name], headers=disposition)
 
     def distributions(self, request: Request) -> Response:
         query = self._query(request)
@@ -173,9 +216,10 @@ class _Views:
     def _run(self, request: Request) -> RunFolder:
         return self._runs[_path_number(request, "run", len(self._runs))]
 
-    def _query(self, request: Request) -> RolloutQuery:
+    def _query(self, request: Request, params: Sequence[tuple[str, str]] | None = None) -> RolloutQuery:
+        given = request.query_params.multi_items() if params is None else params
         try:
-            return RolloutQuery.from_params(request.query_params.multi_items(), len(self._runs))
+            return RolloutQuery.from_params(given, len(self._runs))
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
 
@@ -185,3 +229,10 @@ def _path_number(request: Request, name: str, end: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= end:
         raise HTTPException(404, f"no such {name}")
     return int(text)
+
+
+def _path_group(request: Request) -> tuple[str, int, str]:
+    kind = request.path_params["kind"]
+    if kind not in FILE_PREFIXES:
+        raise HTTPException(404, "no such kind")
+    return kind, _path_number(request, "step", 10**9), request.path_params["group"]

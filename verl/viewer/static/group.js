@@ -18,15 +18,15 @@ const COLORINGS = {
 };
 const PLAIN = "none: plain text";
 
-export function Group({ runs, run, step, group }) {
+export function Group({ runs, run, kind, step, group }) {
   const [rows, setRows] = useState([]);
   const [problem, setProblem] = useState("");
   const [coloring, setColoring] = useState("old log-prob");
   useEffect(() => {
-    fetchJson(`/api/runs/${run}/groups/${step}/${encodeURIComponent(group)}`)
+    fetchJson(`/api/runs/${run}/groups/${kind}/${step}/${encodeURIComponent(group)}`)
       .then((answer) => setRows(withScale(answer)))
       .catch((error) => setProblem(error.message));
-  }, [run, step, group]);
+  }, [run, kind, step, group]);
   if (problem || !rows.length) {
     return html`<p class="notice">${problem || "Loading …"}</p>`;
   }
@@ -93,7 +93,11 @@ function Long({ text }) {
   `;
 }
 
-function withScale(rows) {
+function withScale(answer) {
+  // A validation has only the log-probs of the engine.
+  const rows = answer.map((row) => ({
+    ...row, old_log_probs: row.old_log_probs || [], advantages: row.advantages || [],
+  }));
   const sizes = rows.flatMap((row) => row.advantages.map((value) => Math.abs(value || 0)));
   const largest = sizes.reduce((most, size) => Math.max(most, size), 0) || 1;
   return rows.map((row) => ({ ...row, largest }));

@@ -46,7 +46,7 @@ export function Rollouts({ runs, numbers, version }) {
 
 function Row({ row, runs }) {
   return html`
-    <tr onClick=${() => address.go("group", [runs[row.run].name, row.step, row.group])}>
+    <tr onClick=${() => address.go("group", [runs[row.run].name, row.kind, row.step, row.group])}>
       <td><i style=${{ background: runs[row.run].color }}></i>${runs[row.run].name}</td>
       <td><a href=${groupLink(row, runs)} onClick=${(event) => event.stopPropagation()}>${row.step}</a></td>
       <td>${shown(row.score)}</td><td>${shown(row.advantage)}</td><td>${row.response_length}</td>
