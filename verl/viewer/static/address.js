@@ -7,12 +7,14 @@
 
 import { useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
 
+const PAUSE_MS = 150; // browsers limit how often a page may change its address
 const listeners = new Set();
-let notified = location.hash;
+let current = location.hash; // ahead of the address during fast changes
+let timer = 0;
 
 // Returns { view, path, params }: `#group/first/12/a%2Fb?sort=score` has the path ["first", "12", "a/b"].
 export function read() {
-  const [place, query = ""] = splitOnce(location.hash.slice(1), "?");
+  const [place, query = ""] = splitOnce(current.slice(1), "?");
   const [view, ...path] = place.split("/").map(decoded);
   return { view, path, params: new URLSearchParams(query) };
 }
@@ -33,10 +35,18 @@ export function set(changes, { replace = false } = {}) {
 // Opens a view, with all parameters as they are except for the changes.
 export function go(view, path = [], changes = {}, { replace = false } = {}) {
   const hash = link(view, path, changes);
-  if (hash !== location.hash) {
-    history[replace ? "replaceState" : "pushState"](null, "", hash);
-    notify();
+  if (hash === current) {
+    return;
   }
+  if (replace) {
+    clearTimeout(timer);
+    timer = setTimeout(write, PAUSE_MS);
+  } else {
+    write();
+    history.pushState(null, "", hash);
+  }
+  current = hash;
+  notify();
 }
 
 // Returns the address of a view for `href`, with all parameters as they are except for the changes.
@@ -60,18 +70,28 @@ export function subscribe(listener) {
 
 // Returns `read()` in a component, which is rendered again when the address changes.
 export function useAddress() {
-  const [, setHash] = useState(location.hash);
-  useEffect(() => subscribe(() => setHash(location.hash)), []);
+  const [, setHash] = useState(current);
+  useEffect(() => subscribe(() => setHash(current)), []);
   return read();
 }
 
 function notify() {
-  notified = location.hash;
   listeners.forEach((listener) => listener());
 }
 
-function notifyOnce() {
-  if (location.hash !== notified) { // a link causes two events
+// Writes a change that is still ahead of the address.
+function write() {
+  clearTimeout(timer);
+  if (current !== location.hash) {
+    history.replaceState(null, "", current || "#");
+  }
+}
+
+// Follows a link, or the browser's history.
+function follow() {
+  clearTimeout(timer);
+  if (current !== location.hash) { // a link causes two events
+    current = location.hash;
     notify();
   }
 }
@@ -89,5 +109,7 @@ function decoded(text) {
   }
 }
 
-addEventListener("popstate", notifyOnce);
-addEventListener("hashchange", notifyOnce);
+addEventListener("popstate", follow);
+addEventListener("hashchange", follow);
+addEventListener("click", write, true); // before a link is followed
+addEventListener("pagehide", write);

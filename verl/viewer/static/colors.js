@@ -4,6 +4,7 @@
 import { useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
 
 export const NUM_COLORS = 12;
+const NUM_FIRST = 10; // the others are for names that find none of these free
 
 export const colorAt = (index) => `var(--color-${index % NUM_COLORS})`;
 
@@ -13,7 +14,7 @@ export function colorsOf(names) {
   const taken = new Set();
   const colors = {};
   for (const name of [...names].sort()) {
-    let index = hash(name) % NUM_COLORS;
+    let index = hash(name) % NUM_FIRST;
     while (taken.has(index) && taken.size < NUM_COLORS) {
       index = (index + 1) % NUM_COLORS;
     }

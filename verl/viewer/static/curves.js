@@ -1,72 +1,140 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logged metrics of the selected runs over their steps, and the time per phase.
+// Logged metrics of the selected runs over their steps or their time, by area, and the seconds per phase.
 
-import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.min.js";
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact-3.1.1.min.js";
+import * as address from "./address.js";
 import { fetchJson } from "./api.js";
-import { colorAt } from "./colors.js";
 import { Chart } from "./charts.js";
+import { NUM_COLORS, colorAt } from "./colors.js";
+import { KEY_AREA, PHASE_AREA, areasOf, isValidation, phasesOf } from "./metrics.js";
+import { known, smoothed, trainingSeconds } from "./series.js";
 
-const FIRST = [
-  "reward/overall", "critic/score/mean", "val/reward_score", "actor/pg_loss", "actor/ppo_kl", "actor/entropy_loss",
-  "actor/grad_norm", "response_length/mean", "rollout/log_probs_diff_mean", "perf/throughput",
-];
-const MAX_CHARTS = 40;
-const NO_PHASE = ["timing_s/step"]; // the sum of the others
+const OPEN = [KEY_AREA, PHASE_AREA]; // areas that are open until they are closed
+const MAX_SMOOTHING = 0.99;
 
-export function Curves({ runs, numbers, version }) {
-  const [metrics, setMetrics] = useState({});
-  const [wanted, setWanted] = useState("");
-  useEffect(() => {
-    let isCurrent = true;
-    Promise.all(numbers.map((number) => fetchJson(`/api/runs/${number}/metrics`))).then((answers) => {
-      if (isCurrent) {
-        setMetrics(Object.fromEntries(numbers.map((number, index) => [number, answers[index]])));
-      }
-    });
-    return () => { isCurrent = false; };
-  }, [version]);
-
-  const known = useMemo(() => numbers.filter((number) => metrics[number]), [metrics, version]);
-  const names = useMemo(() => namesOf(known, metrics, wanted), [known, metrics, wanted]);
-  const charts = useMemo(
-    () => names.slice(0, MAX_CHARTS).map((name) => ({ name, lines: linesOf(name, known, metrics, runs) })),
-    [names],
+export function Curves({ runs, numbers }) {
+  const { params } = address.useAddress();
+  const { logs, problem } = useLogs(runs, numbers);
+  const wanted = params.get("metric") || "";
+  const view = {
+    unit: params.get("x") === "time" ? "time" : "step",
+    isLog: params.get("y") === "log",
+    smoothing: Math.min(Math.max(Number(params.get("smooth")) || 0, 0), MAX_SMOOTHING),
+  };
+  const shown = useMemo(
+    () => numbers.filter((number) => logs[number]).map((number) => ({ run: runs[number], log: logs[number] })),
+    [logs, numbers.join(), runs.map((run) => run.color).join()],
   );
-  const phases = useMemo(() => known.map((number) => phasesOf(metrics[number])), [known, metrics]);
+  const names = useMemo(() => [...new Set(shown.flatMap(({ log }) => Object.keys(log.metrics)))], [shown]);
+  const areas = useMemo(() => areasOf(names, wanted), [names, wanted]);
+  if (!numbers.length) {
+    return html`<p class="empty">No run is selected.</p>`;
+  }
   return html`
-    <section class="filters">
-      <label>Metrics <input type="search" name="metrics" placeholder="name contains …" value=${wanted}
-        onInput=${(event) => setWanted(event.target.value)} /></label>
-      ${names.length > MAX_CHARTS && html`<small>the first ${MAX_CHARTS} of ${names.length}</small>`}
-    </section>
-    <section class="charts">
-      ${charts.map(({ name, lines }) => html`<${Chart} key=${name} title=${name} lines=${lines} />`)}
-    </section>
-    ${!wanted && phases.length > 0 && html`
-      <h2>Seconds per phase of a step</h2>
-      <section class="charts">
-        ${known.map((number, index) => html`
-          <${Chart} key=${number} title=${`time of ${runs[number].name}`} lines=${phases[index]} />`)}
-      </section>`}
+    <${Toolbar} view=${view} wanted=${wanted} runs=${runs} numbers=${numbers} />
+    ${problem && html`<p class="notice">${problem}</p>`}
+    ${shown.length > 0 && !names.length && html`
+      <p class="empty">No metrics were logged: <code>trainer.logger</code> needs <code>file</code> to write them.</p>`}
+    ${names.length > 0 && !areas.length && html`<p class="empty">No metric has “${wanted}” in its name.</p>`}
+    ${areas.map(({ area, charts }) => html`
+      <${Area} key=${area} area=${area} charts=${charts} shown=${shown} names=${names} view=${view} wanted=${wanted} />`)}
   `;
 }
 
-function namesOf(known, metrics, wanted) {
-  const all = [...new Set(known.flatMap((number) => Object.keys(metrics[number].metrics)))].sort();
-  return wanted ? all.filter((name) => name.includes(wanted)) : FIRST.filter((name) => all.includes(name));
+function Toolbar({ view, wanted, runs, numbers }) {
+  const typed = (name) => (event) => address.set({ [name]: event.target.value }, { replace: true });
+  const query = new URLSearchParams(numbers.map((number) => ["run", number])).toString();
+  return html`
+    <section class="filters toolbar">
+      <label><input type="search" name="metrics" placeholder="Find a metric …" aria-label="Find a metric" value=${wanted}
+        onInput=${typed("metric")} /></label>
+      <label>Smoothing
+        <input type="range" name="smooth" min="0" max=${MAX_SMOOTHING} step="0.01" value=${view.smoothing}
+          onInput=${(event) => address.set({ smooth: Number(event.target.value) || null }, { replace: true })} />
+        <output>${view.smoothing.toFixed(2)}</output></label>
+      <span class="choice" role="group" aria-label="Horizontal axis">
+        ${["step", "time"].map((unit) => html`
+          <button class=${view.unit === unit ? "on" : ""} aria-pressed=${view.unit === unit}
+            onClick=${() => address.set({ x: unit === "step" ? null : unit })}>${unit}</button>`)}
+      </span>
+      <label><input type="checkbox" name="log" checked=${view.isLog}
+        onChange=${(event) => address.set({ y: event.target.checked ? "log" : null })} /> log axis</label>
+    </section>`;
 }
 
-function linesOf(name, known, metrics, runs) {
-  return known
-    .filter((number) => metrics[number].metrics[name])
-    .map((number) => ({
-      label: runs[number].name, color: runs[number].color, x: metrics[number].step, y: metrics[number].metrics[name],
-    }));
+function Area({ area, charts, shown, names, view, wanted }) {
+  const { params } = address.useAddress();
+  const isOpen = wanted !== "" || OPEN.includes(area) !== params.getAll("flip").includes(area);
+  const flip = () => {
+    const flipped = params.getAll("flip");
+    address.set({ flip: flipped.includes(area) ? flipped.filter((one) => one !== area) : [...flipped, area] });
+  };
+  const hasPhases = area === PHASE_AREA && wanted === "";
+  return html`
+    <section class="area" data-area=${area}>
+      <h2><button class="quiet" aria-expanded=${isOpen} disabled=${wanted !== ""} onClick=${flip}>
+        <b class="arrow">${isOpen ? "▾" : "▸"}</b> ${area} <small>${hasPhases ? "" : charts.length}</small></button></h2>
+      ${isOpen && html`<div class="charts">
+        ${hasPhases
+          ? html`<${Phases} shown=${shown} names=${names} view=${view} />`
+          : charts.map(({ name, label }) => html`
+              <${Metric} key=${name} name=${name} label=${label} shown=${shown} view=${view} />`)}
+      </div>`}
+    </section>`;
 }
 
-function phasesOf({ step, metrics }) {
-  const names = Object.keys(metrics).filter((name) => name.startsWith("timing_s/") && !NO_PHASE.includes(name));
-  return names.map((name, index) => ({
-    label: name.replace("timing_s/", ""), color: colorAt(index), x: step, y: metrics[name],
-  }));
+function Metric({ name, label, shown, view }) {
+  const lines = useMemo(
+    () => shown.flatMap(({ run, log }) => lineOf(log, name, view, { label: run.name, color: run.color })),
+    [name, shown, view.unit, view.smoothing],
+  );
+  return html`<${Chart} title=${name} label=${label} lines=${lines} unit=${view.unit} isLog=${view.isLog} />`;
+}
+
+// One chart per run; a phase has the same color in all of them.
+function Phases({ shown, names, view }) {
+  const phases = useMemo(() => phasesOf(names), [names]);
+  const charts = useMemo(
+    () => shown.map(({ run, log }) => ({
+      title: `time of ${run.name}`,
+      lines: phases.flatMap((phase, index) => lineOf(log, `timing_s/${phase}`, view,
+        { label: phase, color: colorAt(index), isDashed: index >= NUM_COLORS })),
+    })),
+    [shown, phases, view.unit, view.smoothing],
+  );
+  return charts.filter(({ lines }) => lines.length).map(({ title, lines }) => html`
+    <${Chart} key=${title} title=${title} lines=${lines} unit=${view.unit} isLog=${view.isLog} />`);
+}
+
+// Returns the line of a metric in a list, which is empty if the run did not log it.
+function lineOf(log, name, { unit, smoothing }, style) {
+  const positions = unit === "time" ? log.seconds : log.step;
+  if (!log.metrics[name] || !positions) {
+    return [];
+  }
+  const { x, y } = known(positions, log.metrics[name]);
+  if (isValidation(name) || smoothing === 0) {
+    return [{ ...style, x, y, hasDots: isValidation(name) }];
+  }
+  return [{ ...style, x, y: smoothed(y, smoothing), raw: y }];
+}
+
+// Returns the logs of the runs, by position; one is requested again only after it has changed.
+function useLogs(runs, numbers) {
+  const [state, setState] = useState({ logs: {}, problem: "" });
+  const versions = useRef({});
+  useEffect(() => {
+    numbers.filter((number) => versions.current[number] !== runs[number].version).forEach(async (number) => {
+      versions.current[number] = runs[number].version;
+      try {
+        const answer = await fetchJson(`/api/runs/${number}/metrics`);
+        const log = { ...answer, seconds: trainingSeconds(answer) };
+        setState((old) => ({ logs: { ...old.logs, [number]: log }, problem: "" }));
+      } catch (error) {
+        delete versions.current[number]; // the next change of any run tries again
+        setState((old) => ({ ...old, problem: String(error) }));
+      }
+    });
+  }, [numbers.map((number) => runs[number].version).join(" "), numbers.join()]);
+  return state;
 }
