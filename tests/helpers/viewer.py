@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -49,10 +49,10 @@ def token_of(address: str) -> str:
 
 
 @contextmanager
-def viewer(*folders: Path) -> Iterator[str]:
+def viewer(*folders: Path, options: Sequence[str] = ()) -> Iterator[str]:
     """Run the command on these folders; yield the printed address, and end it with Ctrl-C."""
     process = subprocess.Popen(
-        [*COMMAND, *map(str, folders), "--port", "0"], stdout=subprocess.PIPE, text=True
+        [*COMMAND, *map(str, folders), "--port", "0", *options], stdout=subprocess.PIPE, text=True
     )
     try:
         line = process.stdout.readline()

@@ -136,7 +136,12 @@ def test_any_path_is_answered(address):
         for path in (
             *(f"/{part}", f"//{part}/", f"/api/{part}", f"/api/runs/{part}/metrics"),
             *(f"/api/runs/0/groups/train/{part}/x", f"/api/runs/0/groups/train/1/{part}"),
-            *(f"/media/{part}/x", f"/media/0/{part}"),
+            *(
+                f"/media/{part}/x",
+                f"/media/0/{part}",
+                f"/videos/0/train/1/{part}/x",
+                f"/videos/0/{part}/1/0/x",
+            ),
         ):
             answer = request(address, path)
             assert answer.status < 500, path

@@ -48,7 +48,9 @@ def prepared_run(
     """
     with ExitStack() as stack:
         if viewer_port is not None:
-            stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
+            videos = [Path(one) for one in {config.data.image_dir, config.data.video_dir} if one is not None]
+            folder = Path(config.trainer.checkpoint_folder)
+            stack.enter_context(viewer_process(folder, viewer_port, videos))
         run = describe(config)
         export_checkpoints(planned.model for planned in run.models)
         device = resolve_device(config.trainer.device)

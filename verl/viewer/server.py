@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
@@ -46,6 +46,7 @@ from verl.viewer.queries import (
 )
 from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, is_inside
 from verl.viewer.runs import RunFolder
+from verl.viewer.videos import VIDEO_TYPES, VideoFolders
 
 LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
@@ -54,8 +55,8 @@ SHUTDOWN_S = 3  # for pending responses
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
-        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -103,8 +104,8 @@ def cookie_name(token: str) -> str:
     return f"viewer_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
 
-def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
-    views = _Views(runs)
+def make_app(runs: Sequence[RunFolder], token: str, videos: VideoFolders) -> Starlette:
+    views = _Views(runs, videos)
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
         Route("/api/runs/{run}/metrics", views.metrics),  # logged metrics as columns
@@ -115,6 +116,7 @@ def make_app(runs: Sequence[RunFolder], token: str) -> Starlette:
         Route("/api/distributions", views.distributions),  # histograms of the same rows
         Route("/api/export", views.export),  # the same rows as a file: `?format=csv&run=0`
         Route("/media/{run}/{file}", views.media),  # an image, or a frame of a video
+        Route("/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video),  # a prompt's video file
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     parts = (add_headers, check_host, TokenGate(token))
@@ -137,11 +139,19 @@ def address_of(listening: socket.socket, token: str) -> str:
 
 
 def serve(
-    runs: Sequence[RunFolder], listening: socket.socket, token: str, until: BinaryIO | None = None
+    runs: Sequence[RunFolder],
+    listening: socket.socket,
+    token: str,
+    until: BinaryIO | None = None,
+    video_folders: Sequence[Path] = (),
 ) -> None:
-    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end."""
+    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end.
+
+    Videos are played only from `video_folders`.
+    """
+    app = make_app(runs, token, VideoFolders(video_folders))
     config = uvicorn.Config(
-        make_app(runs, token), log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
+        app, log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
     server = uvicorn.Server(config)
     if until is not None:
@@ -157,8 +167,8 @@ def serve(
 class _Views:
     """Results of the routes; Starlette runs plain functions in threads."""
 
-    def __init__(self, runs: Sequence[RunFolder]) -> None:
-        self._runs = runs
+    def __init__(self, runs: Sequence[RunFolder], videos: VideoFolders) -> None:
+        self._runs, self._videos = runs, videos
 
     def runs(self, request: Request) -> Response:
         return JSONResponse([run.state() for run in self._runs])
@@ -167,10 +177,15 @@ class _Views:
         return JSONResponse(self._run(request).metrics())
 
     def group(self, request: Request) -> Response:
-        try:
-            return JSONResponse(self._run(request).rollouts.group(*_path_group(request)))
-        except KeyError as error:
-            raise HTTPException(404, str(error.args[0])) from error
+        return JSONResponse(self._videos.mark(self._group(request)))
+
+    def video(self, request: Request) -> Response:
+        media = self._group(request)[0]["media"] or []
+        number = _path_number(request, "number", len(media))
+        path = self._videos.find(media[number] and media[number]["source"])
+        if path is None:
+            raise HTTPException(404, "no such video in the given folders")
+        return FileResponse(path, media_type=VIDEO_TYPES[path.suffix.lower()])
 
     def prompt(self, request: Request) -> Response:
         try:
@@ -212,6 +227,12 @@ class _Views:
         if not MEDIA_FILE.fullmatch(name) or not path.is_file() or not is_inside(path, folder):
             raise HTTPException(404, "no such image")
         return FileResponse(path, media_type="image/jpeg")
+
+    def _group(self, request: Request) -> list[dict[str, Any]]:
+        try:
+            return self._run(request).rollouts.group(*_path_group(request))
+        except KeyError as error:
+            raise HTTPException(404, str(error.args[0])) from error
 
     def _run(self, request: Request) -> RunFolder:
         return self._runs[_path_number(request, "run", len(self._runs))]

@@ -78,7 +78,8 @@ function Prompt({ first, run, isMarkdown }) {
           <div class="turn" data-role=${role}>
             <b class="badge">${role}</b><div><${Text} text=${text} isMarkdown=${isMarkdown} /></div>
           </div>`)}
-      <${Media} media=${first.media || []} run=${run} />
+      <${Media} media=${first.media || []} run=${run} videoPath=${(number) =>
+        `/videos/${run}/${first.kind}/${first.step}/${number}/${encodeURIComponent(first.group)}`} />
       <div class="turn truth">
         <b class="badge">ground truth</b><div><${Text} text=${first.ground_truth} isMarkdown=${isMarkdown} /></div>
       </div>

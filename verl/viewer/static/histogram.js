@@ -8,6 +8,7 @@ const HEIGHT = 100;
 const HIGHEST = 82; // below the label
 const MIN_DRAG = 0.02; // of the width: a shorter one is a click
 const TICKS = 5;
+const TOLERANCE = 1e-4; // of the distance of two ticks: values are float32
 
 // edges: [0, 0.5, 1]; counts: { run: [3, 4] }; select(min, max) is called with the chosen range.
 export function Histogram({ title, edges, counts, runs, select }) {
@@ -62,8 +63,8 @@ export function ticks(low, high) {
   }
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
-  const first = Math.ceil(low / step);
-  const count = Math.floor(high / step + 1e-9) - first + 1;
+  const first = Math.ceil(low / step - TOLERANCE);
+  const count = Math.floor(high / step + TOLERANCE) - first + 1;
   return Array.from({ length: count }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys of the views, and the dialog that lists them. Keys do nothing while something is typed.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact-3.1.1.min.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-3.1.1.min.js";
 
 // Calls functions by key while a component is shown: `[["j", "next prompt", () => ...], ...]`.
 export function useKeys(bindings) {
@@ -47,7 +47,7 @@ export function KeysHelp({ bindings }) {
 // A modal dialog, closed by Escape, by a click beside its content, and by its button.
 export function Dialog({ name, close, children }) {
   const dialog = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => { // before the next key
     dialog.current.showModal();
   }, []);
   return html`

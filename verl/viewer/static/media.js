@@ -8,16 +8,17 @@ const SMALL = 200; // pixels: smaller images are enlarged without smoothing
 const FRAME_MS = 500; // per frame of a video whose times are unknown
 const SPEED_LIMITS = [60, 2000]; // ms per frame
 
-export function Media({ media, run }) {
+// videoPath(number) is the address of the file of the medium with this number, if it may be played.
+export function Media({ media, run, videoPath }) {
   const [opened, setOpened] = useState(null); // { medium, index }
   return html`
-    ${media.map((medium) => html`
-      <${Medium} medium=${medium} run=${run} open=${(index) => setOpened({ medium, index })} />`)}
+    ${media.map((medium, number) => html`
+      <${Medium} medium=${medium} run=${run} video=${medium.is_playable && videoPath(number)} open=${(index) => setOpened({ medium, index })} />`)}
     ${opened && html`<${Lightbox} ...${opened} run=${run} close=${() => setOpened(null)} />`}
   `;
 }
 
-function Medium({ medium, run, open }) {
+function Medium({ medium, run, video, open }) {
   const files = medium.files || [];
   const [time, setTime] = useState(null); // index of the shown frame while it plays
   const times = medium.times || [];
@@ -39,8 +40,9 @@ function Medium({ medium, run, open }) {
             ${isVideo && html`<span>${times[index] === undefined ? index + 1 : `${times[index].toFixed(2)} s`}</span>`}
           </button>`)}
       </div>
+      ${video && html`<video controls preload="metadata" src=${video}></video>`}
       <figcaption>
-        ${isVideo && files.length > 1 && html`
+        ${isVideo && !video && files.length > 1 && html`
           <button class="quiet" onClick=${() => setTime(time === null ? 0 : null)}>
             ${time === null ? "▶ play" : "■ stop"}</button> `}
         ${medium.kind}: ${medium.source} ${medium.problem && `(not shown: ${medium.problem})`}
