@@ -33,7 +33,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.export import FORMATS, exported
+from verl.viewer.rollout_export import FORMATS, exported
 from verl.viewer.queries import (
     RolloutQuery,
     choices,
