@@ -31,12 +31,18 @@ class Answer(NamedTuple):
         return json.loads(self.body, parse_constant=lambda name: 1 / 0)
 
 
-def request(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    """Send one request with the verbatim path, and the token of the address as a cookie."""
+def request(
+    address: str, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+) -> Answer:
+    """Send one request with the verbatim path, and the token of the address as a cookie.
+
+    An underscore in the name of a header is sent as a hyphen.
+    """
     token = token_of(address)
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
     headers = {"Cookie": f"{cookie_name(token)}={token}"} | headers
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-    connection.request(method, path, headers=headers)
+    connection.request(method, path, body, headers)
     response = connection.getresponse()
     answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
     connection.close()

@@ -4,6 +4,7 @@
 With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentation.
 """
 
+import json
 import math
 import os
 import re
@@ -75,7 +76,7 @@ def test_every_view_fits_the_screen_in_light_and_dark(page, address, scheme, siz
     width, height = SIZES[size]
     page.set_viewport_size({"width": width, "height": height})
     page.emulate_media(color_scheme=scheme)
-    for view in ("curves", "rollouts"):
+    for view in ("curves", "runs", "rollouts"):
         page.goto(f"{address}#{view}")
         expect(page.locator("nav a.open")).to_have_text(view)
         page.wait_for_timeout(300)
@@ -294,3 +295,57 @@ def test_twelve_phases_have_twelve_colors_which_are_the_same_in_every_run(page, 
         assert len(set(colors)) == 12
         found.append(dict(zip(names, colors, strict=True)))
     assert found[0] == found[1]
+
+
+def test_the_table_of_runs_sorts_by_any_column_and_shows_the_options_that_differ(page, address):
+    page.goto(f"{address}#runs")
+    names = page.locator(".overview tbody td:first-child")
+    expect(names).to_have_text(list(RUNS))
+    page.get_by_role("button", name="best validation").click()
+    expect(names).to_have_text([RUNS[1], RUNS[0]])
+    page.get_by_role("button", name="best validation").click()
+    expect(names).to_have_text(list(RUNS))
+    page.wait_for_timeout(300)
+    assert parameters(page) == {"by": ["val"], "up": ["yes"]}
+
+    options = page.locator(".options tbody tr")
+    expect(options).to_have_text(
+        [re.compile("trainer.experiment_name"), re.compile("worker.actor.optim.lr.*1e-06.*3e-06")]
+    )
+    page.locator("input[name=all]").check()
+    expect(options).to_have_count(8)
+    page.locator("input[name=option]").fill("rollout")
+    expect(options).to_have_count(2)
+    page.reload()
+    expect(options).to_have_count(2)
+
+
+def test_metrics_are_downloaded_for_the_selected_runs(page, address):
+    page.goto(f"{address}#runs?run={RUNS[1]}")
+    with page.expect_download() as found:
+        page.get_by_role("link", name="CSV").click()
+    lines = Path(found.value.path()).read_text().splitlines()
+
+    assert found.value.suggested_filename == "metrics.csv"
+    assert len(lines) == 1 + 121 and all(line.startswith(f"{RUNS[1]},") for line in lines[1:])
+
+
+def test_a_note_is_kept_in_the_run_and_shown_as_text(page, tmp_path):
+    hostile = "<img src=x onerror='window.hacked = 1'>"
+    for name in ("a", "b"):
+        write_run(tmp_path / name, steps=3)
+    with viewer(tmp_path) as address:
+        page.goto(f"{address}#runs")
+        card = page.locator(".card[data-run=b]")
+        card.locator("textarea").fill(hostile)
+        card.locator("input[name=tags]").fill(f"keep, {hostile}")
+        card.get_by_role("button", name="Save").click()
+        expect(page.locator(".overview tbody tr").nth(1).locator(".tag")).to_have_text(["keep", hostile])
+        expect(card.get_by_role("button", name="Save")).to_have_count(0)
+        page.reload()
+        assert card.locator("textarea").input_value() == hostile
+        assert page.locator(".card[data-run=a] textarea").input_value() == ""
+        assert page.evaluate("window.hacked") is None
+
+    assert json.loads((tmp_path / "b/notes.json").read_text()) == {"note": hostile, "tags": ["keep", hostile]}
+    assert not (tmp_path / "a/notes.json").exists()

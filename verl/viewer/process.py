@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="folder with videos that the page may play, besides the frames that a run keeps; repeatable",
     )  # fmt: skip
     parser.add_argument("--text", action="store_true", help="print a summary instead of serving a page")
+    parser.add_argument("--read-only", action="store_true", help="notes cannot be changed on the page")
     parser.add_argument("--watch", action="store_true", help=f"refresh it every {REFRESH_S:g} seconds")
     options = parser.parse_args(arguments)
     try:
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):
-        serve(runs, listening, token, video_folders=options.videos)
+        serve(runs, listening, token, video_folders=options.videos, is_read_only=options.read_only)
 
 
 @contextmanager
@@ -117,6 +118,9 @@ if __name__ == "__main__":  # in the process that `viewer_process` started
     handle, folder = int(sys.argv[1]), Path(sys.argv[2])
     token = sys.stdin.buffer.readline().decode().strip()
     serve(
-        [RunFolder(folder, folder.name)], socket.socket(fileno=handle), token, sys.stdin.buffer,
-        [Path(one) for one in sys.argv[3:]],
-    )  # fmt: skip
+        [RunFolder(folder, folder.name)],
+        socket.socket(fileno=handle),
+        token,
+        until=sys.stdin.buffer,
+        video_folders=[Path(one) for one in sys.argv[3:]],
+    )

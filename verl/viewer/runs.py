@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in the viewer: folders with a log of metrics, kept rollouts, or both."""
 
+import json
 import os
+import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.logger.file import METRICS_FILE, read_log
+from verl.logger.base import flatten
+from verl.logger.file import CONFIG_FILE, METRICS_FILE, read_log
+from verl.viewer.notes import NOTES_FILE
 from verl.viewer.rollout_index import RolloutIndex, plain
 from verl.viewer.rollout_store import FOLDER, is_inside
 from verl.viewer.run_state import run_state
 
 NOT_FOLLOWED = "a link out of the run's folder is not followed"
 DEPTH = 2  # folders between the given one and a run: PROJECT/EXPERIMENT
+MAX_CONFIG = 4 * 2**20  # bytes
+Signature = tuple[int, int]  # bytes, modification time in ns
 
 
 class RunFolder:
@@ -21,17 +28,20 @@ class RunFolder:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.rollouts = RolloutIndex(folder)
+        self._lock = threading.Lock()
+        self._log: tuple[Signature | None, dict[str, Any]] = (None, {"step": [], "metrics": {}})
 
     def state(self) -> dict[str, Any]:
         """Return what the page polls; `version` changes with any displayed content."""
         rollouts = self.rollouts.refresh()
         paths = (self.folder / METRICS_FILE, self.folder / FOLDER)
-        files = [path.stat() for path in paths if path.exists()]
+        notes = self.folder / NOTES_FILE
+        files = [path.stat() for path in (*paths, notes) if path.exists()]
         links = [path.name for path in paths if not is_inside(path, self.folder)]
         state = {
             "name": self.name,
             "folder": str(self.folder),
-            "state": run_state(self.folder),
+            "state": self.run_state(),
             "num_rollouts": rollouts.num_rows,
             "problems": dict(self.rollouts.problems) | dict.fromkeys(links, NOT_FOLLOWED),
             "version": str([(file.st_size, file.st_mtime_ns) for file in files]),
@@ -41,10 +51,52 @@ class RunFolder:
     def metrics(self) -> dict[str, Any]:
         """Logged metrics as columns: `{"step": [1, 2], "metrics": {"reward/overall": [0.5, None]}}`."""
         path = self.folder / METRICS_FILE
-        log = read_log(self.folder) if path.is_file() and is_inside(path, self.folder) else []
-        names = sorted({name for entry in log for name in entry if name != "step"})
-        columns = {plain(name): [_number(entry.get(name)) for entry in log] for name in names}
-        return {"step": [entry["step"] for entry in log], "metrics": columns}
+        with self._lock:  # several views ask for the same log
+            signature = _signature(path) if is_inside(path, self.folder) else None
+            if signature is None or signature != self._log[0]:
+                self._log = (signature, _columns(read_log(self.folder) if signature else []))
+            return self._log[1]
+
+    def run_state(self) -> str:
+        return run_state(self.folder)
+
+    def config(self) -> dict[str, Any]:
+        """Options of the last start by path, `{"worker.rollout.n": 8}`; empty if unreadable."""
+        path = self.folder / CONFIG_FILE
+        try:
+            if not path.is_file() or not is_inside(path, self.folder) or path.stat().st_size > MAX_CONFIG:
+                return {}
+            config = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            return flatten(config, ".") if isinstance(config, dict) else {}
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    def total_steps(self) -> int | None:
+        """Steps in the run's config; None if it counts epochs or is unreadable."""
+        total = self.config().get("trainer.max_steps")
+        return total if isinstance(total, int) else None
+
+    def times(self) -> tuple[float | None, float | None]:
+        """Seconds since 1970 of the first start, when its config was written, and of the last step."""
+        configs = [_signature(path) for path in self.folder.glob("experiment_config*.json")]
+        started = min((time for _, time in filter(None, configs)), default=None)
+        _, updated = _signature(self.folder / METRICS_FILE) or (0, None)
+        return (started and started / 1e9), (updated and updated / 1e9)
+
+
+def _signature(path: Path) -> Signature | None:
+    """Return the size and time of a file; None if it is missing or none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+
+
+def _columns(log: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = sorted({name for entry in log for name in entry if name != "step"})
+    columns = {plain(name): [_number(entry.get(name)) for entry in log] for name in names}
+    return {"step": [entry["step"] for entry in log], "metrics": columns}
 
 
 def _number(value: Any) -> Any:

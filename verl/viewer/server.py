@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server of the viewer: read-only GET requests from this machine.
+"""Server of the viewer: requests from this machine, which read; only notes are written.
 
 Prompts and responses are untrusted text: they are sent only as JSON and JPEG, and the page puts them into
 text nodes. The content security policy of every response forbids foreign scripts and addresses. Requests for
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -33,7 +34,9 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.rollout_export import FORMATS, exported
+from verl.viewer.export import metrics_csv, metrics_jsonl
+from verl.viewer.notes import MAX_BYTES, Notes, write_notes
+from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
     RolloutQuery,
     choices,
@@ -44,9 +47,11 @@ from verl.viewer.queries import (
     select,
     with_prompts,
 )
+from verl.viewer.rollout_export import FORMATS, exported
 from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, is_inside
 from verl.viewer.runs import RunFolder
 from verl.viewer.videos import VIDEO_TYPES, VideoFolders
+from verl.viewer.writing import WriteGuard, limited_body
 
 LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
@@ -104,11 +109,19 @@ def cookie_name(token: str) -> str:
     return f"viewer_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
 
-def make_app(runs: Sequence[RunFolder], token: str, videos: VideoFolders) -> Starlette:
-    views = _Views(runs, videos)
+def make_app(
+    runs: Sequence[RunFolder], token: str, *, video_folders: Sequence[Path] = (), is_read_only: bool = False
+) -> Starlette:
+    views = _Views(runs, VideoFolders(video_folders), WriteGuard(is_read_only=is_read_only))
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
         Route("/api/runs/{run}/metrics", views.metrics),  # logged metrics as columns
+        Route("/api/runs/{run}/notes", views.write_notes, methods=["POST"]),
+        Route("/api/overview", views.overview),  # a line for each run: progress, results, notes
+        Route("/api/configs", views.configs),  # options of `?run=0&run=1` that differ; `&all=yes`
+        Route("/api/metrics.csv", views.metrics_csv),  # metrics of `?run=0&run=1`, to keep
+        Route("/api/metrics.jsonl", views.metrics_jsonl),
+        Route("/api/session", views.session),  # what the page needs to write notes
         Route("/api/runs/{run}/groups/{kind}/{step}/{group:path}", views.group),  # responses to a prompt
         Route("/api/runs/{run}/prompts/{kind}/{step}/{group:path}", views.prompt),  # the same at all steps
         Route("/api/neighbors/{run}/{kind}/{step}/{group:path}", views.neighbors),  # groups before and after
@@ -143,13 +156,15 @@ def serve(
     listening: socket.socket,
     token: str,
     until: BinaryIO | None = None,
+    *,
     video_folders: Sequence[Path] = (),
+    is_read_only: bool = False,
 ) -> None:
     """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end.
 
     Videos are played only from `video_folders`.
     """
-    app = make_app(runs, token, VideoFolders(video_folders))
+    app = make_app(runs, token, video_folders=video_folders, is_read_only=is_read_only)
     config = uvicorn.Config(
         app, log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
@@ -167,14 +182,43 @@ def serve(
 class _Views:
     """Results of the routes; Starlette runs plain functions in threads."""
 
-    def __init__(self, runs: Sequence[RunFolder], videos: VideoFolders) -> None:
-        self._runs, self._videos = runs, videos
+    def __init__(self, runs: Sequence[RunFolder], videos: VideoFolders, guard: WriteGuard) -> None:
+        self._runs, self._videos, self._guard = runs, videos, guard
 
     def runs(self, request: Request) -> Response:
         return JSONResponse([run.state() for run in self._runs])
 
     def metrics(self, request: Request) -> Response:
         return JSONResponse(self._run(request).metrics())
+
+    def overview(self, request: Request) -> Response:
+        return JSONResponse([overview(run) for run in self._runs])
+
+    def configs(self, request: Request) -> Response:
+        with_equal = request.query_params.get("all") == "yes"
+        return JSONResponse(compare_configs(self._chosen(request), with_equal=with_equal))
+
+    def metrics_csv(self, request: Request) -> Response:
+        return _download(metrics_csv(self._chosen(request)), "metrics.csv", "text/csv")
+
+    def metrics_jsonl(self, request: Request) -> Response:
+        return _download(metrics_jsonl(self._chosen(request)), "metrics.jsonl", "application/jsonl")
+
+    def session(self, request: Request) -> Response:
+        return JSONResponse(self._guard.session())
+
+    async def write_notes(self, request: Request) -> Response:
+        self._guard.check(request)
+        run = self._run(request)
+        try:
+            notes = Notes.from_json(await limited_body(request, MAX_BYTES))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        try:
+            await run_in_threadpool(write_notes, run.folder, notes)
+        except OSError as error:
+            raise HTTPException(409, str(error)) from error
+        return JSONResponse({})
 
     def group(self, request: Request) -> Response:
         return JSONResponse(self._videos.mark(self._group(request)))
@@ -237,6 +281,11 @@ class _Views:
     def _run(self, request: Request) -> RunFolder:
         return self._runs[_path_number(request, "run", len(self._runs))]
 
+    def _chosen(self, request: Request) -> list[RunFolder]:
+        """Return the runs of `?run=0&run=1`."""
+        numbers = request.query_params.getlist("run")
+        return [self._runs[_number_below(text, "run", len(self._runs))] for text in numbers]
+
     def _query(self, request: Request, params: Sequence[tuple[str, str]] | None = None) -> RolloutQuery:
         given = request.query_params.multi_items() if params is None else params
         try:
@@ -246,7 +295,10 @@ class _Views:
 
 
 def _path_number(request: Request, name: str, end: int) -> int:
-    text = request.path_params[name]
+    return _number_below(request.path_params[name], name, end)
+
+
+def _number_below(text: str, name: str, end: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= end:
         raise HTTPException(404, f"no such {name}")
     return int(text)
@@ -257,3 +309,9 @@ def _path_group(request: Request) -> tuple[str, int, str]:
     if kind not in FILE_PREFIXES:
         raise HTTPException(404, "no such kind")
     return kind, _path_number(request, "step", 10**9), request.path_params["group"]
+
+
+def _download(text: str, name: str, media_type: str) -> Response:
+    return Response(
+        text, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'}
+    )

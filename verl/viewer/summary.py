@@ -4,7 +4,6 @@
 Runs are shown side by side as far as the width allows. To show another metric, add a line to `METRICS`.
 """
 
-import json
 import math
 import re
 import time
@@ -22,7 +21,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from verl.logger.file import CONFIG_FILE, METRICS_FILE
+from verl.logger.file import METRICS_FILE
 from verl.viewer.rollout_store import TRAIN
 from verl.viewer.runs import RunFolder
 
@@ -89,7 +88,7 @@ class RunNumbers:
         columns = run.metrics()
         finite = {name: [*filter(_is_finite, values)] for name, values in columns["metrics"].items()}
         metrics = {name: values for name, values in finite.items() if values}
-        return cls(run.name, columns["step"], metrics, _total_steps(run), _count_restarts(run))
+        return cls(run.name, columns["step"], metrics, run.total_steps(), _count_restarts(run))
 
     def recent(self, name: str) -> float | None:
         """Mean of a metric over the last steps."""
@@ -219,15 +218,6 @@ def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _total_steps(run: RunFolder) -> int | None:
-    """Steps in the run's config; None if it counts epochs or is unreadable."""
-    try:
-        config = json.loads((run.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        return config["trainer"]["max_steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _count_restarts(run: RunFolder) -> int:

@@ -11,6 +11,7 @@ const PAUSE_MS = 150; // browsers limit how often a page may change its address
 const listeners = new Set();
 let current = location.hash; // ahead of the address during fast changes
 let timer = 0;
+let written = -PAUSE_MS; // time of the last change of the address
 
 // Returns { view, path, params }: `#group/first/12/a%2Fb?sort=score` has the path ["first", "12", "a/b"].
 export function read() {
@@ -39,13 +40,14 @@ export function go(view, path = [], changes = {}, { replace = false } = {}) {
     return;
   }
   if (replace) {
+    current = hash;
     clearTimeout(timer);
-    timer = setTimeout(write, PAUSE_MS);
+    timer = setTimeout(write, written + PAUSE_MS - performance.now());
   } else {
     write();
+    current = hash;
     history.pushState(null, "", hash);
   }
-  current = hash;
   notify();
 }
 
@@ -84,6 +86,7 @@ function write() {
   clearTimeout(timer);
   if (current !== location.hash) {
     history.replaceState(null, "", current || "#");
+    written = performance.now();
   }
 }
 

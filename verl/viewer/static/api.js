@@ -13,6 +13,15 @@ export async function fetchJson(path, params = []) {
   return response.json();
 }
 
+// Sends an object; `key` shows the server that its own page does. Throws an error response with its text.
+export async function sendJson(path, content, key) {
+  const headers = { "Content-Type": "application/json", "X-Viewer-Key": key };
+  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(content) });
+  if (!response.ok) {
+    throw new Error(await response.text());
+  }
+}
+
 export function shown(value, digits = 3) {
   if (value === null || value === undefined) {
     return "–";

@@ -10,10 +10,11 @@ import { fetchJson } from "./api.js";
 import { colorsOf, useThemeVersion } from "./colors.js";
 import { Curves } from "./curves.js";
 import { Group } from "./group.js";
+import { Overview } from "./overview.js";
 import { Rollouts } from "./rollouts.js";
 
 const POLL_MS = 2000;
-const VIEWS = { curves: Curves, rollouts: Rollouts };
+const VIEWS = { curves: Curves, runs: Overview, rollouts: Rollouts };
 const TAB_OF = { group: "rollouts" }; // views without a tab -> the tab that leads to them
 const THEMES = { system: "◐", light: "☀", dark: "☾" };
 

@@ -13,6 +13,7 @@ const MARGIN = "300px"; // around the window, in which charts are drawn
 const FAINT = 0.28; // opacity of the raw values behind smoothed ones
 const DURATIONS = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
+const PLACES = { step: "last", time: "last", from: "" }; // of the values without a cursor
 const INCREMENTS = { time: DURATIONS, step: WHOLE }; // between the labels of x; undefined: any
 
 // lines: [{ label, color, x: [...], y: [...] }]; each may have its own x values, and the options
@@ -72,19 +73,21 @@ function Legend({ lines, x, unit }) {
   if (unit === "from" && lines.length < 2) {
     return null;
   }
-  const place = x === null ? "last" : `${unit === "time" ? "" : `${unit} `}${unit === "time" ? duration(x) : compact(x)}`;
+  const place = x === null ? PLACES[unit] : unit === "time" ? duration(x) : `${unit} ${compact(x)}`;
   return html`
     <ul class="legend">
       <li class="place">${place}</li>
       ${lines.map((line) => html`
         <li><i class=${line.isDashed ? "dashed" : ""} style=${{ background: line.color }}></i><span>${line.label}</span>
-          <output>${compact(x === null ? line.y.findLast((value) => value !== null) : valueAt(line, x))}</output></li>`)}
+          <output>${valueText(line, x, unit)}</output></li>`)}
     </ul>`;
 }
 
-function valueAt(line, x) {
-  const index = line.x.indexOf(x);
-  return index < 0 ? null : line.y[index];
+function valueText(line, x, unit) {
+  if (x === null) {
+    return unit === "from" ? "" : compact(line.y.findLast((value) => value !== null));
+  }
+  return compact(line.y[line.x.indexOf(x)]);
 }
 
 // Returns whether an element is in or near the window; once it was, always: drawn charts stay.
@@ -143,7 +146,7 @@ function options(holder, series, { bars, unit, isLog, setCursor }) {
   const axis = { stroke: resolved("var(--muted)"), font: FONT, ticks: { show: false },
     grid: { stroke: resolved("var(--line)"), width: 1 } };
   const isTime = unit === "time";
-  const xAxis = { ...axis, size: 26, gap: 4, space: 64, incrs: INCREMENTS[unit], grid: { show: false },
+  const xAxis = { ...axis, size: 26, gap: 4, space: isTime ? 64 : 48, incrs: INCREMENTS[unit], grid: { show: false },
     ticks: { show: true, size: 4, stroke: resolved("var(--strong-line)"), width: 1 },
     values: (_, values) => (isTime ? durationLabels(values) : tickLabels(values)) };
   const yAxis = { ...axis, gap: 6, space: 34, size: (_, labels) => widthOf(labels),

@@ -31,7 +31,7 @@ export function Curves({ runs, numbers }) {
     return html`<p class="empty">No run is selected.</p>`;
   }
   return html`
-    <${Toolbar} view=${view} wanted=${wanted} runs=${runs} numbers=${numbers} />
+    <${Toolbar} view=${view} wanted=${wanted} />
     ${problem && html`<p class="notice">${problem}</p>`}
     ${shown.length > 0 && !names.length && html`
       <p class="empty">No metrics were logged: <code>trainer.logger</code> needs <code>file</code> to write them.</p>`}
@@ -41,9 +41,8 @@ export function Curves({ runs, numbers }) {
   `;
 }
 
-function Toolbar({ view, wanted, runs, numbers }) {
+function Toolbar({ view, wanted }) {
   const typed = (name) => (event) => address.set({ [name]: event.target.value }, { replace: true });
-  const query = new URLSearchParams(numbers.map((number) => ["run", number])).toString();
   return html`
     <section class="filters toolbar">
       <label><input type="search" name="metrics" placeholder="Find a metric …" aria-label="Find a metric" value=${wanted}
