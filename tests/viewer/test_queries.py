@@ -56,6 +56,17 @@ def test_rows_of_training_and_validation_are_told_apart(runs):
     assert [*counts.values()] == [16, 8, 8, 4, 4]
 
 
+def test_bounds_are_inclusive_for_scores_that_are_no_binary_fractions(tmp_path):
+    RolloutStore(tmp_path).write(
+        1, [rollout(1, 0, sample, score=score) for sample, score in enumerate([0.2, 0.7, 0.9])]
+    )
+    runs = [RunFolder(tmp_path, "first")]
+
+    for text, expected in (("score_min=0.9", 1), ("score_max=0.2", 1), ("score_min=0.7&score_max=0.7", 1)):
+        assert select(runs, query(f"run=0&{text}")).num_rows == expected, text
+    assert select(runs, query("run=0&score_max=1e300&step_min=0.5")).num_rows == 3
+
+
 def test_a_repeated_validation_replaces_its_own_rows_alone(runs):
     runs[0].rollouts.refresh()
     RolloutStore(runs[0].folder).write(1, [rollout(1, 0, 0) | {"group": "val1-0"}], "validation")

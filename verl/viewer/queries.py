@@ -188,7 +188,8 @@ def _histogram(table: pa.Table, name: str, runs: Sequence[int]) -> dict[str, Any
 
 
 def _conditions(query: RolloutQuery) -> Iterator[pc.Expression]:
-    for name, (smallest, largest) in query.bounds.items():
+    for name, bounds in query.bounds.items():
+        smallest, largest = (_as_stored(name, bound) for bound in bounds)
         if smallest is not None:
             yield pc.field(name) >= smallest
         if largest is not None:
@@ -197,6 +198,14 @@ def _conditions(query: RolloutQuery) -> Iterator[pc.Expression]:
         yield pc.field(name) == value
     if query.has_media is not None:
         yield (pc.field("num_media") > 0) == query.has_media
+
+
+def _as_stored(name: str, bound: float | None) -> float | None:
+    # A stored score of 0.9 is the nearest float32, which is below 0.9.
+    if bound is None or TABLE_SCHEMA.field(name).type != pa.float32():
+        return bound
+    with np.errstate(over="ignore"):
+        return float(np.float32(bound))
 
 
 def _number(name: str, text: str, smallest: int, largest: int) -> int:

@@ -15,19 +15,25 @@ from verl.viewer.runs import RunFolder
 
 FORMATS = {"jsonl": "application/x-ndjson", "csv": "text/csv; charset=utf-8"}
 COLUMNS = ["run", "kind", *EXPORTED]
+PART_ROWS = 200  # to send at once
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # text that a spreadsheet would execute
 
 
 def exported(runs: Sequence[RunFolder], table: pa.Table, name: str) -> Iterator[str]:
-    """Yield the rows of a selection in a format of `FORMATS`, in the order of run, kind and step.
+    """Yield parts of a file with the rows in a format of `FORMATS`, in the order of run, kind and step.
 
     All columns but those of tokens, with the run's name. In CSV, lists and mappings are JSON, and a text
     that a spreadsheet would take for a formula begins with an apostrophe.
     """
-    if name == "csv":
-        yield _csv_line(COLUMNS)
+    part = [_csv_line(COLUMNS)] if name == "csv" else []
     for row in _rows(runs, table):
-        yield _json_line(row) if name == "jsonl" else _csv_line([_cell(row[column]) for column in COLUMNS])
+        part.append(
+            _json_line(row) if name == "jsonl" else _csv_line([_cell(row[column]) for column in COLUMNS])
+        )
+        if len(part) >= PART_ROWS:
+            yield "".join(part)
+            part = []
+    yield "".join(part)
 
 
 def _rows(runs: Sequence[RunFolder], table: pa.Table) -> Iterator[Mapping[str, Any]]:

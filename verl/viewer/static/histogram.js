@@ -28,8 +28,9 @@ export function Histogram({ title, edges, counts, runs, select }) {
   const end = () => {
     const [from, to] = [Math.min(...drag), Math.max(...drag)];
     setDrag(null);
-    if (to - from > MIN_DRAG) {
-      select(low + from * (high - low), low + to * (high - low));
+    if (to - from > MIN_DRAG) { // whole bars
+      const last = edges.length - 1;
+      select(edges[Math.floor(from * last)], edges[Math.ceil(to * last)]);
     }
   };
   return html`
