@@ -4,6 +4,7 @@
 With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentation.
 """
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from PIL import Image
 from playwright.sync_api import expect
 
 from tests.helpers.demo_runs import write_run
@@ -23,15 +25,16 @@ from verl.logger.file import FileLogger
 
 pytestmark = pytest.mark.browser
 
-RUNS = ("baseline", "lr-3e-6")
+RUNS = ("lr-1e-6", "lr-2e-6")
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+PICTURES = {("light", "desktop"): "viewer", ("dark", "phone"): "viewer_phone"}  # of the documentation
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     write_run(folder / RUNS[0], seed=1, best=0.78, pace=30)
-    write_run(folder / RUNS[1], seed=2, best=0.93, pace=18, worker__actor__optim__lr=3e-6)
+    write_run(folder / RUNS[1], seed=2, best=0.93, pace=18, worker__actor__optim__lr=2e-6)
     write_steps(folder / RUNS[0], range(1, 3))
     with viewer(folder) as found:
         yield found
@@ -87,9 +90,13 @@ def test_every_view_fits_the_screen_in_light_and_dark(page, address, scheme, siz
     page.goto(f"{address}#curves?smooth=0.6")
     expect(chart_of(page, "reward/overall").locator("canvas")).to_be_visible()
     page.wait_for_timeout(300)
-    if folder := os.environ.get("VIEWER_SCREENSHOTS"):
-        name = "viewer" if (scheme, size) == ("light", "desktop") else f"viewer_{scheme}_{size}"
-        page.screenshot(path=Path(folder, f"{name}.png"))
+    if (folder := os.environ.get("VIEWER_SCREENSHOTS")) and (scheme, size) in PICTURES:
+        keep_picture(page, Path(folder, f"{PICTURES[scheme, size]}.png"))
+
+
+def keep_picture(page, path):
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)  # a third of the bytes
 
 
 def brightness(color):
@@ -153,6 +160,18 @@ def oklab(color):
         1.9779984951 * long - 2.4285922050 * medium + 0.4505937099 * short,
         0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
     )
+
+
+def test_ten_runs_have_ten_colors_which_follow_their_names(page, address):
+    page.goto(address)
+    names = [f"run-{number}" for number in range(10)]
+    colors_of = "async names => (await import('/colors.js')).colorsOf(names)"
+    colors, of_first, of_last = (page.evaluate(colors_of, some) for some in (names, names[:3], names[7:]))
+
+    assert len(set(colors.values())) == 10
+    assert page.evaluate(colors_of, names[::-1]) == colors
+    assert of_first.items() <= colors.items()  # a run more changes nothing
+    assert all(color.startswith("var(--color-") for color in of_last.values())
 
 
 def test_the_address_keeps_the_view_through_reload_back_and_forward(page, address):
@@ -310,7 +329,7 @@ def test_the_table_of_runs_sorts_by_any_column_and_shows_the_options_that_differ
 
     options = page.locator(".options tbody tr")
     expect(options).to_have_text(
-        [re.compile("trainer.experiment_name"), re.compile("worker.actor.optim.lr.*1e-06.*3e-06")]
+        [re.compile("trainer.experiment_name"), re.compile("worker.actor.optim.lr.*1e-06.*2e-06")]
     )
     page.locator("input[name=all]").check()
     expect(options).to_have_count(8)

@@ -50,6 +50,13 @@ def damage(folder):
     return folder
 
 
+CONFIGS = [
+    "", "{", "[]", "3", '{"trainer": 3}', '{"trainer": {"max_steps": "many"}}',
+    '{"a": NaN, "\\ud800": 1e400}', '{"a": ' * 900 + "1" + "}" * 900, "[" * 100_000,
+    '{"trainer": {"max_steps": ' + "9" * 400 + "}}", "x" * 5_000_000,
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
@@ -239,3 +246,32 @@ def test_the_text_summary_of_a_damaged_run_is_printed(project, capsys):
     main([str(project), "--text"])
 
     assert "damaged" in capsys.readouterr().out
+
+
+def test_runs_with_any_config_log_and_notes_have_a_line_and_can_be_exported(tmp_path):
+    huge = (
+        '{"step": 1, "reward/overall": '
+        + "9" * 400
+        + ', "perf/throughput": 1e308, "timing_s/step": -1e308}\n'
+    )
+    for number, config in enumerate(CONFIGS):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        (folder / "experiment_log.jsonl").write_text(
+            huge * (number % 3) + "\n".join(LINES[:-2]), errors="replace"
+        )
+        (folder / "experiment_config.json").write_text(config)
+        (folder / "notes.json").write_text(config)
+    write_log(tmp_path / os.fsdecode(b"=\xff"), range(1, 3))
+    with viewer(tmp_path) as address:
+        lines = request(address, "/api/overview").json
+        everything = "&".join(f"run={number}" for number in range(len(lines)))
+        for path in ("configs", "metrics.csv", "metrics.jsonl"):
+            answer = request(address, f"/api/{path}?{everything}&all=yes")
+            assert answer.status == 200, path
+        for query in ("run=99", "run=-1", "run=x", "run=", f"run={'9' * 5000}"):
+            assert request(address, f"/api/configs?{query}").status == 404
+
+    assert len(lines) == len(CONFIGS) + 1
+    assert [bool(line["problem"]) for line in lines[:-1]].count(True) >= 9
+    assert lines[-1]["reward"]["last"] == 0.02

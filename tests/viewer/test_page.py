@@ -72,7 +72,6 @@ def test_curves_of_both_runs_are_drawn_and_a_run_can_be_hidden(page, address):
     first, second = (color_of(page, name) for name in ("first", "second"))
     colors = chart.locator("canvas").evaluate(COLORS_OF_CANVAS)
     assert first != second and {first, second} <= set(colors)  # both lines are there in their colors
-    keep_picture(page, "viewer_curves")
 
     page.get_by_label("second").uncheck()
     expect(chart.locator(".legend span")).to_have_text(["first"])

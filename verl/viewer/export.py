@@ -40,4 +40,4 @@ def metrics_jsonl(runs: Sequence[RunFolder]) -> str:
 
 def _cell(text: str) -> str:
     """Return a text that spreadsheets show: names in a log may be anyone's."""
-    return f"'{text}" if text.startswith(FORMULA) else plain(text)
+    return ("'" if text.startswith(FORMULA) else "") + plain(text)

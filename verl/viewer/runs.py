@@ -4,6 +4,7 @@
 import json
 import os
 import stat
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +101,8 @@ def _columns(log: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # JSON has integers of any size
+        return None
     return plain(value) if isinstance(value, int | float) else None
 
 

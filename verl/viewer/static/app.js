@@ -65,7 +65,8 @@ function State({ runs, problem }) {
     return html`<span class="state lost">server not responding</span>`;
   }
   const numRunning = runs.filter((run) => run.state === "running").length;
-  const text = numRunning > 1 ? `${numRunning} live` : numRunning ? "live" : "ended";
+  const isKnown = runs.every((run) => run.state !== "unknown"); // some file systems have no locks to ask for
+  const text = numRunning > 1 ? `${numRunning} live` : numRunning ? "live" : isKnown ? "ended" : "state unknown";
   return html`<span class=${numRunning ? "state live" : "state"}>${text}</span>`;
 }
 

@@ -154,7 +154,7 @@ function options(holder, series, { bars, unit, isLog, setCursor }) {
   return {
     width: holder.clientWidth,
     height: HEIGHT,
-    padding: [10, 10, 0, 0],
+    padding: [10, 16, 0, 0], // room for half of the last label of x
     scales: { x: { time: false }, y: isLog ? { distr: 3, range: logRange } : { range: linearRange } },
     axes: [xAxis, yAxis],
     cursor: { sync: bars ? undefined : { key: unit, scales: ["x", null] }, points: { size: 7 } },
