@@ -3,10 +3,14 @@
 
 from itertools import islice
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.rollouts.sampling import Engine, make_config, make_sampler, numbered_prompts
+from verl.protocol import objects
+from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.validation import Validator
+from verl.viewer.rollout_store import VALIDATION, step_files
 
 
 def test_batches_with_different_values_are_averaged_over_the_responses_that_have_them(reward_manager):
@@ -26,6 +30,42 @@ def test_batches_with_different_values_are_averaged_over_the_responses_that_have
     assert metrics["val_response_length/mean"] == pytest.approx((1 + 2 + 3 + 4) / 4)
     (sample,) = validator.samples
     assert sample.score in (0.5, 1.5) and sample.prompt.startswith("prompt")
+
+
+def test_the_first_prompts_are_recorded_with_their_scores(reward_manager, tmp_path):
+    engine = Engine(lambda number: [0.5] if number < 2 else [1.5])
+    config = make_config()
+    sampler = make_sampler(config, engine, reward_manager)
+    asked = {"prompt_messages": objects([[{"role": "user", "content": "?"}]] * 2)}
+    prompts = [batch.merge(asked) for batch in islice(numbered_prompts(2), 2)]
+    validator = Validator(sampler, prompts, config.worker, dp_size=1, num_samples=0, num_recorded=3)
+
+    validator.sample(step=4)
+    validator.measure()
+    log = RolloutLog(tmp_path, 3, sampler.tokenizer, None, skip_special_tokens=True)
+    log.keep(validator.recorded, 4, VALIDATION)
+
+    rows = pq.read_table(step_files(tmp_path, VALIDATION)[4]).to_pylist()
+    assert step_files(tmp_path) == {}
+    assert [(row["group"], row["sample"], row["score"]) for row in rows] == [
+        ("val4-0-0", 0, 0.5), ("val4-0-1", 0, 0.5), ("val4-1-0", 0, 1.5),
+    ]  # fmt: skip
+    assert [row["response_length"] for row in rows] == [1, 2, 3]
+    assert dict(rows[0]["reward_values"])["overall"] == 0.5 and rows[0]["prompt"].startswith("prompt")
+    assert len(rows[2]["rollout_log_probs"]) == 3
+    assert {row["advantage"] for row in rows} == {None} == {row["old_log_probs"] for row in rows}
+
+
+def test_no_responses_are_recorded_where_none_are_wanted(reward_manager):
+    config = make_config()
+    sampler = make_sampler(config, Engine(lambda number: [0.5]), reward_manager)
+    prompts = list(islice(numbered_prompts(2), 1))
+    validator = Validator(sampler, prompts, config.worker, dp_size=1, num_samples=1)
+
+    validator.sample(step=4)
+    validator.measure()
+
+    assert validator.recorded is None
 
 
 def test_the_score_of_a_validation_counts_the_overlong_penalty_as_training_does(reward_manager):

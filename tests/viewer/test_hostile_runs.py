@@ -104,6 +104,9 @@ TEXTS = [
     "[" * 900,
     "square",
 ]
+PATHS = [
+    "/api/rollouts?", "/api/distributions?", "/api/neighbors/0/train/1/step1-0-0?", "/api/export?format=csv&",
+]  # fmt: skip
 COLUMNS = ["step", "score", "group", "run", "prompt", "num_media", "x", ""]
 
 
@@ -128,8 +131,8 @@ def test_any_query_is_answered(address):
     numbers = random.Random(0)
     statuses = set()
     for query in queries(numbers):
-        path = numbers.choice(["/api/rollouts", "/api/distributions"])
-        statuses.add(request(address, f"{path}?{query}").status)
+        path = numbers.choice(PATHS)
+        statuses.add(request(address, f"{path}{query}").status)
 
     assert statuses == {200, 400}
 
@@ -139,8 +142,13 @@ def test_any_path_is_answered(address):
     for part in (quote(part, safe="%") for part in parts):
         for path in (
             *(f"/{part}", f"//{part}/", f"/api/{part}", f"/api/runs/{part}/metrics"),
-            *(f"/api/runs/0/groups/{part}/x", f"/api/runs/0/groups/1/{part}"),
-            *(f"/media/{part}/x", f"/media/0/{part}"),
+            *(f"/api/runs/0/groups/train/{part}/x", f"/api/runs/0/groups/train/1/{part}"),
+            *(
+                f"/media/{part}/x",
+                f"/media/0/{part}",
+                f"/videos/0/train/1/{part}/x",
+                f"/videos/0/{part}/1/0/x",
+            ),
         ):
             answer = request(address, path)
             assert answer.status < 500, path
@@ -168,15 +176,17 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(address):
     assert runs[number]["num_rollouts"] >= 16 and len(runs[number]["problems"]) >= 5
     for query in ("", "&text=square", "&sort=group&order=down"):
         rows = request(address, f"/api/rollouts?run={number}&limit=500{query}").json["rows"]
+        for name in ("csv", "jsonl"):
+            assert request(address, f"/api/export?format={name}&run={number}{query}").status == 200
         assert {1, 2} <= {row["step"] for row in rows}
         for row in rows:
             group = quote(row["group"] or "", safe="")
-            assert request(address, f"/api/runs/{number}/groups/{row['step'] or 0}/{group}").status in (
-                200,
-                404,
-            )
+            place = f"{row['kind']}/{row['step'] or 0}/{group}"
+            for path in (f"/api/runs/{number}/groups/{place}", f"/api/runs/{number}/prompts/{place}"):
+                assert request(address, path).status in (200, 404)
+            assert request(address, f"/api/neighbors/{number}/{place}?run={number}").status == 200
     for step in (*range(26), *range(100, 20_000, 500)):
-        assert request(address, f"/api/runs/{number}/groups/{step}/step1-0-0").status in (200, 404)
+        assert request(address, f"/api/runs/{number}/groups/train/{step}/step1-0-0").status in (200, 404)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +237,7 @@ def test_links_out_of_the_runs_folder_are_not_followed(tmp_path):
         assert request(address, "/api/runs/0/metrics").json["step"] == []
         for number in (0, 1):
             assert request(address, f"/media/{number}/{image.name}").status == 404
-            assert request(address, f"/api/runs/{number}/groups/1/step1-0-0").status == 404
+            assert request(address, f"/api/runs/{number}/groups/train/1/step1-0-0").status == 404
 
 
 def test_the_text_summary_of_a_damaged_run_is_printed(project, capsys):

@@ -132,8 +132,9 @@ def test_a_group_shows_prompt_image_frames_and_its_responses_side_by_side(page, 
     expect(articles).to_have_count(4)
     boxes = [article.bounding_box() for article in articles.all()]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
-    expect(articles.first).to_contain_text("score 1, advantage 0.500")
-    expect(page.locator("strong")).to_have_text("second, step 1, step1-0-0")
+    expect(articles.first.locator("h3 .score")).to_have_text("1")
+    expect(articles.first.locator(".facts")).to_have_text("advantage 0.500 · 6 tokens · stop · format 1")
+    expect(page.locator(".group-bar strong")).to_have_text("second, step 1")
     keep_picture(page, "viewer_group")
 
 
@@ -145,7 +146,7 @@ def test_tokens_are_colored_by_the_selected_value(page, tmp_path):
     }
     RolloutStore(tmp_path).write(1, [rollout(1, 0, 0, tokens=["a", "b", "c"], token_ids=[1, 2, 3], **values)])
     with viewer(tmp_path) as address:
-        page.goto(f"{address}#group/{tmp_path.name}/1/step1-0-0")
+        page.goto(f"{address}#group/{tmp_path.name}/train/1/step1-0-0?look=tokens")
         tokens = page.locator("article pre span")
 
         def alphas():
@@ -172,11 +173,13 @@ def test_hostile_texts_are_shown_as_text(page, address):
 
     article = page.locator("article")
     expect(page.locator(".prompt pre").first).to_contain_text(HOSTILE)
-    expect(article.locator("span").first).to_have_text(HOSTILE)
-    expect(article.locator("span")).to_have_count(2000)
+    expect(article.locator("pre")).to_contain_text(HOSTILE)
+    page.get_by_role("button", name="tokens", exact=True).click()
+    expect(article.locator("pre span").first).to_have_text(HOSTILE)
+    expect(article.locator("pre span")).to_have_count(2000)
     expect(page.locator(".medium")).to_contain_text(f"(not shown: {HOSTILE})")
     page.get_by_role("button", name="all 5000 tokens").click()
-    expect(article.locator("span")).to_have_count(5000)
+    expect(article.locator("pre span")).to_have_count(5000)
     assert page.evaluate("window.hacked") is None
     assert page.locator("main script, article script, img[src=x]").count() == 0
     assert page.locator("script").count() == 3  # the page's own

@@ -17,7 +17,8 @@ from verl.viewer.rollout_store import LONGEST_SIDE, MEDIA_FILE, SCHEMA, RolloutS
 
 
 def test_a_row_is_read_with_every_column(tmp_path):
-    row = rollout(3, group=0, sample=1, media=[{"kind": "image", "source": "a.png", "files": ["f.jpg"]}])
+    medium = {"kind": "video", "source": "a.mp4", "files": ["f.jpg"], "times": [0.5]}
+    row = rollout(3, group=0, sample=1, media=[medium])
 
     assert RolloutStore(tmp_path).write(3, [row])
 
@@ -27,7 +28,7 @@ def test_a_row_is_read_with_every_column(tmp_path):
     for name in lists:
         assert kept[name] == row[name].tolist()
     assert dict(kept["reward_values"]) == {"overall": 0.0, "format": 1.0}
-    assert kept["media"] == [{"kind": "image", "source": "a.png", "files": ["f.jpg"], "problem": None}]
+    assert kept["media"] == [medium | {"problem": None}]
     same = set(row) - lists - {"reward_values", "media"}
     assert {name: kept[name] for name in same} == {name: row[name] for name in same}
     assert kept["response_start"] == kept["response"]

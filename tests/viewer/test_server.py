@@ -113,18 +113,18 @@ def test_histograms_count_the_rows_that_pass(address):
 
 
 def test_a_group_is_complete_with_json_numbers(address):
-    group = request(address, "/api/runs/0/groups/2/step2-0-1").json
+    group = request(address, "/api/runs/0/groups/train/2/step2-0-1").json
     assert [row["sample"] for row in group] == [0, 1, 2, 3]
     assert group[1]["response"] == "".join(group[1]["tokens"])
     assert group[1]["reward_values"] == {"overall": 0.0, "format": 1.0}
 
-    (strange,) = request(address, "/api/runs/1/groups/2/..%2F..%252F").json
+    (strange,) = request(address, "/api/runs/1/groups/train/2/..%2F..%252F").json
     assert strange["old_log_probs"] == [None, None, -1.0]
     assert strange["prompt"] == HOSTILE.replace("\ud800", "?")
 
 
 def test_images_are_served_as_images(address):
-    (medium, _) = request(address, "/api/runs/1/groups/1/step1-0-0").json[0]["media"]
+    (medium, _) = request(address, "/api/runs/1/groups/train/1/step1-0-0").json[0]["media"]
 
     answer = request(address, f"/media/1/{medium['files'][0]}")
 
@@ -145,8 +145,8 @@ def test_images_are_served_as_images(address):
         f"/media/0/{'0' * 40}.jpg",
         "/media/7/x.jpg",
         "/api/runs/9/metrics",
-        "/api/runs/0/groups/99/x",
-        "/api/runs/0/groups/1/x",
+        "/api/runs/0/groups/train/99/x",
+        "/api/runs/0/groups/train/1/x",
         "//etc/passwd",
     ],
 )

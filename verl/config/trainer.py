@@ -114,7 +114,9 @@ class TrainerConfig(RunConfig):
     )
     critic_warmup: int = option(0, "First step to update the policy; before it, only the critic.", minimum=0)
     val_generations_to_log: int = option(0, "Number of validation responses to log.", minimum=0, example=3)
-    rollouts_to_keep: int = option(8, "Prompts per step whose responses are saved; 0 is none.", minimum=0)
+    rollouts_to_keep: int = option(
+        8, "Prompts per step, and per validation, whose responses are saved; 0 is none.", minimum=0
+    )
     viewer_port: int | None = option(
         None, "Local port of the rollout viewer; 0 is any, null disables it.", minimum=0, maximum=65535
     )

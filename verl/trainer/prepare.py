@@ -65,7 +65,9 @@ def prepared_run(
         if viewer_port is not None:
             from verl.viewer.process import viewer_process  # noqa: PLC0415 - a web server, for those who want it
 
-            stack.enter_context(viewer_process(Path(config.trainer.checkpoint_folder), viewer_port))
+            videos = [Path(one) for one in {config.data.image_dir, config.data.video_dir} if one is not None]
+            folder = Path(config.trainer.checkpoint_folder)
+            stack.enter_context(viewer_process(folder, viewer_port, videos))
         with phase("Ray and libraries"):
             with collection_paused(), importing(DEVICE, CHECKS, EXTENSIONS, SETUP) as wait_for:
                 connect_to_ray(wait_s, stack)

@@ -29,6 +29,7 @@ from verl.trainer.rollouts.scores import Scoring, score
 from verl.trainer.run.checkpointing import PPORunState
 from verl.trainer.training_loop import TrainingLoop
 from verl.trainer.validation import Validator
+from verl.viewer.rollout_store import VALIDATION
 
 RewardStage = Callable[[DataProto, StageTimer], tuple[DataProto, Metrics]]
 
@@ -147,6 +148,9 @@ class RayPPOTrainer(TrainingLoop):
             metrics = self.validator.measure()
         self.run_state.record_score(metrics["val/reward_score"])
         self.tracker.log_generations(self.validator.samples, self.run_state.step)
+        if self.validator.recorded is not None:
+            with timer("keep_rollouts"):
+                self.rollout_log.keep(self.validator.recorded, self.run_state.step, VALIDATION)
         return metrics
 
     @contextmanager

@@ -107,7 +107,10 @@ def running_trainer(
         collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
-        validator = Validator(sampler, loaders.val, worker, config.dp_size, trainer.val_generations_to_log)
+        validator = Validator(
+            sampler, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
+            num_recorded=trainer.rollouts_to_keep,
+        )  # fmt: skip
         controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
         run_state = PPORunState(
             trainer, training_steps, *controllers, workers, loaders.train, collector, origin

@@ -14,7 +14,7 @@ from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
-from verl.trainer.rollouts.scores import Scoring, Values, add_terms
+from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_last_tokens, reward_values
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
@@ -34,9 +34,11 @@ class Validator:
 
     Args:
         num_samples: Responses to show: `trainer.val_generations_to_log`.
+        num_recorded: First prompts whose responses are recorded: `trainer.rollouts_to_keep`.
 
     Attributes:
         samples: The responses to show of the last validation, always to the same prompts.
+        recorded: The responses to the first prompts with their scores, for `RolloutLog`; None without any.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Validator:
         worker: WorkerConfig,
         dp_size: int,
         num_samples: int,
+        num_recorded: int = 0,
     ) -> None:
         self.sampler = sampler
         self.loader = loader or ()
@@ -53,7 +56,9 @@ class Validator:
         self.worker = worker
         self.dp_size = dp_size
         self.num_samples = num_samples
+        self.num_recorded = num_recorded
         self.samples: list[Generation] = []
+        self.recorded: DataProto | None = None
         self._sampled: list[tuple[DataProto, Scoring]] = []
 
     def sample(self, step: int) -> None:
@@ -69,7 +74,9 @@ class Validator:
         `val/reward_score` is the mean of the scores that training would use: `overall` plus the overlong
         penalty and the reward model's weighted score, if there are any.
         """
+        first = self._first_sequences()
         scored = self.score(SHOWN, SHOWN_COLUMNS)
+        self.recorded = None if first is None else as_finished(first, scored.values, scored.scores)
         self.samples = self._choose_samples(scored.sequences, scored.scores)
         return means_of(scored)
 
@@ -85,6 +92,15 @@ class Validator:
         self._sampled = []
         scores, terms = add_terms(values, sequences.batch["response_mask"], model_scores, self.worker)
         return ScoredResponses(sequences, values, terms, scores.tolist())
+
+    def _first_sequences(self) -> DataProto | None:
+        """Return the responses to the first prompts, with every key; None if none are recorded."""
+        wanted = self.num_recorded * self.sampler.validation_options.n
+        parts = []
+        for sequences, _ in self._sampled:
+            if missing := wanted - sum(map(len, parts)):
+                parts.append(sequences[: min(missing, len(sequences))])
+        return DataProto.concat(parts) if wanted else None
 
     def _model_scores(self, sequences: DataProto) -> Tensor:
         padded, padding = pad_dataproto_to_divisor(sequences, self.dp_size)
@@ -104,6 +120,17 @@ class Validator:
             )
             for row in rows
         ]
+
+
+def as_finished(sequences: DataProto, values: Values, scores: Sequence[float]) -> DataProto:
+    """Return the first scored sequences with keys of a finished batch of training, for `RolloutLog`."""
+    count = len(sequences)
+    totals = torch.tensor(scores[:count]).nan_to_num()  # (B,)
+    return sequences.merge({
+        "row_ids": torch.arange(count),
+        "token_level_scores": on_last_tokens(totals, sequences.batch["response_mask"]),
+        "reward_values": reward_values({name: column[:count] for name, column in values.items()}),
+    })  # fmt: skip
 
 
 def means_of(scored: ScoredResponses) -> Metrics:

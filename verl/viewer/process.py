@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--port", type=int, default=PORT, help=f"port on 127.0.0.1 (default {PORT}); 0 picks a free one"
     )
+    parser.add_argument(
+        "--videos", type=Path, action="append", default=[], metavar="DIR",
+        help="folder with videos that the page may play, besides the frames that a run keeps; repeatable",
+    )  # fmt: skip
     parser.add_argument("--text", action="store_true", help="print a summary instead of serving a page")
     parser.add_argument("--read-only", action="store_true", help="notes cannot be changed on the page")
     parser.add_argument("--watch", action="store_true", help=f"refresh it every {REFRESH_S:g} seconds")
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):
-        serve(runs, listening, token, is_read_only=options.read_only)
+        serve(runs, listening, token, video_folders=options.videos, is_read_only=options.read_only)
 
 
 def _open_port(port: int) -> socket.socket:
@@ -69,10 +73,10 @@ def _open_port(port: int) -> socket.socket:
 
 
 @contextmanager
-def viewer_process(run_folder: Path, port: int) -> Iterator[str]:
+def viewer_process(run_folder: Path, port: int, video_folders: Sequence[Path] = ()) -> Iterator[str]:
     """Serve a run from a separate process while the block runs; yield the address, which is also logged.
 
-    The run's folder may still be empty. Port 0 picks a free one.
+    The run's folder may still be empty. Port 0 picks a free one. The page plays videos of `video_folders`.
 
     Raises:
         ValueError: The port is not available.
@@ -89,8 +93,9 @@ def viewer_process(run_folder: Path, port: int) -> Iterator[str]:
     with listening:
         token = new_token()
         address, handle = address_of(listening, token), listening.fileno()
+        folders = map(str, [run_folder, *video_folders])
         process = subprocess.Popen(
-            [sys.executable, "-m", "verl.viewer.process", str(handle), str(run_folder)],
+            [sys.executable, "-m", "verl.viewer.process", str(handle), *folders],
             stdin=subprocess.PIPE,
             pass_fds=[handle],
             start_new_session=True,  # Ctrl-C goes to the run, which ends the viewer after saving
@@ -121,4 +126,10 @@ def _print_summary(runs: Sequence[RunFolder], *, is_watched: bool) -> None:
 if __name__ == "__main__":  # in the process that `viewer_process` started
     handle, folder = int(sys.argv[1]), Path(sys.argv[2])
     token = sys.stdin.buffer.readline().decode().strip()
-    serve([RunFolder(folder, folder.name)], socket.socket(fileno=handle), token, until=sys.stdin.buffer)
+    serve(
+        [RunFolder(folder, folder.name)],
+        socket.socket(fileno=handle),
+        token,
+        until=sys.stdin.buffer,
+        video_folders=[Path(one) for one in sys.argv[3:]],
+    )

@@ -13,13 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from verl.viewer.prompt_texts import distinct_starts
 from verl.viewer.rollout_index import TABLE_SCHEMA, plain
+from verl.viewer.rollout_store import FILE_PREFIXES
 from verl.viewer.runs import RunFolder
 
 MAX_PAGE = 500  # rows
 MAX_TEXT = 1000  # characters to search for
 BINS = 30
 SHOWN_DISTRIBUTIONS = ("score", "response_length")
+EQUAL = ("kind", "data_source", "finish_reason")  # columns that a filter compares
+GROUP = ("run", "kind", "step", "group")  # columns that identify a prompt in a step
 SORTABLE = ("run", *(name for name in TABLE_SCHEMA.names if not name.endswith("_start")))
 
 
@@ -47,12 +51,13 @@ class RolloutQuery:
         for name in ("step", "score", "advantage", "response_length"):
             smallest, largest = f"{name}_min", f"{name}_max"
             bounds[name] = (_real(smallest, take(smallest, "")), _real(largest, take(largest, "")))
+        _one_of("kind", given.get("kind", ""), ("", *FILE_PREFIXES))
         media = _one_of("media", take("media", ""), ("", "yes", "no"))
         query = cls(
             runs=tuple(dict.fromkeys(numbers)),
             text=_short("text", take("text", "")),
             bounds=bounds,
-            equal={name: given.pop(name) for name in ("data_source", "finish_reason") if name in given},
+            equal={name: given.pop(name) for name in EQUAL if name in given},
             has_media=None if not media else media == "yes",
             sort=_one_of("sort", take("sort", "step"), SORTABLE),
             is_descending=_one_of("order", take("order", "up"), ("up", "down")) == "down",
@@ -81,18 +86,86 @@ def select(runs: Sequence[RunFolder], query: RolloutQuery) -> pa.Table:
 
 def page(table: pa.Table, query: RolloutQuery) -> dict[str, Any]:
     """Return one page of the sorted rows, and the total number of rows."""
-    keys = dict.fromkeys((query.sort, "run", "step", "group", "sample"), "ascending")
-    keys[query.sort] = "descending" if query.is_descending else "ascending"
-    order = pc.sort_indices(table, sort_keys=[*keys.items()])  # pyright: ignore[reportAttributeAccessIssue]
-    rows = table.take(order[query.offset : query.offset + query.limit])
+    rows = table.take(_order(table, query)[query.offset : query.offset + query.limit])
     return {"total": table.num_rows, "rows": plain(rows.to_pylist())}
+
+
+def with_prompts(runs: Sequence[RunFolder], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add `question`, the prompt as people read it, and `thumbnail` to the rows of a page."""
+    groups: dict[int, set[tuple[str, int, str]]] = {}
+    for row in rows:
+        groups.setdefault(row["run"], set()).add((row["kind"], row["step"], row["group"]))
+    views = {run: runs[run].rollouts.prompts(keys) for run, keys in groups.items()}
+    found = [views[row["run"]].get((row["kind"], row["step"], row["group"])) for row in rows]
+    texts = [view.text if view else row["prompt_start"] or "" for view, row in zip(found, rows, strict=True)]
+    return [
+        row | {"question": plain(text), "thumbnail": view and view.thumbnail}
+        for row, text, view in zip(rows, distinct_starts(texts), found, strict=True)
+    ]
+
+
+def neighbors(table: pa.Table, query: RolloutQuery, group: tuple[int, str, int, str]) -> dict[str, Any]:
+    """Return the groups before and after one in the sorted rows, and its place: `position` of `total`.
+
+    A group is where its first row is. All are None for a group that the filters leave out.
+    """
+    order = _order(table, query)
+    numbers = np.zeros(table.num_rows, dtype=np.int64)  # of the group of each sorted row
+    for name in GROUP:
+        codes = table[name].take(order).combine_chunks().dictionary_encode(null_encoding="encode").indices
+        _, numbers = np.unique(numbers * (table.num_rows + 1) + codes.to_numpy(), return_inverse=True)
+    firsts = np.sort(np.unique(numbers, return_index=True)[1])
+    heads = table.select(GROUP).take(order.take(pa.array(firsts)))
+    is_group = pc.scalar(True)
+    for name, value in zip(GROUP, group, strict=True):
+        is_group = is_group & (pc.field(name) == value)
+    indexed = heads.append_column("index", pa.array(np.arange(len(heads))))
+    here = indexed.filter(is_group)["index"].to_pylist()
+    if not here:
+        return {"position": None, "total": len(heads), "previous": None, "next": None}
+    before, after = here[0] - 1, here[0] + 1
+    return plain({
+        "position": here[0] + 1,
+        "total": len(heads),
+        "previous": heads.slice(before, 1).to_pylist()[0] if before >= 0 else None,
+        "next": heads.slice(after, 1).to_pylist()[0] if after < len(heads) else None,
+    })  # fmt: skip
+
+
+def prompt_history(table: pa.Table) -> list[dict[str, Any]]:
+    """Summarize the responses to one prompt by group, in the order of the steps.
+
+    Returns:
+        For each `kind`, `step` and `group` the `mean`, `min` and `max` of its known scores, and its `rows`.
+    """
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in plain(table.to_pylist()):
+        groups.setdefault((row["kind"], row["step"], row["group"]), []).append(row)
+    history = []
+    for kind, step, group in sorted(groups, key=lambda key: (key[1], key[0], key[2])):
+        rows = groups[kind, step, group]
+        scores = [row["score"] for row in rows if row["score"] is not None]
+        statistics = {
+            "mean": sum(scores) / len(scores) if scores else None,
+            "min": min(scores, default=None),
+            "max": max(scores, default=None),
+        }
+        in_order = sorted(rows, key=lambda row: row["sample"])
+        history.append({"kind": kind, "step": step, "group": group} | statistics | {"rows": in_order})
+    return history
+
+
+def _order(table: pa.Table, query: RolloutQuery) -> pa.Array:
+    keys = dict.fromkeys((query.sort, "run", "step", "kind", "group", "sample"), "ascending")
+    keys[query.sort] = "descending" if query.is_descending else "ascending"
+    return pc.sort_indices(table, sort_keys=[*keys.items()])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def choices(table: pa.Table) -> dict[str, list[str]]:
     """Return the values that the filters offer."""
     return {
         name: sorted(value for value in table[name].unique().to_pylist() if value is not None)[:100]
-        for name in ("data_source", "finish_reason")
+        for name in EQUAL
     }
 
 
@@ -115,7 +188,8 @@ def _histogram(table: pa.Table, name: str, runs: Sequence[int]) -> dict[str, Any
 
 
 def _conditions(query: RolloutQuery) -> Iterator[pc.Expression]:
-    for name, (smallest, largest) in query.bounds.items():
+    for name, bounds in query.bounds.items():
+        smallest, largest = (_as_stored(name, bound) for bound in bounds)
         if smallest is not None:
             yield pc.field(name) >= smallest
         if largest is not None:
@@ -124,6 +198,14 @@ def _conditions(query: RolloutQuery) -> Iterator[pc.Expression]:
         yield pc.field(name) == value
     if query.has_media is not None:
         yield (pc.field("num_media") > 0) == query.has_media
+
+
+def _as_stored(name: str, bound: float | None) -> float | None:
+    # A stored score of 0.9 is the nearest float32, which is below 0.9.
+    if bound is None or TABLE_SCHEMA.field(name).type != pa.float32():
+        return bound
+    with np.errstate(over="ignore"):
+        return float(np.float32(bound))
 
 
 def _number(name: str, text: str, smallest: int, largest: int) -> int:

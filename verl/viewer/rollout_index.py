@@ -3,6 +3,8 @@
 
 import math
 import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,18 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from verl.viewer.rollout_store import SCHEMA, TABLE_COLUMNS, step_files
+from verl.viewer.prompt_texts import PromptView, prompt_view
+from verl.viewer.rollout_store import FILE_PREFIXES, SCHEMA, TABLE_COLUMNS, step_files
 
-TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
+KIND = pa.field("kind", pa.string())  # "train" or "validation"
+TABLE_SCHEMA = pa.schema([KIND, *(SCHEMA.field(name) for name in TABLE_COLUMNS)])
+PROMPT_COLUMNS = ["group", "messages", "prompt_start", "media"]
+EXPORTED = [name for name in SCHEMA.names if not name.endswith("_start")]
+EXPORTED = EXPORTED[: EXPORTED.index("token_ids")]  # without lists of tokens
+CACHED_FILES = 512  # whose prompts are kept in memory
 UNREADABLE = (pa.ArrowException, OSError, ValueError)  # raised for damaged files; the last for texts
 Signature = tuple[int, int]  # modification time in ns, bytes
+File = tuple[str, int]  # kind and step
 
 
 class RolloutIndex:
@@ -25,30 +34,33 @@ class RolloutIndex:
 
         index = RolloutIndex(Path("checkpoints/math/first"))
         index.refresh().num_rows
-        index.group(step=12, group="step12-0-0")
+        index.group("train", step=12, group="step12-0-0")
     """
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
         self.problems: dict[str, str] = {}
         self._table = TABLE_SCHEMA.empty_table()
-        self._known: dict[int, Signature] = {}
+        self._known: dict[File, Signature] = {}
         self._lock, self._search_lock = threading.Lock(), threading.Lock()
         self._searched = ("", self._table, self._table)  # last text, searched table, result
+        self._prompts: OrderedDict[tuple[Path, Signature | None], dict[str, PromptView]] = OrderedDict()
 
     def refresh(self) -> pa.Table:
-        """Read new and changed files; return the columns `TABLE_COLUMNS` of all rollouts, unsorted."""
+        """Read new and changed files; return the columns of `TABLE_SCHEMA` of all rollouts, unsorted."""
         with self._lock:
-            files = step_files(self.run_folder)
-            found = {step: signature for step, path in files.items() if (signature := _signature(path))}
-            changed = [step for step, signature in found.items() if self._known.get(step) != signature]
-            stale = [step for step in self._known if found.get(step) != self._known[step]]
-            if stale:
-                self._table = self._table.filter(~pc.field("step").isin(stale))
+            files = self._files()
+            found = {file: signature for file, path in files.items() if (signature := _signature(path))}
+            changed = [file for file, signature in found.items() if self._known.get(file) != signature]
+            stale = [file for file in self._known if found.get(file) != self._known[file]]
+            for kind in FILE_PREFIXES:
+                if steps := [step for one, step in stale if one == kind]:
+                    is_stale = pc.field("step").isin(steps) & (pc.field("kind") == kind)
+                    self._table = self._table.filter(~is_stale)
             if changed:
-                for step in changed:
-                    self.problems.pop(files[step].name, None)
-                read = self._read([files[step] for step in changed])
+                for file in changed:
+                    self.problems.pop(files[file].name, None)
+                read = self._read({file: files[file] for file in changed})
                 self._table = pa.concat_tables([self._table, read]).combine_chunks()
             self._known = found
             return self._table
@@ -61,18 +73,77 @@ class RolloutIndex:
                 self._searched = (text, table, self._search(text))
             return self._searched[2]
 
-    def group(self, step: int, group: str) -> list[dict[str, Any]]:
+    def group(self, kind: str, step: int, group: str) -> list[dict[str, Any]]:
         """Return all columns of the responses to a prompt as JSON values."""
-        path = step_files(self.run_folder).get(step)
+        path = step_files(self.run_folder, kind).get(step)
         if path is None:
-            raise KeyError(f"{self.run_folder} keeps no rollouts of step {step}")
+            raise KeyError(f"{self.run_folder} keeps no {kind} rollouts of step {step}")
         try:
             rows = pq.read_table(path, schema=SCHEMA, filters=ds.field("group") == group).to_pylist()
         except UNREADABLE as error:
             raise KeyError(f"{path} cannot be read: {error}") from error
         if not rows:
             raise KeyError(f"step {step} has no group {group!r}")
-        return [plain(row | {"reward_values": dict(row["reward_values"] or [])}) for row in rows]
+        return [json_row(row) | {"kind": kind} for row in rows]
+
+    def prompts(self, groups: Collection[tuple[str, int, str]]) -> dict[tuple[str, int, str], PromptView]:
+        """Return the prompts of groups, given as kind, step and group; unreadable ones are left out."""
+        views: dict[tuple[str, int, str], PromptView] = {}
+        files = self._files()
+        for kind, step in sorted({(kind, step) for kind, step, _ in groups if (kind, step) in files}):
+            found = self._prompts_of(files[kind, step])
+            views |= {(kind, step, group): view for group, view in found.items()}
+        return {group: views[group] for group in groups if group in views}
+
+    def same_prompt(self, kind: str, step: int, group: str) -> pa.Table:
+        """Return the responses to the same text and media in all steps, as `refresh` does."""
+        first, *_ = self.group(kind, step, group)
+        rows = ds.field("prompt") == first["prompt"]
+        if first["ground_truth"] is not None:
+            rows &= ds.field("ground_truth") == first["ground_truth"]
+        table = self._read(self._readable_files(), rows, ["media"])
+        wanted = _contents(first["media"])
+        is_same = [_contents(media) == wanted for media in table["media"].to_pylist()]
+        return table.filter(pa.array(is_same, pa.bool_())).drop_columns(["media"])
+
+    def rows_of(self, kind: str, step: int, samples: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+        """Yield the columns `EXPORTED` of rows of a file, given as group and sample, as JSON values."""
+        path = step_files(self.run_folder, kind).get(step)
+        try:
+            table = pq.read_table(path, columns=EXPORTED, schema=SCHEMA) if path is not None else None
+        except UNREADABLE:  # damaged since the table was read
+            return
+        for row in [] if table is None else table.to_pylist():
+            if (row["group"], row["sample"]) in samples:
+                yield {"kind": kind} | json_row(row)
+
+    def _files(self) -> dict[File, Path]:
+        return {
+            (kind, step): path
+            for kind in FILE_PREFIXES
+            for step, path in step_files(self.run_folder, kind).items()
+        }
+
+    def _readable_files(self) -> dict[File, Path]:
+        return {file: path for file, path in self._files().items() if path.name not in self.problems}
+
+    def _prompts_of(self, path: Path) -> dict[str, PromptView]:
+        key = (path, _signature(path))
+        with self._search_lock:
+            if key in self._prompts:
+                self._prompts.move_to_end(key)
+                return self._prompts[key]
+        try:
+            rows = pq.read_table(path, columns=PROMPT_COLUMNS, schema=SCHEMA).to_pylist()
+        except UNREADABLE:
+            rows = []
+        first = {row["group"]: row for row in reversed(rows)}  # the responses share their prompt
+        views = {group: prompt_view(row) for group, row in first.items()}
+        with self._search_lock:
+            self._prompts[key] = views
+            while len(self._prompts) > CACHED_FILES:
+                self._prompts.popitem(last=False)
+        return views
 
     def _search(self, text: str) -> pa.Table:
         contains = pc.match_substring  # pyright: ignore[reportAttributeAccessIssue] - made at import
@@ -80,17 +151,37 @@ class RolloutIndex:
             contains(ds.field(name), text, ignore_case=True)
             for name in ("prompt", "response", "ground_truth")
         )
-        paths = [path for path in step_files(self.run_folder).values() if path.name not in self.problems]
-        return self._read(paths, in_prompt | in_response | in_truth)
+        return self._read(self._readable_files(), in_prompt | in_response | in_truth)
 
-    def _read(self, paths: list[Path], rows: ds.Expression | None = None) -> pa.Table:
+    def _read(
+        self, files: dict[File, Path], rows: ds.Expression | None = None, more: Collection[str] = ()
+    ) -> pa.Table:
+        empty = pa.schema([*TABLE_SCHEMA, *(SCHEMA.field(name) for name in more)]).empty_table()
+        tables = [empty]
+        for kind in FILE_PREFIXES:
+            paths = [path for (one, _), path in files.items() if one == kind]
+            for table in self._read_files(paths, rows, [*TABLE_COLUMNS, *more]):
+                tables.append(table.add_column(0, KIND, pa.repeat(pa.scalar(kind), table.num_rows)))
+        return pa.concat_tables(tables)
+
+    def _read_files(
+        self, paths: list[Path], rows: ds.Expression | None, columns: list[str]
+    ) -> Iterator[pa.Table]:
+        if not paths:
+            return
         try:
-            return _columns_of(paths, rows)
+            yield _columns_of(paths, rows, columns)
         except UNREADABLE as error:
-            if len(paths) > 1:  # one of them is damaged: find it
-                return pa.concat_tables([self._read([path], rows) for path in paths])
-            self.problems[paths[0].name] = str(error)
-            return TABLE_SCHEMA.empty_table()
+            if len(paths) == 1:
+                self.problems[paths[0].name] = str(error)
+                return
+            for path in paths:  # one of them is damaged: find it
+                yield from self._read_files([path], rows, columns)
+
+
+def json_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Convert a stored row to JSON values."""
+    return plain(row | {"reward_values": dict(row["reward_values"] or [])})
 
 
 def plain(value: Any) -> Any:
@@ -106,11 +197,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _columns_of(paths: list[Path], rows: ds.Expression | None = None) -> pa.Table:
+def _columns_of(paths: list[Path], rows: ds.Expression | None, columns: list[str]) -> pa.Table:
     data = ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
-    table = data.to_table(columns=TABLE_COLUMNS, filter=rows)
+    table = data.to_table(columns=columns, filter=rows)
     table.validate(full=True)  # texts may be no UTF-8
     return table
+
+
+def _contents(media: Any) -> list[tuple[Any, ...]]:
+    """Identify media: small copies are named by their content, others are known by their source."""
+    return [(one["kind"], *(one["files"] or [one["source"]])) for one in media or [] if one]
 
 
 def _signature(path: Path) -> Signature | None:

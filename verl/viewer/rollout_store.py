@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on disk, next to the checkpoints: written during training, read by the viewer or a notebook.
 
-    rollouts/step_12.parquet   one row per kept response of step 12, columns as in `SCHEMA`
-    rollouts/media/*.jpg       small copies of the model's images and frames, named by their content
+    rollouts/step_12.parquet         one row per kept response of step 12, columns as in `SCHEMA`
+    rollouts/validation_12.parquet   the same of the validation after step 12; 0 is before training
+    rollouts/media/*.jpg             small copies of the model's images and frames, named by their content
 
-Files appear complete. A step that a resumed run repeats replaces its file. To read all scores of a run:
+Files appear complete. A step that a resumed run repeats replaces its files. To read all scores of a run:
 
     files = step_files(Path("checkpoints/math/first")).values()
     pyarrow.dataset.dataset([str(file) for file in files]).to_table(["step", "score"])
@@ -28,7 +29,9 @@ from verl.utils.rank_logger import get_logger
 from verl.utils.shared_folder import write_whole
 
 FOLDER, MEDIA = "rollouts", "media"
-STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet", re.ASCII)
+TRAIN, VALIDATION = "train", "validation"
+FILE_PREFIXES = {TRAIN: "step", VALIDATION: "validation"}  # by kind of rollout
+STEP_FILE = re.compile(r"[a-z]+_(\d{1,9})\.parquet", re.ASCII)
 MEDIA_FILE = re.compile(r"[0-9a-f]{40}\.jpg")
 LONGEST_SIDE = 448  # of a kept image, pixels
 JPEG_QUALITY = 80
@@ -41,6 +44,7 @@ _MEDIUM = pa.struct(
         pa.field("source", pa.string()),  # path or URL in the row, or its number of bytes
         pa.field("files", pa.list_(pa.string())),  # in the media folder: the image, or frames of the video
         pa.field("problem", pa.string()),  # reason if there are none
+        pa.field("times", pa.list_(pa.float32())),  # of the frames of a video, in seconds
     ]
 )
 SCHEMA = pa.schema(
@@ -66,8 +70,8 @@ SCHEMA = pa.schema(
         pa.field("token_ids", pa.list_(pa.int32())),  # of the response, like all lists below
         pa.field("tokens", pa.list_(pa.string())),  # each decoded separately
         pa.field("rollout_log_probs", _FLOATS),
-        pa.field("old_log_probs", _FLOATS),
-        pa.field("advantages", _FLOATS),
+        pa.field("old_log_probs", _FLOATS),  # null in validation
+        pa.field("advantages", _FLOATS),  # null in validation
     ]
 )
 # Short columns: those of all steps fit in memory.
@@ -90,7 +94,7 @@ class RolloutStore:
         self.folder = run_folder / FOLDER
         self._lost = 0  # files of this step for which there was no room
 
-    def write(self, step: int, rows: Sequence[dict[str, Any]]) -> bool:
+    def write(self, step: int, rows: Sequence[dict[str, Any]], kind: str = TRAIN) -> bool:
         """Write the rows of a step over earlier ones; missing columns are null. False if the disk is full."""
         unknown = sorted({name for row in rows for name in row} - set(SCHEMA.names))
         if unknown:
@@ -98,7 +102,7 @@ class RolloutStore:
         table = pa.Table.from_pylist([_storable(row) for row in rows], schema=SCHEMA)
         content = io.BytesIO()
         pq.write_table(table, content, compression="zstd")
-        is_written = self._write(self.folder / f"step_{step}.parquet", content.getvalue())
+        is_written = self._write(self.folder / f"{FILE_PREFIXES[kind]}_{step}.parquet", content.getvalue())
         if self._lost:
             text = "no room to keep rollouts: path=%s step=%d files=%d"
             logger.warning(text, self.folder, step, self._lost)
@@ -121,9 +125,10 @@ class RolloutStore:
         return is_written
 
 
-def step_files(run_folder: Path) -> dict[int, Path]:
-    """Return the existing step files, by step; links out of the run's folder are left out."""
-    found = [(STEP_FILE.fullmatch(path.name), path) for path in (run_folder / FOLDER).glob("step_*.parquet")]
+def step_files(run_folder: Path, kind: str = TRAIN) -> dict[int, Path]:
+    """Return the existing files of a kind, by step; links out of the run's folder are left out."""
+    paths = (run_folder / FOLDER).glob(f"{FILE_PREFIXES[kind]}_*.parquet")
+    found = [(STEP_FILE.fullmatch(path.name), path) for path in paths]
     return dict(
         sorted((int(match[1]), path) for match, path in found if match and is_inside(path, run_folder))
     )

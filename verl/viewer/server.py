@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,16 +23,34 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from verl.viewer.export import metrics_csv, metrics_jsonl
 from verl.viewer.notes import MAX_BYTES, Notes, write_notes
 from verl.viewer.overview import compare_configs, overview
-from verl.viewer.queries import RolloutQuery, choices, distributions, page, select
-from verl.viewer.rollout_store import FOLDER, MEDIA, MEDIA_FILE, is_inside
+from verl.viewer.queries import (
+    RolloutQuery,
+    choices,
+    distributions,
+    neighbors,
+    page,
+    prompt_history,
+    select,
+    with_prompts,
+)
+from verl.viewer.rollout_export import FORMATS, exported
+from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, is_inside
 from verl.viewer.runs import RunFolder
+from verl.viewer.videos import VIDEO_TYPES, VideoFolders
 from verl.viewer.writing import WriteGuard, limited_body
 
 LOOPBACK = "127.0.0.1"
@@ -42,8 +60,8 @@ SHUTDOWN_S = 3  # for pending responses
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
-        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -91,8 +109,10 @@ def cookie_name(token: str) -> str:
     return f"viewer_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
 
-def make_app(runs: Sequence[RunFolder], token: str, *, is_read_only: bool = False) -> Starlette:
-    views = _Views(runs, WriteGuard(is_read_only=is_read_only))
+def make_app(
+    runs: Sequence[RunFolder], token: str, *, video_folders: Sequence[Path] = (), is_read_only: bool = False
+) -> Starlette:
+    views = _Views(runs, VideoFolders(video_folders), WriteGuard(is_read_only=is_read_only))
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
         Route("/api/runs/{run}/metrics", views.metrics),  # logged metrics as columns
@@ -102,10 +122,14 @@ def make_app(runs: Sequence[RunFolder], token: str, *, is_read_only: bool = Fals
         Route("/api/metrics.csv", views.metrics_csv),  # metrics of `?run=0&run=1`, to keep
         Route("/api/metrics.jsonl", views.metrics_jsonl),
         Route("/api/session", views.session),  # what the page needs to write notes
-        Route("/api/runs/{run}/groups/{step}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/runs/{run}/groups/{kind}/{step}/{group:path}", views.group),  # responses to a prompt
+        Route("/api/runs/{run}/prompts/{kind}/{step}/{group:path}", views.prompt),  # the same at all steps
+        Route("/api/neighbors/{run}/{kind}/{step}/{group:path}", views.neighbors),  # groups before and after
         Route("/api/rollouts", views.rollouts),  # a page of the table: `?run=0&score_min=0.5`
         Route("/api/distributions", views.distributions),  # histograms of the same rows
+        Route("/api/export", views.export),  # the same rows as a file: `?format=csv&run=0`
         Route("/media/{run}/{file}", views.media),  # an image, or a frame of a video
+        Route("/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video),  # a prompt's video file
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     parts = (add_headers, check_host, TokenGate(token))
@@ -133,10 +157,14 @@ def serve(
     token: str,
     until: BinaryIO | None = None,
     *,
+    video_folders: Sequence[Path] = (),
     is_read_only: bool = False,
 ) -> None:
-    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end."""
-    app = make_app(runs, token, is_read_only=is_read_only)
+    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end.
+
+    Videos are played only from `video_folders`.
+    """
+    app = make_app(runs, token, video_folders=video_folders, is_read_only=is_read_only)
     config = uvicorn.Config(
         app, log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
@@ -154,8 +182,8 @@ def serve(
 class _Views:
     """Results of the routes; Starlette runs plain functions in threads."""
 
-    def __init__(self, runs: Sequence[RunFolder], guard: WriteGuard) -> None:
-        self._runs, self._guard = runs, guard
+    def __init__(self, runs: Sequence[RunFolder], videos: VideoFolders, guard: WriteGuard) -> None:
+        self._runs, self._videos, self._guard = runs, videos, guard
 
     def runs(self, request: Request) -> Response:
         return JSONResponse([run.state() for run in self._runs])
@@ -193,16 +221,44 @@ class _Views:
         return JSONResponse({})
 
     def group(self, request: Request) -> Response:
-        step, group = _path_number(request, "step", 10**9), request.path_params["group"]
+        return JSONResponse(self._videos.mark(self._group(request)))
+
+    def video(self, request: Request) -> Response:
+        media = self._group(request)[0]["media"] or []
+        number = _path_number(request, "number", len(media))
+        path = self._videos.find(media[number] and media[number]["source"])
+        if path is None:
+            raise HTTPException(404, "no such video in the given folders")
+        return FileResponse(path, media_type=VIDEO_TYPES[path.suffix.lower()])
+
+    def prompt(self, request: Request) -> Response:
         try:
-            return JSONResponse(self._run(request).rollouts.group(step, group))
+            table = self._run(request).rollouts.same_prompt(*_path_group(request))
         except KeyError as error:
             raise HTTPException(404, str(error.args[0])) from error
+        return JSONResponse(prompt_history(table))
+
+    def neighbors(self, request: Request) -> Response:
+        query = self._query(request)
+        group = (_path_number(request, "run", len(self._runs)), *_path_group(request))
+        return JSONResponse(neighbors(select(self._runs, query), query, group))
 
     def rollouts(self, request: Request) -> Response:
         query = self._query(request)
         table = select(self._runs, query)
-        return JSONResponse(page(table, query) | {"choices": choices(table)})
+        answer = page(table, query)
+        answer["rows"] = with_prompts(self._runs, answer["rows"])
+        return JSONResponse(answer | {"choices": choices(table)})
+
+    def export(self, request: Request) -> Response:
+        params = request.query_params.multi_items()
+        name = dict(params).get("format", "")
+        if name not in FORMATS:
+            raise HTTPException(400, f"`format` must be one of {sorted(FORMATS)}, got {name[:40]!r}")
+        query = self._query(request, [(key, text) for key, text in params if key != "format"])
+        lines = exported(self._runs, select(self._runs, query), name)
+        disposition = {"Content-Disposition": f'attachment; filename="rollouts.{name}"'}
+        return StreamingResponse(lines, media_type=FORMATS[name], headers=disposition)
 
     def distributions(self, request: Request) -> Response:
         query = self._query(request)
@@ -216,6 +272,12 @@ class _Views:
             raise HTTPException(404, "no such image")
         return FileResponse(path, media_type="image/jpeg")
 
+    def _group(self, request: Request) -> list[dict[str, Any]]:
+        try:
+            return self._run(request).rollouts.group(*_path_group(request))
+        except KeyError as error:
+            raise HTTPException(404, str(error.args[0])) from error
+
     def _run(self, request: Request) -> RunFolder:
         return self._runs[_path_number(request, "run", len(self._runs))]
 
@@ -224,9 +286,10 @@ class _Views:
         numbers = request.query_params.getlist("run")
         return [self._runs[_number_below(text, "run", len(self._runs))] for text in numbers]
 
-    def _query(self, request: Request) -> RolloutQuery:
+    def _query(self, request: Request, params: Sequence[tuple[str, str]] | None = None) -> RolloutQuery:
+        given = request.query_params.multi_items() if params is None else params
         try:
-            return RolloutQuery.from_params(request.query_params.multi_items(), len(self._runs))
+            return RolloutQuery.from_params(given, len(self._runs))
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
 
@@ -239,6 +302,13 @@ def _number_below(text: str, name: str, end: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= end:
         raise HTTPException(404, f"no such {name}")
     return int(text)
+
+
+def _path_group(request: Request) -> tuple[str, int, str]:
+    kind = request.path_params["kind"]
+    if kind not in FILE_PREFIXES:
+        raise HTTPException(404, "no such kind")
+    return kind, _path_number(request, "step", 10**9), request.path_params["group"]
 
 
 def _download(text: str, name: str, media_type: str) -> Response:

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pyarrow.compute as pc
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from verl.logger.file import METRICS_FILE
+from verl.viewer.rollout_store import TRAIN
 from verl.viewer.runs import RunFolder
 
 METRICS = (  # label, metrics of which the first logged one is shown, function of the best value
@@ -192,7 +194,8 @@ def _phases_table(run: RunNumbers) -> RenderableType:
 def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
     """Best and worst responses of the last step."""
     columns = ["step", "score", "response_length", "response_start"]
-    rows = run.rollouts.refresh().select(columns).to_pylist()
+    table = run.rollouts.refresh()
+    rows = table.filter(pc.field("kind") == TRAIN).select(columns).to_pylist()
     last = max((row["step"] for row in rows if row["step"] is not None), default=None)
     scored = [row for row in rows if row["step"] == last and _is_finite(row["score"])]
     if not scored:

@@ -122,6 +122,8 @@ def test_images_and_frames_that_the_model_saw_are_kept_once_for_a_group(tmp_path
     picture, frames = rows[0]["media"]
     assert (picture["kind"], picture["source"], len(picture["files"])) == ("image", image, 1)
     assert (frames["kind"], frames["source"], len(frames["files"])) == ("video", film, MAX_FRAMES)
+    assert picture["times"] is None
+    assert frames["times"][0] == 0 and frames["times"] == sorted(set(frames["times"]))
     names = {path.name for path in (tmp_path / "run/rollouts/media").iterdir()}
     assert names == {*picture["files"], *frames["files"]}
     assert picture["problem"] is None and frames["problem"] is None

@@ -22,9 +22,8 @@ from verl.trainer.evaluation.pass_at_k import powers_up_to
 from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
-from verl.trainer.rollouts.scores import on_last_tokens, reward_values
 from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options, start_workers
-from verl.trainer.validation import ScoredResponses, Validator, means_of
+from verl.trainer.validation import ScoredResponses, Validator, as_finished, means_of
 from verl.workers.base_worker import ModelRunOptions
 from verl.workers.fsdp_worker import FSDPWorker
 
@@ -58,7 +57,7 @@ class Evaluator:
         key = correct_key(question.correct_key, scored)
         responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
         metrics = means_of(scored)
-        self.log.keep(as_finished(scored), step)
+        self.log.keep(as_trained(scored), step)
         self.tracker.log(metrics, step)
         return Evaluation(
             model=model,
@@ -134,16 +133,12 @@ class EvaluationLog(RolloutLog):
         return super()._row(*arguments) | {"advantage": None}
 
 
-def as_finished(scored: ScoredResponses) -> DataProto:
+def as_trained(scored: ScoredResponses) -> DataProto:
     """Return the sequences with the keys that a finished batch of training has."""
-    sequences, mask = scored.sequences, scored.sequences.batch["response_mask"]
-    scores = torch.tensor(scored.scores).nan_to_num()  # (B,)
+    sequences = as_finished(scored.sequences, scored.values, scored.scores)
     return sequences.merge({
-        "row_ids": torch.arange(len(sequences)),
-        "token_level_scores": on_last_tokens(scores, mask),
-        "reward_values": reward_values(scored.values),
         "old_log_probs": sequences.batch["rollout_log_probs"],
-        "advantages": torch.zeros(mask.shape),
+        "advantages": torch.zeros(sequences.batch["response_mask"].shape),
     })  # fmt: skip
 
 

@@ -14,13 +14,11 @@ from PIL import Image
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.references import Reference, shown_name
 from verl.protocol import DataProto
-from verl.viewer.rollout_store import RolloutStore
+from verl.viewer.rollout_store import TRAIN, RolloutStore
 
 MAX_FRAMES = 8  # shown of a video
-TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]
-KEPT_TENSORS = [
-    "prompt_mask", "attention_mask", "response_mask", "responses", "token_level_scores", *TOKEN_VALUES,
-]  # fmt: skip
+TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validation has only the first
+KEPT_TENSORS = ["prompt_mask", "attention_mask", "response_mask", "responses", "token_level_scores"]
 
 
 class RecordedResponse(NamedTuple):
@@ -31,7 +29,10 @@ class RecordedResponse(NamedTuple):
 
 
 class RolloutLog:
-    """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step, in whole groups."""
+    """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step, in whole groups.
+
+    Likewise of every validation, whose first prompts are always the same.
+    """
 
     def __init__(
         self,
@@ -48,13 +49,15 @@ class RolloutLog:
         self.media = media  # reads from the run's cache; None for a text model
         self.store = RolloutStore(run_folder)
 
-    def keep(self, batch: DataProto, step: int) -> None:
+    def keep(self, batch: DataProto, step: int, kind: str = TRAIN) -> None:
         """Write the first groups of a finished batch; a full disk is only a warning."""
         kept = first_groups(batch, self.num_groups)
         if not kept:
             return
         sequences = batch[[one.row for one in kept]]
-        arrays = {name: sequences.batch[name].cpu().numpy() for name in KEPT_TENSORS}
+        present = set(sequences.batch.keys())
+        names = [name for name in KEPT_TENSORS + TOKEN_VALUES if name in present]
+        arrays = {name: sequences.batch[name].cpu().numpy() for name in names}
         texts = self._token_texts(arrays["responses"])
         media: dict[str, list[dict[str, Any]]] = {}  # by group: its responses share them
         rows = []
@@ -65,7 +68,7 @@ class RolloutLog:
             shared = media[item["uid"]]
             row = self._row(item, {name: array[number] for name, array in arrays.items()}, texts)
             rows.append(row | {"step": step, "sample": one.sample, "media": shared, "num_media": len(shared)})
-        self.store.write(step, rows)
+        self.store.write(step, rows, kind)
 
     def _row(
         self, item: Mapping[str, Any], arrays: Mapping[str, np.ndarray], texts: dict[int, str]
@@ -76,6 +79,8 @@ class RolloutLog:
         token_ids = arrays["responses"][is_response]
         is_scored = not math.isnan(item["reward_values"]["overall"])  # nan if its call failed
         source = item.get("data_source")
+        values = {name: arrays[name][is_response] for name in TOKEN_VALUES if name in arrays}
+        has_advantage = "advantages" in arrays and is_trained.any()
         return {
             "group": str(item["uid"]),
             "data_source": None if source is None else str(source),
@@ -87,13 +92,13 @@ class RolloutLog:
             "ground_truth": str(item["ground_truth"]),
             "finish_reason": item["finish_reason"],
             "score": float(arrays["token_level_scores"].sum()) if is_scored else None,
-            "advantage": float(arrays["advantages"][is_trained].mean()) if is_trained.any() else None,
+            "advantage": float(arrays["advantages"][is_trained].mean()) if has_advantage else None,
             "reward_values": item["reward_values"],
             "prompt_length": int(arrays["prompt_mask"].sum()),
             "response_length": len(token_ids),
             "token_ids": token_ids,
             "tokens": [texts[token] for token in token_ids.tolist()],
-            **{name: arrays[name][is_response] for name in TOKEN_VALUES},
+            **values,
         }
 
     def _token_texts(self, token_ids: np.ndarray) -> dict[int, str]:
@@ -112,9 +117,15 @@ class RolloutLog:
             decoded = self.media.decode({plural: [ref]})
         except ValueError as error:  # its file was removed after the workers read it
             return {"files": [], "problem": str(error)}
-        pictures = [*decoded.images, *(frame for frames, _ in decoded.videos for frame in _spread(frames))]
+        pictures, times = decoded.images, None
+        for frames, meta in decoded.videos:
+            chosen = _spread(len(frames))
+            pictures = [Image.fromarray(frames[number]) for number in chosen]
+            times = [float(meta["frames_indices"][number] / meta["fps"]) for number in chosen]
         files = [file for file in map(self.store.add_image, pictures) if file is not None]
-        return {"files": files, "problem": None if len(files) == len(pictures) else "the disk is full"}
+        if len(files) < len(pictures):
+            return {"files": files, "problem": "the disk is full"}
+        return {"files": files, "problem": None, "times": times}
 
 
 def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:
@@ -131,7 +142,6 @@ def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:
     return [RecordedResponse(row, sample) for rows in chosen for sample, row in enumerate(rows)]
 
 
-def _spread(frames: np.ndarray) -> Iterator[Image.Image]:
-    """Yield evenly spaced frames of (T, H, W, 3) as images, the first and the last included."""
-    numbers = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames))).round().astype(int)
-    return (Image.fromarray(frames[number]) for number in numbers)
+def _spread(num_frames: int) -> list[int]:
+    """Return the numbers of evenly spaced frames, the first and the last included."""
+    return np.linspace(0, num_frames - 1, min(MAX_FRAMES, num_frames)).round().astype(int).tolist()

@@ -29,4 +29,4 @@ export function shown(value, digits = 3) {
   return typeof value === "number" && !Number.isInteger(value) ? value.toFixed(digits) : String(value);
 }
 
-export const groupLink = (row, runs) => link("group", [runs[row.run].name, row.step, row.group]);
+export const groupLink = (row, runs) => link("group", [runs[row.run].name, row.kind, row.step, row.group]);

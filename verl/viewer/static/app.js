@@ -53,11 +53,11 @@ function App() {
   `;
 }
 
-function OneGroup({ runs, path: [name, step, group = ""] }) {
+function OneGroup({ runs, path: [name, kind, step, group = ""] }) {
   const run = runs.findIndex((one) => one.name === name);
   return run < 0
     ? html`<p class="notice">The address names the run “${name}”, which is not open here.</p>`
-    : html`<${Group} runs=${runs} run=${run} step=${Number(step)} group=${group} />`;
+    : html`<${Group} runs=${runs} run=${run} kind=${kind} step=${Number(step)} group=${group} />`;
 }
 
 function State({ runs, problem }) {

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts as a file to download: JSON lines with all values, or CSV for spreadsheets."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from verl.viewer.queries import GROUP
+from verl.viewer.rollout_index import EXPORTED
+from verl.viewer.runs import RunFolder
+
+FORMATS = {"jsonl": "application/x-ndjson", "csv": "text/csv; charset=utf-8"}
+COLUMNS = ["run", "kind", *EXPORTED]
+PART_ROWS = 200  # to send at once
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # text that a spreadsheet would execute
+
+
+def exported(runs: Sequence[RunFolder], table: pa.Table, name: str) -> Iterator[str]:
+    """Yield parts of a file with the rows in a format of `FORMATS`, in the order of run, kind and step.
+
+    All columns but those of tokens, with the run's name. In CSV, lists and mappings are JSON, and a text
+    that a spreadsheet would take for a formula begins with an apostrophe.
+    """
+    part = [_csv_line(COLUMNS)] if name == "csv" else []
+    for row in _rows(runs, table):
+        part.append(
+            _json_line(row) if name == "jsonl" else _csv_line([_cell(row[column]) for column in COLUMNS])
+        )
+        if len(part) >= PART_ROWS:
+            yield "".join(part)
+            part = []
+    yield "".join(part)
+
+
+def _rows(runs: Sequence[RunFolder], table: pa.Table) -> Iterator[Mapping[str, Any]]:
+    chosen: dict[tuple[int, str, int], set[tuple[str, int]]] = {}
+    for row in table.select([*GROUP, "sample"]).to_pylist():
+        chosen.setdefault((row["run"], row["kind"], row["step"]), set()).add((row["group"], row["sample"]))
+    for run, kind, step in sorted(chosen):
+        for row in runs[run].rollouts.rows_of(kind, step, chosen[run, kind, step]):
+            yield {"run": runs[run].name} | row
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    return json.dumps({name: row[name] for name in COLUMNS}, ensure_ascii=False) + "\n"
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+
+
+def _csv_line(cells: Sequence[Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line).writerow(cells)
+    return line.getvalue()
