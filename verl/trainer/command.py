@@ -2,6 +2,8 @@
 """Shared parts of the commands: reading their arguments, and turning errors into an exit status."""
 
 import argparse
+import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -148,6 +150,18 @@ def check_weights(run: PlannedRun) -> None:
         problem = weights_problem(planned.model.model_path or "")
         if problem is not None:
             raise FileNotFoundError(f"`worker.{planned.role}.model.model_path` {problem}")
+
+
+def check_port(port: int | None) -> None:
+    """Raise if the port of the viewer is in use; the viewer itself opens it later."""
+    try:
+        if port:
+            socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ValueError(
+            f"`trainer.viewer_port` ({port}) is not available: {reason}; 0 picks a free port"
+        ) from error
 
 
 def check_cores(trainer: RunConfig) -> None:

@@ -8,7 +8,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.renamed_keys import VERL_KEYS
 from verl.planning.planned_run import planned_ppo
 from verl.planning.step_plan import make_plan
-from verl.trainer.command import TrainingCommand, check_weights, usage
+from verl.trainer.command import TrainingCommand, check_port, check_weights, usage
 from verl.trainer.run.exit_status import ExitStatus
 
 
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_once(config: PPOConfig, wait_s: float | None = None) -> ExitStatus:
     """Train until the last step, a request to stop, or a failure; see `run_once`."""
     check_weights(planned_ppo(config))
+    check_port(config.trainer.viewer_port)
     # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
     from verl.trainer.prepare import prepared_run  # noqa: PLC0415
     from verl.trainer.reward_samples import check_reward  # noqa: PLC0415
