@@ -415,7 +415,6 @@ RUNS = (
         "port of a run's viewer in use",
         ("trainer.viewer_port={port}",),
         ("`trainer.viewer_port` ({port})",),
-        needs="model",
     ),
     Mistake(
         "resumed with other data",
