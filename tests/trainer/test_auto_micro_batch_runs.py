@@ -32,17 +32,21 @@ def arguments_of(folder, *options):
 
 def check_console(printed, errors, output):
     """Assert that a run of one step prints its phases, a row and its end, and that no package adds lines."""
-    titles = ["step", "reward", "length", "cut", "entropy", "grad", "mismatch", "tokens/s", "seconds"]
+    titles = ["step", "reward", "val", "length", "cut", "entropy", "grad", "mismatch", "tokens/s", "seconds"]
     lines = [line for line in printed.splitlines() if not line.endswith(" ...")]  # a phase took long
     phases = ["libraries", "model files", "rewards of samples", "Ray", "data", "workers", "models and engine"]
 
     assert lines[0].startswith("starting ") and lines[0].endswith(f" with 2 processes: {output}"), printed
     assert [re.sub(r"^  | +\d+\.\d s$", "", line) for line in lines[1:8]] == phases, printed
     assert re.fullmatch(r"ready after \d+\.\d s", lines[8])
-    assert set(titles) == set(lines[9].split()) - {"kl"}
+    assert lines[9].split() == titles
     assert re.match(r"1/1 +\S+ ", lines[10])
-    assert re.fullmatch(r"finished 1 step in \d:\d\d:\d\d", lines[11])
-    assert lines[12:] == [
+    assert lines[11] == "validation at step 1"
+    assert [line.split()[0] for line in lines[12:15]] == ["prompt", "response", "answer"]
+    end = next(index for index, line in enumerate(lines) if line.startswith("finished"))
+    assert re.fullmatch(r"finished 1 step in \d:\d\d:\d\d", lines[end])
+    assert re.fullmatch(r"  best validation   \d\.\d{3} at step 1", lines[end + 1])
+    assert lines[end + 2 :] == [
         f"  last checkpoint   {output}/global_step_1",
         f"  curves            {output}/experiment_log.jsonl",
         f"  look              verl-view {output}",
