@@ -7,13 +7,14 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
+from verl.data.dataset import RowDataset
 from verl.data.loader import dataset_class, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
@@ -23,6 +24,8 @@ from verl.rewards.manager import pickle_inputs
 from verl.rewards.pool import Batch, Call, RewardPool
 from verl.trainer.rollouts.sampler import reward_columns, with_uids
 from verl.utils.rank_logger import get_logger
+
+D = TypeVar("D", bound=RowDataset)
 
 MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
 WRONG = "no such answer"  # used if no other row has another ground truth
@@ -74,14 +77,14 @@ class RowColumns:
         return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
 
 
-def unchecked(dataset: type[RLHFDataset]) -> type[RLHFDataset]:
+def unchecked(dataset: type[D]) -> type[D]:
     """Return the class with rows that are checked only as they are read."""
 
-    class UncheckedRows(dataset):
-        def _usable_rows(self, option: str) -> list[int]:
-            return list(range(len(self.rows)))
+    def all_rows(self: RowDataset, option: str) -> list[int]:
+        return list(range(len(self.rows)))
 
-    return UncheckedRows
+    made: Any = type(dataset.__name__, (dataset,), {"_usable_rows": all_rows})
+    return made
 
 
 def sample_responses(rows: RowColumns, count: int) -> list[Response]:
