@@ -375,9 +375,5 @@ def test_fine_tuning_takes_a_dataset_of_its_own_base(base, fits, tmp_path):
     path.write_text(f"from verl.data.{module} import {base}\n\n\nclass Own({base}): ...\n")
     config = load_config(SFTConfig, arguments_for(tmp_path, f"data.dataset={path}:Own"))
 
-    with (
-        nullcontext()
-        if fits
-        else pytest.raises(ValueError, match=r"derived from .*\.SFTDataset, got the class")
-    ):
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"\.SFTDataset, got the class"):
         check_extensions(config)
