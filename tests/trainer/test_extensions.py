@@ -2,15 +2,18 @@
 """Extensions are called on tiny inputs before a run, and an error names file, line, function and rule."""
 
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 
 from tests.helpers.extensions import minimal_arguments
+from tests.helpers.fine_tuning import arguments_for, write_conversations
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config, walk_options
 from verl.config.sft import SFTConfig
 from verl.models.position_ids import POSITION_IDS
 from verl.models.registry import MODEL_TYPES
+from verl.models.tiny import save_tiny_model
 from verl.trainer.extensions import KINDS, check_extensions, extensions_in
 
 HEAD = """\
@@ -226,6 +229,43 @@ BAD = {
         "class bad(list): ...\n",
         "must be a class derived from verl.data.rl_dataset.RLHFDataset",
     ),
+    "a dataset whose rendering raises": (
+        "dataset",
+        """
+        from verl.data.rl_dataset import RLHFDataset
+
+
+        class bad(RLHFDataset):
+            def render(self, row):
+                return row["question"]
+        """,
+        "KeyError: 'question' at",
+    ),
+    "a dataset whose items lack a tensor": (
+        "dataset",
+        """
+        from verl.data.rl_dataset import RLHFDataset
+
+
+        class bad(RLHFDataset):
+            def _make_item(self, row, rendered, shape):
+                return super()._make_item(row, rendered, shape) | {"prompts": row["prompt"]}
+        """,
+        "and lacks ['prompts']",
+    ),
+    "a dataset whose prompts are cut": (
+        "dataset",
+        """
+        from verl.data.rl_dataset import RLHFDataset
+
+
+        class bad(RLHFDataset):
+            def collate(self, items):
+                batch = super().collate(items)
+                return batch | {"prompts": batch["prompts"][:, 1:]}
+        """,
+        "must make batches of the key table: ",
+    ),
     "a family that is a name": (
         "family",
         "bad = 'qwen2_vl'\n",
@@ -250,14 +290,21 @@ def checked(tmp_path):
     tables = (MODEL_TYPES, POSITION_IDS)
     saved = [dict(table) for table in tables]
 
-    def check(kind, source, name, *overrides):
+    def check(kind, source, name):
         path = tmp_path / f"{kind}.py"
         path.write_text(HEAD + textwrap.dedent(source).lstrip("\n"))
         critic = "worker.critic.model.model_path=owner/model"
         value = f"[{path}:{name}]" if kind == "logger" else f"{path}:{name}"
+        data = []
+        if kind == "dataset":  # its first row is read
+            save_tiny_model(tmp_path / "model", "qwen2")
+            (tmp_path / "rows.jsonl").write_text('{"prompt": "red?", "answer": "yes"}\n')
+            data = [f"data.train_files={tmp_path}/rows.jsonl"]
+            data += [f"worker.actor.model.model_path={tmp_path}/model"]
         kl = ["algorithm.use_kl_loss=true"] if kind == "kl" else []
         config = load_config(
-            PPOConfig, [*minimal_arguments(tmp_path), critic, *kl, f"{OPTIONS[kind]}={value}", *overrides]
+            PPOConfig,
+            [*minimal_arguments(tmp_path), critic, *data, *kl, f"{OPTIONS[kind]}={value}"],
         )
         check_extensions(config)
 
@@ -315,3 +362,18 @@ def test_extensions_are_listed_with_their_options(tmp_path):
         ("algorithm.adv_estimator", f"{path}:one"),
         ("trainer.logger", f"{path}:Two"),
     ]
+
+
+@pytest.mark.parametrize(("base", "fits"), [("SFTDataset", True), ("RLHFDataset", False)])
+def test_fine_tuning_takes_a_dataset_of_its_own_base(base, fits, tmp_path):
+    (tmp_path / "images").mkdir()
+    save_tiny_model(tmp_path / "model", "qwen2")
+    for name in ("train", "val"):
+        write_conversations(tmp_path, name, 4, seed=1)
+    module = "sft_dataset" if base == "SFTDataset" else "rl_dataset"
+    path = tmp_path / "own.py"
+    path.write_text(f"from verl.data.{module} import {base}\n\n\nclass Own({base}): ...\n")
+    config = load_config(SFTConfig, arguments_for(tmp_path, f"data.dataset={path}:Own"))
+
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"\.SFTDataset, got the class"):
+        check_extensions(config)

@@ -23,12 +23,14 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
 from verl.algorithms.token_selection import SelectionInputs, TokenSelection, selection_of
+from verl.batch_keys import BATCH_KEYS, BatchError
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.extensions import is_extension
 from verl.config.schema import list_options, value_at
 from verl.config.trainer import RunTree
+from verl.data.bad_rows import BadRow
 from verl.data.dataset import RowDataset
-from verl.data.loader import DATASETS, dataset_class
+from verl.data.loader import DATASETS, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.logger.base import LOGGERS, Logger
@@ -38,6 +40,7 @@ from verl.optim.build import OPTIMIZERS, parameter_groups
 from verl.optim.schedules import SCHEDULES, Position
 from verl.protocol import DataProto
 from verl.trainer.core_algos import advantage_inputs
+from verl.trainer.reward_samples import unchecked
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error, digest_of
@@ -221,16 +224,22 @@ def check_logger(kind: Any, used: UsedExtension, _config: Any) -> None:
 
 
 def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
-    """Look at the class; its rows are read when the data are opened, before a model is loaded."""
+    """Render and collate the first row."""
     built_in: type[RowDataset] = RLHFDataset if hasattr(config.worker, "rollout") else SFTDataset
-    try:
-        dataset_class(config.data, built_in)
-    except ValueError as error:
+    if not (isinstance(kind, type) and issubclass(kind, built_in)):
         name = f"{built_in.__module__}.{built_in.__name__}"
-        raise ProtocolError(f"must be a class derived from {name}, got {_describe(kind)}") from error
-    unfinished = sorted(getattr(kind, "__abstractmethods__", ()))
-    if unfinished:
-        raise ProtocolError(f"must have the methods {unfinished}")
+        raise ProtocolError(f"must be a class derived from {name}, got {_describe(kind)}")
+    dataset = _open_first_rows(kind, config)
+    item = None if dataset is None else dataset[0]
+    if dataset is None or isinstance(item, BadRow):
+        return  # opening the data lists the bad rows, and files that are missing
+    missing = [name for name in kind.tensors if not isinstance(item.get(name), Tensor)]
+    if missing:
+        raise ProtocolError(f"must make items with the tensors {list(kind.tensors)}, and lacks {missing}")
+    try:
+        DataProto.from_single_dict(dataset.collate([item])).check()
+    except BatchError as error:
+        raise ProtocolError(f"must make batches of the key table: {error}") from error
 
 
 def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
@@ -271,6 +280,29 @@ KINDS: dict[str, Kind] = {
     ),
     "model family": Kind(FAMILIES, "a ModelFamily of verl.models.family", check_family),
 }
+
+
+def _open_first_rows(kind: type[RowDataset], config: Any) -> RowDataset | None:
+    """Open the rows of a run without checking them; None if the model's files cannot be read."""
+    data, option = config.data, "train_files" if config.data.train_files else "val_files"
+    frames = getattr(config.worker, "rollout", data)  # the section that limits video frames
+    try:
+        media = media_options(data, frames)
+        readers = load_readers(config.worker.actor.model, data.override_chat_template, media, None)
+    except (OSError, ValueError):
+        return None
+    reserved: dict[str, Any] = {"reserved": BATCH_KEYS} if issubclass(kind, RLHFDataset) else {}
+    return unchecked(kind)(
+        getattr(data, option),
+        readers.tokenizer,
+        readers.processor,
+        data,
+        media=readers.media,
+        position_ids=readers.position_ids,
+        option=f"data.{option}",
+        row_timeout_s=data.row_timeout_s,
+        **reserved,
+    )
 
 
 def _tiny_batch(algorithm: AlgorithmConfig, responses: int) -> DataProto:
@@ -323,14 +355,8 @@ def _check_selection(choose: TokenSelection, inputs: dict[str, Tensor]) -> Tenso
     keep = inputs["response_mask"].bool()  # (B, R)
     row_ids, positions = keep.nonzero().unbind(-1)  # (N,), (N,)
     names = ("log_probs", "old_log_probs", "advantages")
-    chosen = choose(
-        SelectionInputs(
-            **{name: inputs[name].detach()[keep] for name in names},
-            row_ids=row_ids,
-            positions=positions,
-            seed=0,
-        )
-    )
+    tokens = [inputs[name].detach()[keep] for name in names]
+    chosen = choose(SelectionInputs(*tokens, row_ids=row_ids, positions=positions, seed=0))
     _check_tensor("the selected tokens", chosen, (int(keep.sum()),), torch.bool)
     return torch.zeros_like(keep).masked_scatter(keep, chosen)
 
@@ -361,4 +387,6 @@ def _check_call(function: Any, arguments: tuple[Any, ...], what: str, name: str 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__

@@ -3,13 +3,14 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
+from verl.data.dataset import RowDataset
 from verl.data.loader import dataset_class, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
@@ -19,6 +20,8 @@ from verl.trainer import reward_trial
 from verl.trainer.reward_trial import check_scores, failed_calls, sample_responses, score_samples
 from verl.trainer.rollouts.sampler import reward_columns, with_uids
 from verl.utils.rank_logger import get_logger
+
+D = TypeVar("D", bound=RowDataset)
 
 logger = get_logger(__name__)
 
@@ -58,14 +61,14 @@ class RowColumns:
         return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
 
 
-def unchecked(dataset: type[RLHFDataset]) -> type[RLHFDataset]:
+def unchecked(dataset: type[D]) -> type[D]:
     """Return the class with rows that are checked only as they are read."""
 
-    class UncheckedRows(dataset):
-        def _usable_rows(self, option: str) -> list[int]:
-            return list(range(len(self.rows)))
+    def all_rows(self: RowDataset, option: str) -> list[int]:
+        return list(range(len(self.rows)))
 
-    return UncheckedRows
+    made: Any = type(dataset.__name__, (dataset,), {"_usable_rows": all_rows})
+    return made
 
 
 def check_reward(config: PPOConfig) -> None:
