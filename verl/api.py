@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from verl.checkpoint.tracker import read_record
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
-from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
 from verl.planning.planned_run import planned_ppo, planned_sft

@@ -17,8 +17,8 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.resampling import RESAMPLING_METHODS
 from verl.batch_keys import BATCH_KEYS
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import walk_options
 from verl.config.sft import SFTConfig
 from verl.rewards.function import load_reward_function

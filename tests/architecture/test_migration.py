@@ -10,9 +10,9 @@ import yaml
 
 from tests.architecture.source import ROOT, tree_of
 from tests.contract.test_config_keys import SECTIONS
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.parsing import yaml_text
 from verl.config.ppo import DataConfig, PPOConfig
-from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import walk_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.tokenizer import load_tokenizer

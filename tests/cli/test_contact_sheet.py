@@ -3,7 +3,7 @@
 
 from PIL import Image
 
-from verl.cli.data_check_report import contact_sheet, save_sheet
+from verl.cli.data_report.report import contact_sheet, save_sheet
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from verl.config.renamed_keys import SINGLE, RenamedKey, RenamedKeys
+from verl.config.hints.renamed_keys import SINGLE, RenamedKey, RenamedKeys
 from verl.config.schema import ConfigError, load_config, option
 
 KEYS = """

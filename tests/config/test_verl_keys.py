@@ -3,8 +3,8 @@ import re
 
 import pytest
 
+from verl.config.hints.renamed_keys import MAX_DEPTH, VERL_KEYS
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import MAX_DEPTH, VERL_KEYS
 from verl.config.schema import walk_options
 from verl.trainer.main import main
 

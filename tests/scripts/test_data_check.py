@@ -12,8 +12,8 @@ from PIL import Image
 
 from tests.helpers.training import ROOT
 from verl.cli.data_check import main
-from verl.cli.data_check_answers import answer_lines
-from verl.cli.data_check_report import evenly
+from verl.cli.data_report.answers import answer_lines
+from verl.cli.data_report.report import evenly
 
 TILE, LABEL, GAP = 192, 16, 4
 

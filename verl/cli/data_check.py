@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
 from verl.trainer.command import at_least, make_parser, run_with_config
@@ -61,7 +61,7 @@ def _check(switches: argparse.Namespace, config: Any) -> int:
     look = look_at_conversations if switches.sft else look_at_prompts
     look(config.data, config.worker, checks_rows=False)  # the report counts bad rows
     # Imported here so that a wrong config, and wrong columns, are reported before torch loads.
-    from verl.cli.data_check_report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
+    from verl.cli.data_report.report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
     return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)

@@ -31,8 +31,8 @@ from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError
 from verl.config.trainer import RunConfig
 from verl.distributed.gpus import Gpu, list_gpus

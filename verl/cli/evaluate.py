@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.api import EVALUATION_OPTIONS, MODEL_PATH, evaluate_model
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
-from verl.config.renamed_keys import VERL_KEYS
 from verl.config.schema import ConfigError, load_config
 from verl.trainer.command import at_least, load_with_notes, make_parser
 from verl.trainer.evaluation.report import Question

@@ -84,7 +84,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
         options.reward_function, options.reward_function_kwargs, options.reward_type
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
-    from verl.cli.data_check_open import opened_data  # noqa: PLC0415
+    from verl.cli.data_report.opened import opened_data  # noqa: PLC0415
     from verl.cli.reward_inputs import read_responses  # noqa: PLC0415
     from verl.trainer.reward_samples import RowColumns  # noqa: PLC0415
     from verl.trainer.reward_trial import sample_responses  # noqa: PLC0415

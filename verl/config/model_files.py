@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+POLICY = "actor"  # the folder of the policy in a checkpoint
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
@@ -72,8 +73,8 @@ def folder_problem(model: str, option: str) -> str | None:
         option: Key of the model's section, for remedies.
     """
     folder = Path(model)
-    if not folder.is_dir() or (folder / CONFIG).is_file():
-        return None
+    if not folder.is_dir() or (folder / CONFIG).is_file() or (folder / POLICY).is_dir():
+        return None  # a checkpoint has its config deeper
     adapter = _read(folder / ADAPTER)
     if adapter is not None:
         base = adapter.get("base_model_name_or_path") or "its base model"

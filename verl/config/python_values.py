@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.parsing import yaml_text
-from verl.config.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, list_options, load_config
 
 C = TypeVar("C")

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from verl.config.extensions import extension_in_file, is_extension
 from verl.config.hints.arguments import as_list, as_mapping, quoted, whole_arguments
+from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
 from verl.config.parsing import convert, members_of, read_config_file, read_option, resolve_references, show
-from verl.config.renamed_keys import RenamedKeys
 
 C = TypeVar("C")
 is_section: Callable[[Any], bool] = (

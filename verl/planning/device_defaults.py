@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.model import AUTO
 from verl.config.parsing import resolve_references
-from verl.config.renamed_keys import RenamedKeys
 from verl.config.schema import list_options, load_config, value_at
 from verl.config.trainer import RunTree
 

@@ -231,7 +231,7 @@ def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
         raise ProtocolError(f"must be a class derived from {name}, got {_describe(kind)}")
     dataset = _open_first_rows(kind, config)
     item = None if dataset is None else dataset[0]
-    if dataset is None or isinstance(item, BadRow):
+    if dataset is None or item is None or isinstance(item, BadRow):
         return  # opening the data lists the bad rows, and files that are missing
     missing = [name for name in kind.tensors if not isinstance(item.get(name), Tensor)]
     if missing:

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
-from verl.config.renamed_keys import VERL_KEYS
 from verl.logger.console.start_up import shown_start_up
 from verl.planning.planned_run import planned_ppo
 from verl.planning.step_plan import make_plan

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
-OTHER_NAMES = Path(__file__).parents[1] / "other_names.yaml"
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 QUOTED_OPTION = re.compile(r"`((?:data|algorithm|worker|trainer)(?:\.\w+)+)")
 MAX_KEY = 200  # characters of a key that may be a misspelled one
 MIN_WORD = 0.75  # similarity of two words, below which they are different words

@@ -2,8 +2,8 @@
 """Names of another program's options here, for the errors about its keys and for its migration page.
 
 The keys of a program are a data file such as `verl_keys.yaml`, which describes its own format. To support
-another program, add a file and an instance. `python3 -m verl.config.renamed_keys PAGE` rewrites the tables of
-verl's page.
+another program, add a file and an instance. `python3 -m verl.config.hints.renamed_keys PAGE` rewrites the
+tables of verl's page.
 """
 
 import sys

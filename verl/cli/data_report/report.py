@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from verl.cli.data_check_answers import answer_lines
-from verl.cli.data_check_open import opened_conversations, opened_data
+from verl.cli.data_report.answers import answer_lines
+from verl.cli.data_report.opened import opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile, table
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
