@@ -20,6 +20,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
+from verl.planning.device_defaults import load_run_config
 from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.evaluation.report import Evaluation, Question
@@ -207,7 +208,7 @@ def evaluate(
         layers.append({"worker.rollout.val_override_config.n": samples})
 
     def read(own: Mapping[str, Any]) -> PPOConfig:
-        return config_from_python(PPOConfig, config, [*layers, own], VERL_KEYS)
+        return config_from_python(PPOConfig, config, [*layers, own], VERL_KEYS, load_run_config)
 
     return evaluate_model(read, Question(ks, by, correct_key, correct_at, keep), out)
 
@@ -281,9 +282,9 @@ def read_config(
     values = [overrides, sections]
     try:
         read: PPOConfig | SFTConfig = (
-            config_from_python(SFTConfig, config, values)
+            config_from_python(SFTConfig, config, values, None, load_run_config)
             if is_sft
-            else config_from_python(PPOConfig, config, values, VERL_KEYS)
+            else config_from_python(PPOConfig, config, values, VERL_KEYS, load_run_config)
         )
     except ConfigError as error:
         other = PPOConfig if is_sft else SFTConfig
@@ -299,7 +300,7 @@ def read_config(
 
 def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> bool:
     try:
-        config_from_python(cls, config, values)
+        config_from_python(cls, config, values, None, load_run_config)
     except ConfigError:
         return False
     return True

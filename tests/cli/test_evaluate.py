@@ -106,7 +106,7 @@ def test_a_checkpoint_is_known_by_any_of_its_folders_and_an_exported_one_is_not_
 def test_wrong_options_are_told_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    assert main(["worker.rollout.nn=2", "--model", "m", "--samples", "3"]) == 2
+    assert main(["worker.rollout.num_generations=2", "--model", "m", "--samples", "3"]) == 2
 
     told = capsys.readouterr().err
     assert "did you mean `worker.rollout.n`?" in told

@@ -30,6 +30,7 @@ from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED, FOR_THE_USER, INTERRUPTED, raised_by_us
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.standard_streams import outlive_readers
+from verl.utils.typed_command import command_parser
 
 if TYPE_CHECKING:
     from verl.cli.chat_session import Conversation
@@ -65,9 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="verl-chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("verl-chat", __doc__)
     add = parser.add_argument
     add("model", help="folder, hub name or global_step_N")
     add(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show the data of a run as its model will see them, without Ray, GPU or weights.
 
-    python3 scripts/data_check.py config=run.yaml --rows 5 --out outputs/data_check
-    python3 scripts/data_check.py --sft config=sft.yaml                # for supervised fine-tuning
+    verl-data-check config=run.yaml --rows 5 --out outputs/data_check
+    verl-data-check --sft config=sft.yaml                # for supervised fine-tuning
 
 Opens the files with the run's own code and reports for each of them how many rows are used, too long or bad,
 and why; the lengths of the prompts or conversations, and how many tokens of a conversation are learned; and
@@ -36,7 +36,7 @@ DROP_SFT = "these are options of reinforcement learning: leave out `--sft`\n"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     repair_cuda_builds()
-    parser = make_parser("data_check", __doc__)
+    parser = make_parser("verl-data-check", __doc__)
     parser.add_argument("--sft", action="store_true", help="the config is for supervised fine-tuning")
     parser.add_argument("--rows", type=at_least(0), default=3, help="rows of each kind to show (default: 3)")
     parser.add_argument(

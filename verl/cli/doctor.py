@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check this machine before a run: versions, devices, memory, disks, Ray, network, sandbox.
 
-    python3 scripts/diagnose.py                        # for any run
-    python3 scripts/diagnose.py config=run.yaml        # for this run
-    python3 scripts/diagnose.py --json                 # for programs
+    verl-doctor                        # for any run
+    verl-doctor config=run.yaml        # for this run
+    verl-doctor --json                 # for programs
 
 Each line is OK, WARN (some runs do not work, or not well) or FAIL (no run works), with a remedy. Nothing is
 started or changed. With several nodes, run it on each of them.
@@ -90,7 +90,7 @@ def judge(name: str, found: str, remedy: str, *, fails: object = False, warns: o
 
 def main(arguments: Sequence[str] | None = None) -> int:
     repair_cuda_builds()
-    parser = make_parser("diagnose", __doc__)
+    parser = make_parser("verl-doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of lines")
     parser.add_argument("--quick", action="store_true", help="do not try to import the heavy packages")
     switches = parser.parse_intermixed_args(arguments)

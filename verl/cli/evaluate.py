@@ -24,7 +24,8 @@ from verl.api import EVALUATION_OPTIONS, MODEL_PATH, evaluate_model
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
-from verl.config.schema import ConfigError, load_config
+from verl.config.schema import ConfigError
+from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import at_least, load_with_notes, make_parser
 from verl.trainer.evaluation.report import Question
 from verl.trainer.run.exit_status import (
@@ -82,7 +83,7 @@ def _evaluate(switches: argparse.Namespace) -> int:
         own["worker.rollout.val_override_config.n"] = switches.samples
 
     def read(replaced: Mapping[str, Any]) -> PPOConfig:
-        return load_config(
+        return load_run_config(
             PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | {**replaced})], VERL_KEYS
         )
 

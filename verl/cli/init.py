@@ -11,7 +11,6 @@ model, and none is made. Replace the rows by your own, then the template, the re
 Exit status: 0; 1 if the folder cannot be written; 2 if it holds something.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.parsing import yaml_text
+from verl.utils.typed_command import command_parser
 
 TINY = "tiny-model"  # folder of the model that is made
 TEMPLATE_WORDS = ["Answer", "with", "one", "word"]
@@ -71,9 +71,7 @@ KINDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("verl-init", __doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
     parser.add_argument("--kind", choices=KINDS, default="image", help="what the rows hold (default: image)")
     parser.add_argument("--model", metavar="NAME", help="a model's folder or hub name; default: a tiny model")

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export a checkpoint in Hugging Face format, for `from_pretrained`, vLLM and the hub.
 
-    python3 scripts/model_merger.py --local_dir checkpoints/math/first/global_step_100/actor
+    verl-merge --local_dir checkpoints/math/first/global_step_100/actor
 
 writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model.
 Adapters are merged into their base; `…/actor/lora_adapter` has them separately, in peft's format.
 Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`) work too.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,12 @@ from pathlib import Path
 from verl.config.extensions import extension_in_file
 from verl.config.model import DTYPES
 from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.typed_command import command_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     repair_cuda_builds()
-    parser = argparse.ArgumentParser(
-        prog="model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("verl-merge", __doc__)
     parser.add_argument(
         "--local_dir", required=True, type=Path, help="folder of a role: …/global_step_N/actor"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the config that a run would have, as YAML that loads to the same config.
 
-    python3 scripts/print_cfg.py config=run.yaml worker.rollout.n=4 --changed
+    verl-print-config config=run.yaml worker.rollout.n=4 --changed
 
 Errors are those of a run with this config. Exit status: 0; 2 for a config that cannot be used.
 """
@@ -17,7 +17,7 @@ from verl.trainer.command import make_parser, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("print_cfg", __doc__)
+    parser = make_parser("verl-print-config", __doc__)
     parser.add_argument("--changed", action="store_true", help="only options that differ from their default")
     return run_command(parser, arguments, _print)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call the reward function of a run in this process, where `print`, `breakpoint()` and pdb work.
 
-    python3 scripts/reward_check.py config=run.yaml                                # on samples made from rows
-    python3 scripts/reward_check.py config=run.yaml --responses mine.jsonl --pdb   # on your own responses
+    verl-reward-check config=run.yaml                                # on samples made from rows
+    verl-reward-check config=run.yaml --responses mine.jsonl --pdb   # on your own responses
 
 A line of the file is a JSON object with `response` and either `row`, the number of a row counted from 0 over
 all training files (`--val`: validation files), or the function's other inputs: `ground_truth`, `prompt` and
@@ -65,7 +65,7 @@ class CheckedCall(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     repair_cuda_builds()
-    parser = make_parser("reward_check", __doc__)
+    parser = make_parser("verl-reward-check", __doc__)
     parser.add_argument("--responses", type=Path, help="JSON lines to score instead of samples")
     parser.add_argument("--rows", type=at_least(1), default=4, help="rows to make samples of (default: 4)")
     parser.add_argument("--val", action="store_true", help="rows of data.val_files, not data.train_files")

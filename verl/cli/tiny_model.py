@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a small model with random weights that transformers and vLLM load, without a network.
 
-    python3 scripts/make_tiny_model.py tiny-model --kind qwen2_5_vl
-    python3 scripts/make_tiny_model.py tiny-model --words-from train.jsonl:answer
-    python3 scripts/make_tiny_model.py --like Qwen3-VL-4B-Instruct --set num_hidden_layers=2 --out small
+    verl-tiny-model tiny-model --kind qwen2_5_vl
+    verl-tiny-model tiny-model --words-from train.jsonl:answer
+    verl-tiny-model --like Qwen3-VL-4B-Instruct --set num_hidden_layers=2 --out small
 
 It knows nothing and runs in seconds where a real model takes hours: use it to try data, rewards and options.
 `--kind` has a tokenizer of 512 tokens, and with `--words-from` one whose tokens are the answers and words of
@@ -22,6 +22,7 @@ from typing import Any
 
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.quiet import no_weight_bars
+from verl.utils.typed_command import command_parser
 
 KINDS = (  # the families of `verl/models/tiny.py`, which imports torch
     "deepseek", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
@@ -31,9 +32,7 @@ WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="make_tiny_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("verl-tiny-model", __doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--kind", choices=KINDS, default="qwen2_5_vl", help="default: qwen2_5_vl")
     source.add_argument(

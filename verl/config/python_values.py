@@ -3,7 +3,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verl.config.hints.renamed_keys import RenamedKeys
@@ -19,6 +19,7 @@ def config_from_python(
     source: Source | C,
     overrides: Sequence[Mapping[str, Any]] = (),
     renamed: RenamedKeys | None = None,
+    load: Callable[[type[C], Sequence[str], RenamedKeys | None], C] = load_config,
 ) -> C:
     """Return the config that a file, sections or another config describe, with some options replaced.
 
@@ -41,7 +42,7 @@ def config_from_python(
         ])  # fmt: skip
     for layer in overrides:  # later ones win
         arguments += as_arguments(cls, layer)
-    return load_config(cls, arguments, renamed)
+    return load(cls, arguments, renamed)
 
 
 def as_arguments(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -33,19 +33,20 @@ from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor, TrainOnce
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.standard_streams import outlive_readers
+from verl.utils.typed_command import command_parser, typed_command, version_text
 from verl.utils.version_check import check_versions, name_clash
 
-SWITCHES = ("--dry-run", "--print-config", "--print-options", "--help", "-h")
+SWITCHES = ("--dry-run", "--print-config", "--print-options", "--version", "--help", "-h")
 
 C = TypeVar("C", bound=RunTree)
 
 
-def usage(module: str, example: str, page: str | None = None) -> str:
+def usage(example: str, page: str | None = None) -> str:
     """The text that `--help` prints above the options of a command that trains."""
     lists = """'["file","wandb"]', '{"a":1}'"""
     markdown = "... as a Markdown page" + (f": {page}" if page else "")
     return f"""\
-usage: python3 -m {module} [config=FILE.yaml] [section.option=value ...] [--dry-run]
+usage: {typed_command()} [config=FILE.yaml] [section.option=value ...] [--dry-run]
 
   config=FILE.yaml        a file such as {example}; options that it omits keep their default
   section.option=value    one option; wins over the file; lists and mappings as {lists}
@@ -53,6 +54,7 @@ usage: python3 -m {module} [config=FILE.yaml] [section.option=value ...] [--dry-
   --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
   --print-config          print every option with its help as YAML: {example}
   --print-options         {markdown}
+  --version               print the versions of this and of the packages that it runs on
   --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
 """
 
@@ -86,6 +88,9 @@ class TrainingCommand(Generic[C]):
         if unknown:
             sys.stderr.write(f"`{unknown[0]}` is not a switch\n\n{self.usage}")
             return BAD_INPUT
+        if "--version" in switches:
+            sys.stdout.write(f"{version_text()}\n")
+            return 0
         if "--print-config" in switches or "--print-options" in switches:
             printed = example_yaml if "--print-config" in switches else options_page
             sys.stdout.write(printed(self.config_class))
@@ -177,9 +182,7 @@ def check_cores(trainer: RunConfig) -> None:
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Build a parser that takes the options of a config; `--help` prints the description unchanged."""
-    parser = argparse.ArgumentParser(
-        prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(name, description)
     parser.add_argument(
         "options", nargs="*", metavar="config=FILE.yaml section.option=value",
         help="the config of the run, as for the trainer's command",

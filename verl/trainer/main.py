@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `TrainingCommand.run`."""
     return TrainingCommand(
         PPOConfig,
-        usage("verl.trainer.main", "examples/config.yaml", "docs/options.md"),
+        usage("examples/config.yaml", "docs/options.md"),
         planned_ppo,
         lambda config: make_plan(config).text,
         lambda config: config.worker.rollout.name,

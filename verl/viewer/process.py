@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """View runs in a browser: curves, rollouts, images, scores and log-probs of tokens.
 
-    python3 scripts/rollout_viewer.py checkpoints/math/first checkpoints/math/second
+    verl-view checkpoints/math/first checkpoints/math/second
 
 Each folder is a run or contains runs. The page is served to this machine only; from another one, forward the
 port first: `ssh -L 8901:127.0.0.1:8901 HOST`. Without a browser, `--text` prints a summary and `--watch`
 refreshes it.
 """
 
-import argparse
 import os
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from verl.utils.rank_logger import get_logger
+from verl.utils.typed_command import command_parser
 from verl.viewer.runs import RunFolder, open_runs
 from verl.viewer.server import address_of, loopback_socket, new_token, serve
 from verl.viewer.summary import show
@@ -34,9 +34,7 @@ logger = get_logger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until Ctrl-C, or print a summary."""
-    parser = argparse.ArgumentParser(
-        prog="rollout_viewer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("verl-view", __doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder of runs")
     parser.add_argument(
         "--port", type=int, default=PORT, help=f"port on 127.0.0.1 (default {PORT}); 0 picks a free one"

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `TrainingCommand.run`."""
     return TrainingCommand(
         SFTConfig,
-        usage("verl.trainer.sft", "examples/sft.yaml"),
+        usage("examples/sft.yaml"),
         planned_sft,
         lambda config: make_sft_plan(config).text,
         lambda config: "hf",  # nothing is sampled, so vLLM may be missing
