@@ -265,3 +265,12 @@ def test_what_a_text_model_cannot_see_is_a_note(tmp_path):
 
     (note,) = look(path, str(model))
     assert f"{path} has the column `picture` of images, which the model cannot read" in note
+
+
+def test_files_that_a_class_of_the_users_reads_are_left_to_it(eyes, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("a format of its own")
+
+    assert look(file, eyes, dataset="/mine.py:MyRows") == []
+    with pytest.raises(ValueError, match="is not JSON"):
+        look(file, eyes)

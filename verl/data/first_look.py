@@ -62,6 +62,8 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
     if data.override_chat_template is not None:
         read_chat_template(data.override_chat_template)
     look = FirstLook([], [])
+    if data.dataset is not None:  # a class of the user's reads the files, in whatever form they are
+        return look
     with closing(PromptFormat(data.format_prompt)) as prompt_format:
         for name in OPTIONS:
             option, seen = f"data.{name}", first_of_sources(getattr(data, name), f"data.{name}")
