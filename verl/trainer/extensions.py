@@ -230,9 +230,11 @@ def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
         name = f"{built_in.__module__}.{built_in.__name__}"
         raise ProtocolError(f"must be a class derived from {name}, got {_describe(kind)}")
     dataset = _open_first_rows(kind, config)
-    item = None if dataset is None else dataset[0]
-    if dataset is None or isinstance(item, BadRow):
-        return  # opening the data lists the bad rows, and files that are missing
+    if dataset is None:
+        return  # loading the model names what is missing
+    item = dataset[0]
+    if isinstance(item, BadRow):
+        return  # opening the data lists the bad rows
     missing = [name for name in kind.tensors if not isinstance(item.get(name), Tensor)]
     if missing:
         raise ProtocolError(f"must make items with the tensors {list(kind.tensors)}, and lacks {missing}")
