@@ -70,13 +70,12 @@ def prepared_run(
             stack.enter_context(viewer_process(folder, viewer_port, videos))
         with phase("Ray and libraries"):
             with collection_paused(), importing(DEVICE, CHECKS, EXTENSIONS, SETUP) as wait_for:
-                connect_to_ray(wait_s, stack)
+                is_own = connect_to_ray(wait_s, stack)
                 wait_for(DEVICE)
                 device = importlib.import_module(DEVICE).resolve_device(config.trainer.device)
                 config, pool = find_devices(config, device, wait_s)
-                env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
-                processes = WorkerProcesses(pool, env, partial(warm_up, device) if warm_up else None)
-                stack.callback(processes.kill)
+                # Devices of a cluster that others use are not taken before all checks.
+                processes = start_processes(pool, warm_up, stack) if is_own else None
             checks = importlib.import_module(CHECKS)
         with phase("model files"):
             # First: a model family says how to read a model.
@@ -87,5 +86,14 @@ def prepared_run(
         if check is not None:
             with phase("rewards of samples"):
                 check(config)
+        processes = processes or start_processes(pool, warm_up, stack)
         # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
         yield resolve_auto_sizes(config, describe, device), pool, processes
+
+
+def start_processes(pool: ResourcePool, warm_up: WarmUp | None, stack: ExitStack) -> WorkerProcesses:
+    """Start the processes of a run, which end with the stack."""
+    env = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
+    processes = WorkerProcesses(pool, env, partial(warm_up, pool.device) if warm_up else None)
+    stack.callback(processes.kill)
+    return processes

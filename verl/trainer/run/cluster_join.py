@@ -19,20 +19,23 @@ from verl.utils.rank_logger import get_logger
 RETRY_S = 1.0  # between looks for missing machines
 
 C = TypeVar("C", bound=RunTree)
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
 
-def connect_to_ray(wait_s: float, stack: ExitStack) -> None:
-    """Connect to Ray, until the stack ends.
+def connect_to_ray(wait_s: float, stack: ExitStack) -> bool:
+    """Connect to Ray, until the stack ends; return whether that started a cluster, which no other run uses.
 
     Raises:
         ClusterError: The cluster is unreachable for more than `wait_s` seconds.
     """
-    if not ray.is_initialized():
-        with hangups_for_us_only():
-            _retry_until(time.monotonic() + wait_s, connect)
-        stack.callback(ray.shutdown)  # not if the caller had connected before
+    if ray.is_initialized():
+        return False
+    with hangups_for_us_only():
+        is_new = _retry_until(time.monotonic() + wait_s, connect)
+    stack.callback(ray.shutdown)  # not if the caller had connected before
+    return is_new
 
 
 def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool]:
@@ -89,13 +92,11 @@ def _pool_of(config: RunTree, device: str) -> ResourcePool:
     return ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
 
 
-def _retry_until(deadline: float, action: Callable[[], object]) -> None:
+def _retry_until(deadline: float, action: Callable[[], T]) -> T:
     while True:
         try:
-            action()
+            return action()
         except ClusterError:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(RETRY_S)
-        else:
-            return

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from tests.helpers.training import quickstart_arguments
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.models.tiny import save_tiny_model
+from verl.planning.planned_run import planned_ppo
+from verl.single_controller.ray.cluster import connect
+from verl.trainer.prepare import prepared_run
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    save_tiny_model(folder / "model")
+    (folder / "images").mkdir()
+    for name in ("train", "val"):
+        (folder / f"{name}.jsonl").write_text('{"problem": "?", "answer": "red"}\n' * 8)
+    run_folder = f"trainer.save_checkpoint_path={folder / 'checkpoints'}"
+    return load_config(PPOConfig, quickstart_arguments(folder, folder / "model", run_folder))
+
+
+def refuse(config):
+    raise ValueError(f"refused, with {len(placement_group_table())} placement groups so far")
+
+
+def test_a_cluster_of_others_is_left_alone_until_the_run_was_checked(config):
+    connect(num_cpus=2)
+    try:
+        with (
+            pytest.raises(ValueError, match="with 0 placement"),
+            prepared_run(config, planned_ppo, check=refuse),
+        ):
+            raise AssertionError("the run was not checked")
+        with prepared_run(config, planned_ppo) as (_, pool, processes):
+            assert len(processes.handles) == pool.world_size == 2
+        assert processes.handles == [] and ray.is_initialized()
+    finally:
+        ray.shutdown()
+
+
+def test_a_cluster_of_its_own_ends_with_a_run_that_is_refused(config):
+    with pytest.raises(ValueError, match="with 1 placement"), prepared_run(config, planned_ppo, check=refuse):
+        raise AssertionError("the run was not checked")
+
+    assert not ray.is_initialized()
