@@ -221,21 +221,51 @@ def test_every_module_is_there_and_lacks_nothing_but_declared_dependencies(pytho
     assert lacks["verl.workers.fsdp_worker"] in ("torch", "numpy")
 
 
-@pytest.mark.slow
-def test_an_installation_with_its_cpu_extra_trains_the_demo(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True, symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of the commands of an environment that has the wheel with its extra `cpu`, and no clone."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, with_pip=True, symlinks=True)
     (torch,) = (text for text in PROJECT["optional-dependencies"]["cpu"] if text.startswith("torch=="))
     for requirements in ([torch], [f"{wheel}[cpu]", "matplotlib"]):  # in the order of the README
-        run(python, "-m", "pip", "install", "--quiet", *requirements, cwd=tmp_path)
-    for folder in ("examples", "scripts"):  # without verl/ beside them
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+        run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *requirements, cwd=folder)
+    return folder / "bin"
 
-    demo = (python, "examples/quickstart/demo.py", "--text", "--folder", tmp_path / "demo")
-    alone = environment() | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
-    printed = run(*demo, "trainer.max_steps=50", cwd=tmp_path, env=alone)
+
+def alone():
+    return environment() | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+
+
+@pytest.mark.slow
+def test_an_installation_with_its_cpu_extra_trains_the_demo(installed, tmp_path):
+    run(installed / "verl-examples", "copy", cwd=tmp_path)
+
+    demo = (installed / "python", "copy/examples/quickstart/demo.py", "--text", "--folder", tmp_path / "demo")
+    printed = run(*demo, "trainer.max_steps=50", cwd=tmp_path, env=alone())
 
     summary = json.loads(printed.splitlines()[-1])
     assert summary["steps"] == 50
     assert summary["val_after"] > max(summary["val_before"], 0.4)
     assert Path(summary["checkpoint"]).is_relative_to(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_installation_begins_trains_evaluates_and_chats(installed, tmp_path):
+    run(installed / "verl-init", "mine", "--kind", "text", cwd=tmp_path, env=alone())
+    folder, checkpoint = tmp_path / "mine", "checkpoints/mine/first/global_step_2"
+    steps = ("trainer.max_steps=2", "trainer.save_freq=2")
+
+    trained = run(installed / "verl-train", "config=run.yaml", *steps, cwd=folder, env=alone())
+    scored = run(
+        *(installed / "verl-eval", "config=run.yaml", "--model", checkpoint, "--json"),
+        cwd=folder,
+        env=alone(),
+    )
+    answer = run(
+        *(installed / "verl-chat", checkpoint, "--format-prompt", "prompt.jinja", "--max-tokens", "1"),
+        cwd=folder, env=alone(), input="What colour?\n",
+    )  # fmt: skip
+
+    assert "finished 2 steps in " in trained
+    assert json.loads(scored)["overall"]["prompts"] > 0
+    assert len(answer.splitlines()) == 1
