@@ -4,9 +4,9 @@
     python benchmarks/mistakes.py [--only NAME ...] [--needs nothing|model|ray] [--json FILE] [--show]
 
 A mistake is a run that works, with something wrong in its files or arguments. `--needs nothing` leaves out
-mistakes whose answer takes a model or Ray. The JSON file has the output of each and a `score` from 0 to 5, for
-a reader to fill in. The exit status is 1 if an answer lacks a word that it must have, has one that misleads, a
-traceback, or too many lines.
+mistakes whose answer takes a model or Ray. The JSON file has the output of each and a `score` from 0 to 5,
+for a reader to fill in. The exit status is 1 if an answer lacks a word that it must have, has one that
+misleads, a traceback, or too many lines.
 """
 
 import argparse
