@@ -192,7 +192,7 @@ def role_of(process: psutil.Process, controller: int) -> str:
     scripts = [Path(part).name for part in command if part.endswith(".py")]
     if process.pid == controller:
         return "controller"
-    if command[0].startswith("ray::FSDPWorker"):
+    if command[0].startswith("ray::WorkerProcess"):
         return "worker"
     if "verl.rewards.worker_process" in " ".join(command):
         return "reward"

@@ -109,7 +109,7 @@ def test_wrong_options_are_told_before_anything_is_loaded(capsys, tmp_path, monk
     assert main(["worker.rollout.num_generations=2", "--model", "m", "--samples", "3"]) == 2
 
     told = capsys.readouterr().err
-    assert "did you mean `worker.rollout.n`?" in told
+    assert "`worker.rollout.n`" in told
     assert "`data.val_files` must be set" in told and "train_files" not in told
     assert list(tmp_path.iterdir()) == []
 

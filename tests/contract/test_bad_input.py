@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -91,8 +91,11 @@ def arguments_for(folder, kind, *overrides):
 
 
 def reward_processes():
-    children = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    return [line for line in children if "verl.rewards.worker_process" in " ".join(line)]
+    lines = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # one of Ray's that just ended
+            lines.append(" ".join(child.cmdline()))
+    return [line for line in lines if "verl.rewards.worker_process" in line]
 
 
 def check_nothing_is_left(folder):
@@ -361,7 +364,7 @@ def test_a_damaged_checkpoint_is_told_before_anything_starts(
 def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
     trainer, checkpoint, folder, capsys, monkeypatch
 ):
-    monkeypatch.setattr(trainer.run_state, "load", lambda: trainer.workers.load_checkpoint("/no/checkpoint"))
+    monkeypatch.setattr(trainer, "train", lambda **_: trainer.workers.load_checkpoint("/no/checkpoint"))
     monkeypatch.setattr(trainer.run_state, "is_loaded", True)  # as in a later step
 
     status, told = run_with(trainer, folder, capsys, monkeypatch)

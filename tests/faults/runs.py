@@ -34,7 +34,7 @@ RESUMED = re.compile(r"resumed: step=(\d+)")
 LIMIT_S = 900.0  # for whatever a test waits for, on a machine that does other things too
 GLANCE_S = 0.002  # between looks at a phase
 SFT = "verl.trainer.sft"  # the other command
-WORKERS = ("ray::FSDPWorker", "ray::SFTWorker")
+WORKERS = ("ray::WorkerProcess",)
 READER = "pt_data_worker"
 SCORER = "verl.rewards.worker_process"
 

@@ -101,7 +101,7 @@ def test_a_run_whose_training_process_is_killed_restarts(tmp_path, text_argument
     )  # fmt: skip
 
 
-RESTART = {"Ray has started": "raylet/raylet", "workers start": "ray::SFTWorker"}
+RESTART = {"Ray has started": "raylet/raylet", "workers start": "ray::WorkerProcess"}
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "both"])

@@ -165,6 +165,7 @@ import atexit, sys, threading
 from verl.config.sft import SFTConfig
 from verl.logger import tracker
 from verl.logger.base import LOGGERS, Logger, Run
+from verl.planning.planned_run import planned_sft
 from verl.trainer.command import TrainingCommand
 from verl.trainer.run.exit_status import ExitStatus
 
@@ -186,7 +187,7 @@ def train_once(config, wait_s):
 arguments = ["data.train_files=x.jsonl", "worker.actor.model.model_path=model", "trainer.logger=[file]",
              "data.val_files=", "trainer.val_before_train=false", "trainer.device=cpu",
              "trainer.n_gpus_per_node=1", "trainer.save_checkpoint_path=run"]
-command = TrainingCommand(SFTConfig, "", None, None, lambda config: "hf", train_once)
+command = TrainingCommand(SFTConfig, "", planned_sft, None, lambda config: "hf", train_once)
 sys.exit(command.run(arguments))
 """
 
@@ -195,7 +196,8 @@ sys.exit(command.run(arguments))
 def test_a_hanging_service_changes_neither_the_end_of_a_run_nor_its_exit_status(end, status, tmp_path):
     (tmp_path / "x.jsonl").write_text("{}\n")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     env = {"PYTHONPATH": str(ROOT)}
 
     finished = subprocess.run(

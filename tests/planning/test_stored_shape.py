@@ -105,7 +105,9 @@ def test_scores_are_left_to_torch(tmp_path):
 def test_a_dry_run_imports_no_torch(tmp_path):
     folder = save_tiny_model(tmp_path, "qwen2_5_vl")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n' * 8)
-    (tmp_path / "reward.py").write_text("def compute_score(reward_inputs): return [{'overall': 0.0}]\n")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(inputs): return [{'overall': 0.0} for _ in inputs]\n"
+    )
     options = [
         f"data.train_files={tmp_path / 'rows.jsonl'}", "data.val_files=null", "data.rollout_batch_size=8",
         f"worker.actor.model.model_path={folder}", "worker.actor.global_batch_size=8",

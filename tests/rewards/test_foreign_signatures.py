@@ -61,7 +61,7 @@ def scores_of_wrapper(reward_file, source, library, rows):
     """Scores of the file after what its error says was done."""
     path = reward_file(source)
     with pytest.raises(
-        ValueError, match=rf"{path}:1 `main` has the arguments of .* for {library}\."
+        ValueError, match=rf"{path}:1 `main\(.*\)` has the arguments of .* for {library};"
     ) as caught:
         load_reward_function(path)
     advice, _, wrapper = str(caught.value).partition("`:\n\n")

@@ -64,7 +64,7 @@ def test_the_loss_of_a_run_falls_in_training_and_on_held_out_rows(unbroken):
 
 def test_the_console_has_a_line_for_each_phase_and_step_and_for_the_end(folder, unbroken):
     lines = (folder / "unbroken" / PRINTED).read_text().splitlines()
-    phases = ["libraries", "model files", "Ray", "data", "workers", "models", "first validation"]
+    phases = ["Ray and libraries", "model files", "data", "workers", "models", "first validation"]
     rows = [line.split() for line in lines if re.match(r"\d/8 ", line)]
 
     assert [found[1] for line in lines if (found := re.fullmatch(r"  (.+?) +\d+\.\d s", line))] == phases

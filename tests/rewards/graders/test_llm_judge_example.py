@@ -111,7 +111,7 @@ def test_a_refusal_ends_the_job_with_url_status_remedy_and_row():
 
 
 def test_a_judge_without_address_is_found_before_the_first_response():
-    with pytest.raises(ValueError, match=r"`worker\.reward\.reward_function_kwargs`.*missing.*base_url"):
+    with pytest.raises(ValueError, match=r"missing.*base_url.*`worker\.reward\.reward_function_kwargs`"):
         scores_of({}, ["Ada"])
 
 

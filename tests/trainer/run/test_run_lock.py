@@ -187,7 +187,8 @@ def test_both_commands_refuse_the_folder_of_a_run_that_is_alive(command, other_r
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     for name in ("train", "val"):
-        (tmp_path / f"{name}.jsonl").write_text('{"problem": "?", "answer": "!"}\n')
+        row = '{"problem": "?", "answer": "!", "prompt": "?", "response": "!"}\n'
+        (tmp_path / f"{name}.jsonl").write_text(row)
     run_folder = f"trainer.save_checkpoint_path={tmp_path / 'run'}"
     arguments = {
         main: quickstart_arguments(tmp_path, tmp_path / "model", run_folder),

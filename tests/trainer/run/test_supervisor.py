@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor restarts functions that train nothing."""
 
+import json
 import subprocess
 import sys
 import time
@@ -64,9 +65,12 @@ def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path,
     seen = []
     monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self.train_once) or DONE)
     for name in ("sft_train.jsonl", "sft_val.jsonl"):
-        (tmp_path / name).write_text("{}\n")
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        (tmp_path / name).write_text(json.dumps({"messages": messages}) + "\n")
     for name in ("model", "images"):
         (tmp_path / name).mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     arguments = arguments_for(tmp_path, f"trainer.save_checkpoint_path={tmp_path / 'run'}")
 
     assert sft.main([*arguments, "trainer.max_restarts=1"]) == 0
