@@ -52,7 +52,8 @@ def save(path, rows):
 
 
 def look(path, model, **options):
-    data = replace(DataConfig(), **({"train_files": str(path), "image_dir": str(path.parent)} | options))
+    given = {"train_files": str(path), "image_dir": str(path.parent), "rollout_batch_size": 1}
+    data = replace(DataConfig(), **(given | options))
     return look_at_data(PROMPT_ROWS, data, model).notes
 
 
@@ -274,3 +275,15 @@ def test_files_that_a_class_of_the_users_reads_are_left_to_it(eyes, tmp_path):
     assert look(file, eyes, dataset="/mine.py:MyRows") == []
     with pytest.raises(ValueError, match="is not JSON"):
         look(file, eyes)
+
+
+def test_too_few_rows_for_a_batch_are_told_if_all_of_them_were_seen(eyes, tmp_path):
+    (tmp_path / "rows").mkdir()
+    few = save(tmp_path / "rows" / "few.jsonl", [ROW | {"images": [str(tmp_path / "a.png")]}] * 3)
+
+    assert look(few, eyes, rollout_batch_size=3) == []
+    with pytest.raises(ValueError, match=r"`data.rollout_batch_size` \(4\) must be at most .* got 3"):
+        look(few, eyes, rollout_batch_size=4)
+    with pytest.raises(ValueError, match=r"`data.mini_rollout_batch_size` \(8\) must be at most .* got 6"):
+        look(few, eyes, train_files=[str(few), str(few)], rollout_batch_size=16, mini_rollout_batch_size=8)
+    assert look(few, eyes, train_files=str(few.parent), rollout_batch_size=4) == [], "a folder may have more"

@@ -278,7 +278,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
     ended = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True)
 
     assert ended.returncode == 1
-    assert ended.stderr.startswith(f"rollout_viewer: no run in {tmp_path}")
+    assert ended.stderr.startswith(f"no run in {tmp_path}")
 
 
 def test_a_misspelled_folder_is_answered_with_its_neighbor(tmp_path):
@@ -290,7 +290,7 @@ def test_a_misspelled_folder_is_answered_with_its_neighbor(tmp_path):
 
     assert ended.returncode == 1
     said = f"no folder {tmp_path}/checkpointts; did you mean {tmp_path}/checkpoints?\n"
-    assert ended.stderr == f"rollout_viewer: {said}"
+    assert ended.stderr == said
 
 
 def test_a_busy_port_is_named_with_the_remedy(tmp_path):

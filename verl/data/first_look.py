@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.data import DataConfig
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
     FileColumns,
@@ -76,7 +77,33 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
             if checks_rows and has_media is not None and data.on_bad_row == "error":
                 _check_rows(option, seen, kind, data, prompt_format, has_media)
             look.rows.extend(sources[0].rows[:MAX_ROWS])
+            if checks_rows and kind is PROMPT_ROWS and name == "train_files":
+                _check_number(seen, data)
     return look
+
+
+def prompts_of_batch(data: DataConfig) -> tuple[str, int]:
+    """Return the option that says how many prompts a batch of the loader has, and their number."""
+    name = "rollout_batch_size" if data.mini_rollout_batch_size is None else "mini_rollout_batch_size"
+    return f"data.{name}", getattr(data, name)
+
+
+def too_few_rows(option: str, batch_size: int, usable: int, found: str) -> ValueError:
+    """Return the error of a run whose rows do not fill a batch."""
+    return ValueError(
+        f"`{option}` ({batch_size}) must be at most the number of usable training rows, got {usable}:"
+        f" `data.train_files` has {found}"
+    )
+
+
+def _check_number(seen: Sequence[FirstRows], data: DataConfig) -> None:
+    # only if each source is a file that was read to its end
+    names = [data.train_files] if isinstance(data.train_files, str) else data.train_files
+    files = [name for name in names if os.path.isfile(os.path.expanduser(name.strip()))]
+    if len(files) == len(names) == len(seen) and all(each.are_all for each in seen):
+        number, (option, size) = sum(len(each.source.rows) for each in seen), prompts_of_batch(data)
+        if number < size:
+            raise too_few_rows(option, size, number, f"{number} rows")
 
 
 def reads_media(folder: str | None) -> bool | None:

@@ -30,6 +30,7 @@ from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
 from verl.data.dataset import RowDataset
+from verl.data.first_look import prompts_of_batch, too_few_rows
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
@@ -263,10 +264,10 @@ def make_loaders(data: DataConfig, readers: Readers, run_folder: Path) -> Loader
     Raises:
         ValueError: Data cannot be used, or the training rows do not fill one batch.
     """
-    name = "rollout_batch_size" if data.mini_rollout_batch_size is None else "mini_rollout_batch_size"
-    size, val_size = getattr(data, name), None if data.val_batch_size == -1 else data.val_batch_size
+    option, size = prompts_of_batch(data)
+    val_size = None if data.val_batch_size == -1 else data.val_batch_size
     open_rows = partial(dataset_class(data, RLHFDataset), reserved=BATCH_KEYS)
-    return _open_loaders(open_rows, data, readers, run_folder, size, val_size, f"data.{name}")
+    return _open_loaders(open_rows, data, readers, run_folder, size, val_size, option)
 
 
 def make_sft_loaders(
@@ -324,11 +325,8 @@ def _open_loaders(
 
 def _check_size(dataset: RowDataset, batch_size: int, option: str) -> None:
     if len(dataset) < batch_size:
-        raise ValueError(
-            f"`{option}` ({batch_size}) must be at most the number of usable training rows,"
-            f" got {len(dataset)}: `data.train_files` has {len(dataset.rows)} rows,"
-            f" {dataset.num_overlong} too long, {len(dataset.bad_rows)} bad"
-        )
+        unusable = f", {dataset.num_overlong} too long, {len(dataset.bad_rows)} bad"
+        raise too_few_rows(option, batch_size, len(dataset), f"{len(dataset.rows)} rows{unusable}")
 
 
 def _as_arrays(tensors: Sequence[str], item: Any) -> Any:

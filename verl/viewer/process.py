@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         listening = _open_port(options.port)
     except (ValueError, OSError) as error:
-        parser.exit(1, f"rollout_viewer: {error}\n")
+        parser.exit(1, f"{error}\n")
     token = new_token()
     sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
     sys.stdout.flush()
