@@ -136,7 +136,7 @@ def test_the_readmes_own_files_work(tmp_path, monkeypatch, capsys):
             (tmp_path / match[1]).write_text(body)
     (row,) = re.findall(r'`(\{"problem": .*?\})`', README.read_text())
     for name in ("train.jsonl", "val.jsonl"):
-        (tmp_path / name).write_text(f"{row}\n")
+        (tmp_path / name).write_text(f"{row}\n" * 64)  # the prompts of a step
     monkeypatch.chdir(tmp_path)
 
     assert main(["config=run.yaml", "--dry-run"]) == 0, capsys.readouterr().err
