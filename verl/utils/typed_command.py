@@ -38,13 +38,12 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
         description=(description or "").replace(name, typed),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=version_text(), help="print the versions and exit"
-    )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the versions and exit")
     return parser
 
 
 class _PrintVersion(argparse.Action):
+    # not argparse's own, which wants the text before anybody asks for it
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         sys.stdout.write(f"{version_text()}\n")
         parser.exit()
