@@ -13,9 +13,9 @@ from tests.helpers.training import quickstart_arguments
 from verl.single_controller.ray.cluster import connect
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session():
-    """A cluster that this process has joined before any run does."""
+    """A cluster that this process has joined before any run does; the next package finds none."""
     os.environ.setdefault("RAY_ADDRESS", "local")
     connect(num_cpus=4)
     yield

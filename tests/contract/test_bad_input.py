@@ -247,8 +247,11 @@ def test_a_bad_file_is_told_before_a_model_is_loaded(kind, overrides, expected, 
 
 def test_a_cluster_that_is_too_small_exits_1(folder, cluster, capsys):
     sizes = [f"{name}=64" for name in ("data.rollout_batch_size", "worker.actor.global_batch_size")]
+    rows = (folder / "text/train.jsonl").read_text()
+    (folder / "many.jsonl").write_text(rows * 8)
+    options = ["trainer.n_gpus_per_node=64", f"data.train_files={folder / 'many.jsonl'}", *sizes]
 
-    assert main(arguments_for(folder, "text", "trainer.n_gpus_per_node=64", *sizes)) == 1
+    assert main(arguments_for(folder, "text", *options)) == 1
 
     told = capsys.readouterr().err
     assert "`trainer.n_gpus_per_node` (64) on cpu needs 1 nodes with 64 CPUs each, found 1 nodes" in told

@@ -8,9 +8,9 @@ from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session():
-    """One Ray cluster for the test session, with more CPUs than cores so that groups can run together."""
+    """One Ray cluster for these tests, with more CPUs than cores so that groups can run together."""
     connect(num_cpus=8)
     yield
     ray.shutdown()

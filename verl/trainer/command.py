@@ -103,6 +103,14 @@ class TrainingCommand(Generic[C]):
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
+        return self._plan(config, switches) if "--dry-run" in switches else self._train(config)
+
+    def _help(self, topics: Sequence[str]) -> str:
+        if topics:
+            return "\n".join(help_text(self.config_class, topic) for topic in topics)
+        return f"{self.usage}\n{help_text(self.config_class)}"
+
+    def _plan(self, config: C, switches: Sequence[str]) -> int:
         try:
             notes = self.look(config)
         except FOR_THE_USER as error:
@@ -111,21 +119,15 @@ class TrainingCommand(Generic[C]):
             end = exit_status_of(error, config.trainer)
             sys.stderr.write(f"{end.message}\n")
             return end.status
-        if "--dry-run" in switches:
-            sys.stderr.write("".join(f"note: {note}\n" for note in notes))
-            return dry_run(config, switches, self.describe, self.plan_text)
-        return self._train(config)  # which says the same when it opens the data
-
-    def _help(self, topics: Sequence[str]) -> str:
-        if topics:
-            return "\n".join(help_text(self.config_class, topic) for topic in topics)
-        return f"{self.usage}\n{help_text(self.config_class)}"
+        sys.stderr.write("".join(f"note: {note}\n" for note in notes))
+        return dry_run(config, switches, self.describe, self.plan_text)
 
     def _train(self, config: C) -> int:
         try:
             check_versions(self.engine(config))
             with locked_run_folder(config.trainer):
                 check_run(config.trainer)
+                self.look(config)  # its notes come when the data is opened
                 check_weights(self.describe(config))
                 if config.trainer.max_restarts > 0:
                     end = Supervisor(config, self.train_once).run()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Images and frames of a prompt, and a viewer over the page for one of them.
 
-import { html, useEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
+import { html, useEffect, useLayoutEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
 import { Dialog } from "./keys.js";
 
 const SMALL = 200; // pixels: smaller images are enlarged without smoothing
@@ -69,7 +69,8 @@ function Lightbox({ medium, index, run, close }) {
   const [isLarge, setLarge] = useState(false);
   const files = medium.files;
   const move = (by) => setShown((old) => Math.min(files.length - 1, Math.max(0, old + by)));
-  useEffect(() => {
+  // At once: a key may be pressed before the next frame is painted.
+  useLayoutEffect(() => {
     const press = ({ key }) => {
       if (key === "ArrowLeft" || key === "ArrowRight") {
         move(key === "ArrowRight" ? 1 : -1);
