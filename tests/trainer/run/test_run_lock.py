@@ -32,15 +32,16 @@ with locked_run_folder(RunConfig(save_checkpoint_path=sys.argv[1])):
 PLAIN = HOLD.format(inside="pass")
 FORK = "if os.fork() == 0: time.sleep(600)"
 SUPERVISED = """
-import signal, sys, time
+import sys, time
 from verl.config.ppo import PPOConfig, TrainerConfig
 from verl.trainer.run.run_lock import locked_run_folder
+from verl.trainer.run.stopping import StopRequest
 from verl.trainer.run.supervisor import Supervisor
 
 def train_once(config, wait_s):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what comes when the command is gone: this saves first
-    print("held", flush=True)
-    time.sleep(600)
+    with StopRequest().listening():  # as in a step, which it finishes and saves when the command is gone
+        print("held", flush=True)
+        time.sleep(600)
 
 if __name__ == "__main__":
     config = PPOConfig(trainer=TrainerConfig(save_checkpoint_path=sys.argv[1], max_restarts=1))
