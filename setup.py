@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: shared data files, and links to where the clone came from."""
+"""Shared data files, and links to the origin of the clone, which pyproject.toml cannot declare."""
 
 import re
 import subprocess

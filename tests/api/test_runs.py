@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def state_of_process():
-    """What a call must leave as it was; the modules that it is in have been imported."""
+    """State of a process that a call must restore; its modules have been imported."""
     assert verl.train
     handlers = [signal.getsignal(number) for number in SIGNALS]
     return handlers, dict(os.environ), list(logging.getLogger("verl").handlers), ray.is_initialized()

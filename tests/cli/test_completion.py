@@ -7,7 +7,7 @@ from verl.cli.completion import COMMANDS, completion_script
 
 
 def completed(command, *words):
-    """What a shell offers for the last of the words that were typed after the command."""
+    """Completions that a shell offers for the last word after the command."""
     quoted = " ".join(f"'{word}'" for word in (command, *words))
     script = f"{completion_script()}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words)}\n"
     script += f'_{command.replace("-", "_")}\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'

@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.helpers.extensions import minimal_arguments
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.aggregation import AGGREGATIONS
 from verl.algorithms.kl import KL_ESTIMATORS
@@ -16,26 +17,7 @@ from verl.config.worker import LOSS_AVG_ALIASES
 
 @pytest.fixture(scope="module")
 def minimal(tmp_path_factory):
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text("def main(rewards):\n    return [{'overall': 0.0} for _ in rewards]\n")
-    return [
-        "data.train_files=owner/rows",
-        "data.val_files=owner/rows@test",
-        "data.rollout_batch_size=8",
-        "data.max_response_length=64",
-        "worker.actor.model.model_path=owner/model",
-        "worker.actor.global_batch_size=4",
-        "worker.actor.micro_batch_size_per_device_for_update=2",
-        "worker.actor.micro_batch_size_per_device_for_experience=2",
-        "worker.critic.global_batch_size=4",
-        "worker.critic.micro_batch_size_per_device_for_update=2",
-        "worker.prime.global_batch_size=4",
-        "worker.prime.micro_batch_size_per_device_for_update=2",
-        f"worker.reward.reward_function={reward}",
-        "worker.rollout.n=4",
-        "worker.rollout.tensor_parallel_size=1",
-        "trainer.n_gpus_per_node=2",
-    ]
+    return [*minimal_arguments(tmp_path_factory.mktemp("reward")), "data.max_response_length=64"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about the columns of its files."""
+"""Notes and errors about the columns of data files."""
 
 import re
 from types import SimpleNamespace

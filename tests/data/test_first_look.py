@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said about rows, columns and templates before torch is imported."""
+"""Notes and errors about rows, columns and templates, before torch is imported."""
 
 import datetime
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on CPU gets without being told, and that every given value and every GPU run stays as it is."""
+"""Defaults of a run on CPU; given values and runs on GPUs stay as they are."""
 
 import os
 

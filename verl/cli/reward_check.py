@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl.cli.text_charts import table
 from verl.config.ppo import PPOConfig
 from verl.rewards.function import (
     OPTION,
@@ -42,6 +41,7 @@ from verl.rewards.function import (
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.text_table import table
 
 if TYPE_CHECKING:
     from verl.trainer.reward_trial import Response

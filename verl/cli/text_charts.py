@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and histograms of plain text, for commands that report on a terminal."""
+"""Histograms of plain text, for commands that report on a terminal."""
 
 import math
 from collections.abc import Sequence
-
-from verl.utils.text_table import table
-
-__all__ = ["histogram", "quantile", "table"]
 
 BAR = 40  # characters of the longest bar
 

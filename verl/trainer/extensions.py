@@ -40,7 +40,7 @@ from verl.optim.build import OPTIMIZERS, parameter_groups
 from verl.optim.schedules import SCHEDULES, Position
 from verl.protocol import DataProto
 from verl.trainer.core_algos import advantage_inputs
-from verl.trainer.reward_samples import unchecked
+from verl.trainer.reward_samples import open_unchecked
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error, digest_of
@@ -284,7 +284,7 @@ KINDS: dict[str, Kind] = {
 
 def _open_first_rows(kind: type[RowDataset], config: Any) -> RowDataset | None:
     """Open the rows of a run without checking them; None if the model's files cannot be read."""
-    data, option = config.data, "train_files" if config.data.train_files else "val_files"
+    data = config.data
     frames = getattr(config.worker, "rollout", data)  # the section that limits video frames
     try:
         media = media_options(data, frames)
@@ -292,17 +292,7 @@ def _open_first_rows(kind: type[RowDataset], config: Any) -> RowDataset | None:
     except (OSError, ValueError):
         return None
     reserved: dict[str, Any] = {"reserved": BATCH_KEYS} if issubclass(kind, RLHFDataset) else {}
-    return unchecked(kind)(
-        getattr(data, option),
-        readers.tokenizer,
-        readers.processor,
-        data,
-        media=readers.media,
-        position_ids=readers.position_ids,
-        option=f"data.{option}",
-        row_timeout_s=data.row_timeout_s,
-        **reserved,
-    )
+    return open_unchecked(kind, data, readers, **reserved)
 
 
 def _tiny_batch(algorithm: AlgorithmConfig, responses: int) -> DataProto:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.batch_keys import BATCH_KEYS
-from verl.config.data import DataConfig
+from verl.config.data import DataConfig, RowsConfig
 from verl.config.ppo import PPOConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.dataset import RowDataset
-from verl.data.loader import dataset_class, load_readers, media_options
+from verl.data.loader import Readers, dataset_class, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.rewards.failures import reason
@@ -61,9 +61,26 @@ class RowColumns:
         return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
 
 
-def unchecked(dataset: type[D]) -> type[D]:
-    """Return the class with rows that are checked only as they are read."""
+def open_unchecked(kind: type[D], data: RowsConfig, readers: Readers, **own: Any) -> D:
+    """Open the training rows (validation rows if there are none), each checked only as it is read.
 
+    `own` are arguments of this kind of dataset.
+    """
+    option = "train_files" if data.train_files else "val_files"
+    return _unchecked(kind)(
+        getattr(data, option),
+        readers.tokenizer,
+        readers.processor,
+        data,
+        media=readers.media,
+        position_ids=readers.position_ids,
+        option=f"data.{option}",
+        row_timeout_s=data.row_timeout_s,
+        **own,
+    )
+
+
+def _unchecked(dataset: type[D]) -> type[D]:
     def all_rows(self: RowDataset, option: str) -> list[int]:
         return list(range(len(self.rows)))
 
@@ -104,16 +121,4 @@ def check_reward(config: PPOConfig) -> None:
 def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:
     media = media_options(data, worker.rollout)
     readers = load_readers(worker.actor.model, data.override_chat_template, media, None)
-    option = "train_files" if data.train_files else "val_files"
-    dataset = unchecked(dataset_class(data, RLHFDataset))(
-        getattr(data, option),
-        readers.tokenizer,
-        readers.processor,
-        data,
-        media=readers.media,
-        position_ids=readers.position_ids,
-        option=f"data.{option}",
-        row_timeout_s=data.row_timeout_s,
-        reserved=BATCH_KEYS,
-    )
-    return RowColumns(dataset)
+    return RowColumns(open_unchecked(dataset_class(data, RLHFDataset), data, readers, reserved=BATCH_KEYS))

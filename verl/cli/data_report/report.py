@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl.cli.data_report.answers import answer_lines
 from verl.cli.data_report.opened import opened_conversations, opened_data
-from verl.cli.text_charts import histogram, quantile, table
+from verl.cli.text_charts import histogram, quantile
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
@@ -34,6 +34,7 @@ from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.planning.step_plan import StepPlan, make_plan, make_sft_plan
 from verl.trainer.run.exit_status import BAD_INPUT
+from verl.utils.text_table import table
 
 MAX_LISTED = 10
 MAX_FRAMES = 64  # of a video on a contact sheet

@@ -9,6 +9,7 @@ import * as address from "./address.js";
 import { fetchJson } from "./api.js";
 import { colorsOf, useThemeVersion } from "./colors.js";
 import { Curves } from "./curves.js";
+import { chosenRuns } from "./filters.js";
 import { Group } from "./group.js";
 import { Overview } from "./overview.js";
 import { Rollouts } from "./rollouts.js";
@@ -24,7 +25,7 @@ function App() {
   if (!runs.length) {
     return html`<p class="notice">${problem || "Loading …"}</p>`;
   }
-  const numbers = selected(runs, params);
+  const numbers = chosenRuns(runs, params);
   const version = numbers.map((number) => runs[number].version).join(" ");
   const tab = TAB_OF[view] || (Object.hasOwn(VIEWS, view) ? view : "curves");
   const View = VIEWS[tab];
@@ -93,13 +94,6 @@ function RunPicker({ runs, numbers }) {
         <button class="quiet" onClick=${() => address.set({ run: null })}>all ${runs.length}</button>`}
     </div>
   `;
-}
-
-// Returns the positions of the runs that the address names; all without a name.
-function selected(runs, params) {
-  const names = params.getAll("run");
-  const all = runs.map((_, number) => number);
-  return names.length ? all.filter((number) => names.includes(runs[number].name)) : all;
 }
 
 function select(runs, numbers) {
