@@ -11,6 +11,7 @@ import torch
 
 # gloo serves CPU tensors: objects and offloaded weights.
 BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+GPUS = {"cuda"}  # types of device with memory of their own
 GIB = 1024**3
 
 
@@ -29,6 +30,10 @@ def resolve_device(name: str) -> str:
     return name
 
 
+def is_gpu(device: torch.device | str) -> bool:
+    return torch.device(device).type in GPUS
+
+
 def backend_of(device: str) -> str:
     return BACKENDS[device]
 
@@ -45,14 +50,14 @@ def set_device(device: str, local_rank: int) -> torch.device:
 
 def synchronize(device: str) -> None:
     """Wait for queued kernels, so that a clock read next is accurate."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if is_gpu(device):
+        torch.get_device_module(device).synchronize()
 
 
-def empty_cache(device: str) -> None:
+def empty_cache(device: torch.device | str) -> None:
     """Release cached blocks to the rollout engine that shares the device."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    if is_gpu(device):
+        torch.get_device_module(device).empty_cache()
 
 
 def set_seed(seed: int) -> None:
@@ -63,8 +68,9 @@ def set_seed(seed: int) -> None:
 
 # Device values are peaks since `reset_peak_memory`.
 def memory_metrics(device: str) -> dict[str, float]:
-    allocated = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
+    memory = torch.get_device_module(device) if is_gpu(device) else None
+    allocated = memory.max_memory_allocated() if memory else 0
+    reserved = memory.max_memory_reserved() if memory else 0
     return {
         "perf/max_memory_allocated_gb": allocated / GIB,
         "perf/max_memory_reserved_gb": reserved / GIB,
@@ -73,8 +79,8 @@ def memory_metrics(device: str) -> dict[str, float]:
 
 
 def reset_peak_memory(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    if is_gpu(device):
+        torch.get_device_module(device).reset_peak_memory_stats()
 
 
 def resident_bytes() -> int:

@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from verl.distributed.device import empty_cache
+from verl.distributed.device import empty_cache, is_gpu
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -96,7 +96,7 @@ def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:
     # Without a GPU the shards are in host memory anyway.
-    return CPUOffloadPolicy() if config.enable_cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
+    return CPUOffloadPolicy() if config.enable_cpu_offload and is_gpu(mesh.device_type) else OffloadPolicy()
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.distributed.device import is_gpu
+
 CHUNK_BYTES = 256 << 20  # logits held at once; next to the weight's gradient the largest part of the peak
 CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
@@ -68,7 +70,7 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform, 
 
 def chunk_rows(heads: Sequence[HeadLogits], chunk_bytes: int | None) -> int:
     """Return the number of tokens whose logits of all heads together fit the budget; at least one."""
-    budget = chunk_bytes or (CHUNK_BYTES_CUDA if heads[0].hidden.is_cuda else CHUNK_BYTES)
+    budget = chunk_bytes or (CHUNK_BYTES_CUDA if is_gpu(heads[0].hidden.device) else CHUNK_BYTES)
     return max(1, budget // sum(len(head.weight) * _logits_dtype(head.hidden).itemsize for head in heads))
 
 
@@ -89,7 +91,7 @@ def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list
 
 def blocks(chunk: slice, weight: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the blocks of a chunk, each as a slice of all tokens and as a slice of the chunk."""
-    rows = max(1, (BLOCK_ELEMENTS_CUDA if weight.is_cuda else BLOCK_ELEMENTS) // len(weight))
+    rows = max(1, (BLOCK_ELEMENTS_CUDA if is_gpu(weight.device) else BLOCK_ELEMENTS) // len(weight))
     for first, last in _spans(chunk.stop - chunk.start, rows):
         yield slice(chunk.start + first, chunk.start + last), slice(first, last)
 
@@ -129,7 +131,7 @@ def head_gradients(
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
     # A GPU returns half-precision products in float32; the CPU rounds them to the input's dtype.
-    return torch.promote_types(hidden.dtype, torch.float32) if hidden.is_cuda else hidden.dtype
+    return torch.promote_types(hidden.dtype, torch.float32) if is_gpu(hidden.device) else hidden.dtype
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torchao.optim.subclass_8bit import (  # pyright: ignore[reportMissingImport
     get_qmap_unsigned,
 )
 
+from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import local_part, zeros_sharded_like
 from verl.optim.adamw import LocalAdamW, seed_of_update
 
@@ -48,7 +49,7 @@ class AdamW8bit(LocalAdamW):
         beta1, beta2 = group["betas"]
         rate = torch.tensor(group["lr"], dtype=torch.float32)
         with _seeded(weight.device, seed_of_update(param, state["step"].item(), number), rounds):
-            update_kernel(weight.is_cuda)(
+            update_kernel(is_gpu(weight.device))(
                 weight.detach(), local_part(grad), state["step"], *moments, None,
                 rate, beta1, beta2, group["weight_decay"], group["eps"], True, rounds,
             )  # fmt: skip

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.distributed.device import is_gpu
+
 FLASH_HEAD_DIM = 256  # the largest head dimension of CUDA's flash kernels
 MAX_SCORES = 1 << 26  # scores held at once by plain products, over rows and heads
 
@@ -116,7 +118,7 @@ def run_backward(
 def has_flash(q: Tensor, v: Tensor) -> bool:
     """Check for CUDA's variable-length flash kernels: dtype and head dimensions."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
+    return is_gpu(q.device) and half and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from verl.distributed.device import is_gpu
 from verl.models.attention.kernels import MAX_SCORES, RowRun, has_flash
 
 MASKED_CHUNK = 1024  # queries at once under a soft cap, whose scores are held: chunk x keys
@@ -77,7 +78,7 @@ def _attend_dense(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     length = query.shape[2]
     is_windowed = rule.window is not None and rule.window < length
     if rule.softcap is None and not is_windowed:
-        if query.is_cuda:  # its fused kernels need equal heads
+        if is_gpu(query.device):  # its fused kernels need equal heads
             key, value = _repeat_heads(key, query), _repeat_heads(value, query)
         grouped = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(
