@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -94,6 +94,15 @@ bench: $(INSTALLED)       ## the cost of a step, compared with its bare parts
 	$(RUN) benchmarks/log_probs.py
 	$(RUN) benchmarks/step.py
 	$(RUN) benchmarks/lora.py
+
+$(VENV)-trl/.installed:
+	$(PYTHON) -m venv $(VENV)-trl
+	$(if $(HAS_GPU),,$(VENV)-trl/bin/python -m pip install --quiet torch==2.13.0)
+	$(VENV)-trl/bin/python -m pip install --quiet 'trl>=1.16'
+	touch $@
+
+bench-trl: $(INSTALLED) $(VENV)-trl/.installed  ## a step beside one of TRL's, in an environment of its own
+	$(RUN) benchmarks/beside_trl.py --trl $(VENV)-trl/bin/python
 
 bench-algos: $(INSTALLED) ## the time of each advantage estimator
 	$(RUN) benchmarks/algorithms.py

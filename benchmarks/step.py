@@ -6,15 +6,18 @@
 A 35-million-parameter Qwen2 with random weights (vocabulary 32,000) on two CPU processes, bf16 compute, KL to
 a reference, one update. After every step the bare parts run on the same sequences in the same worker
 processes (`bare_parts.py`), so that other load on the machine affects both equally; figures are medians over
-the rounds. The last line is JSON.
+the rounds. The bare parts are those of a step as the algorithm is written: generation, a forward pass for
+the old log-probs and one for the reference's, and the update. The trainer takes the old log-probs from the
+update; a second ratio leaves their pass out of the bare parts too. The last line is JSON.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import sub
 from pathlib import Path
@@ -32,10 +35,11 @@ from verl.single_controller.ray.cluster import connect
 from verl.trainer import setup
 from verl.trainer.metrics import StageTimer
 from verl.trainer.prepare import prepared_run
+from verl.trainer.ray_trainer import RayPPOTrainer
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = 2
-TARGET = 1.3  # a step takes at most this many times the sum of its bare parts
+TARGET = 0.9  # a step takes at most this many times the sum of its bare parts
 PROMPT_TOKENS = 22
 MODEL = dict(
     vocab_size=32_000, hidden_size=512, intermediate_size=1088, num_hidden_layers=8, num_attention_heads=8,
@@ -118,14 +122,21 @@ def arguments_of_run(folder: Path, options: argparse.Namespace) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def running(folder: Path, options: argparse.Namespace) -> Iterator[RayPPOTrainer]:
+    """Start the trainer of the benchmark in a cluster of its own."""
+    config = load_config(PPOConfig, arguments_of_run(folder, options))
+    connect(num_cpus=PROCESSES)
+    with prepared_run(config, planned_ppo) as run, setup.running_trainer(*run) as trainer:
+        yield trainer
+
+
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], list[Seconds]]:
     """Alternate between steps and bare parts, and return the seconds of both after the warm-up round."""
-    config = load_config(PPOConfig, arguments_of_run(folder, options))
-    connect(num_cpus=PROCESSES)  # a separate cluster
     setup.FSDPWorker = BareWorker  # a worker that can also run the bare parts
     steps: list[Seconds] = []
     parts: list[Seconds] = []
-    with prepared_run(config, planned_ppo) as run, setup.running_trainer(*run) as trainer:
+    with running(folder, options) as trainer:
         workers = trainer.workers
         workers.load_bare_model(options.bare_micro_batch, options.bare_dtype)
         prompts = next(iter(trainer.collector.prompts))
@@ -165,10 +176,12 @@ def slowest(method: Callable[..., list[float]], *arguments: object) -> float:
 
 def report(steps: list[Seconds], parts: list[Seconds]) -> dict[str, float]:
     """Print the table and return the summary."""
+    steps = [{"old": 0.0} | one for one in steps]
     step = {name: median(one[name] for one in steps) for name in steps[0]}
     bare = {name: median(one[name] for one in parts) for name in parts[0]}
     pairs = list(zip(steps, parts, strict=True))
     ratio = median(one["step"] / whole(part) for one, part in pairs)
+    as_run = median(one["step"] / (whole(part) - (0 if one["old"] else part["old"])) for one, part in pairs)
     cpu_ratio = median(one["cpu"] / part["cpu"] for one, part in pairs)
     others = {name: step[name] for name in ("sync_weights", "reward", "adv")}
     others["rest"] = median(
@@ -185,17 +198,26 @@ def report(steps: list[Seconds], parts: list[Seconds]) -> dict[str, float]:
         print(f"{name:<36}{seconds:>9.2f}")
     total = median(whole(part) for part in parts)
     print(f"{'whole step':<36}{step['step']:>9.2f}{total:>9.2f}{ratio:>7.2f}")
+    print(f"{'... and the passes that it runs':<36}{'':>18}{as_run:>7.2f}")
     print(f"{'CPU time of the busier process':<36}{step['cpu']:>9.2f}{bare['cpu']:>9.2f}{cpu_ratio:>7.2f}")
-    print(f"neither engine nor model work: {1 - 1 / ratio:.0%} of a step, sync included")
+    print(f"neither engine nor model work: {max(0, 1 - 1 / as_run):.0%} of a step, sync included")
     print(
         f"target, at most {TARGET} times the bare parts: {'PASS' if ratio <= TARGET else 'over the target'}"
     )
-    summary = {"step_s": step["step"], "bare_s": total, "ratio": ratio, "overhead_share": 1 - 1 / ratio}
-    summary |= {"cpu_ratio": cpu_ratio} | {
+    summary = {"step_s": step["step"], "bare_s": total, "ratio": ratio, "ratio_as_run": as_run}
+    summary |= {"overhead_share": 1 - 1 / as_run, "cpu_ratio": cpu_ratio} | {
         f"step_{name}_s": seconds for name, seconds in (rows | others).items()
     }
     summary |= {f"bare_{name}_s": bare[name] for name in BARE}
     return {name: round(value, 3) for name, value in summary.items()}
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up round")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=16, help="micro-batch size of a step, per process")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -203,11 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up round")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--responses", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--micro-batch", type=int, default=16, help="micro-batch size of a step, per process")
+    add_sizes(parser)
     parser.add_argument("--bare-micro-batch", type=int, default=4, help="micro-batch size of the bare parts")
     parser.add_argument("--bare-dtype", choices=("bfloat16", "autocast"), default="bfloat16")
     options, options.overrides = parser.parse_known_args()
