@@ -188,7 +188,7 @@ def test_options_without_a_usable_default_must_be_set():
         (["worker.rollout.temperature=0"], "`worker.rollout.temperature` must be at least 0.01, got 0.0"),
         (
             ["worker.actor.attention_kernel=flash", "trainer.device=cpu"],
-            "`worker.actor.attention_kernel` (flash) needs a GPU: set it to auto, or `trainer.device` to cuda",
+            "`worker.actor.attention_kernel` (flash) needs a GPU: set it to auto, or `trainer.device` to",
         ),
         (
             ["worker.actor.attention_kernel=flash", "trainer.device=cuda"],
