@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout
-from verl.models.attention.row_attention import AttentionRule
 
 ATTENTION = "verl_packed"
 # With "flash" in the name, vision towers make one call with `cu_seqlens` instead of one for each image.
@@ -46,7 +46,7 @@ def packed_attention(
     obstacle = _obstacle(module, attention_mask, dropout, sliding_window, others)
     if obstacle is not None:
         raise NotImplementedError(f"{name} {obstacle}")
-    layout = packed_layout if cu_seq_lens_q is None else PackedLayout.of(cu_seq_lens_q)
+    layout = packed_layout if cu_seq_lens_q is None else PackedLayout.of(cu_seq_lens_q, query.device)
     if layout is None:
         raise NotImplementedError(
             f"{name} got no sequence boundaries: call the prepared model with `cu_seqlens` and `targets`;"

@@ -7,16 +7,19 @@
 To add a layout, write a class with `attend`; `sequence_parallel_layouts` has the layouts that span processes.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl.models.attention.kernels import RowRun, row_runs
+from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.row_attention import AttentionRule, attend_rows
+from verl.models.attention.row_attention import attend_rows
+
+T = TypeVar("T")
 
 
 class Layout(Protocol):
@@ -31,15 +34,34 @@ class Layout(Protocol):
 class PackedLayout:
     """Concatenated sequences."""
 
-    cu_seqlens: Tensor  # (B + 1,) int32
+    sequences: Span
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> "PackedLayout":
-        return cls(cu_seqlens.to(torch.int32), row_runs(cu_seqlens, cu_seqlens))
+    def of(cls, cu_seqlens: Tensor, device: torch.device | str | None = None) -> "PackedLayout":
+        """Build the layout of (B + 1,) boundaries for tokens on `device`, by default that of the boundaries.
+
+        Boundaries on the CPU are copied to the device without waiting for it; boundaries on a GPU are read
+        back, which does wait. Both are cached on `cu_seqlens`, which all blocks of a vision tower pass on.
+        """
+        device = cu_seqlens.device if device is None else torch.device(device)
+        lengths, runs = _cached(cu_seqlens, "rows", lambda: _rows_within(cu_seqlens))
+        on_device = cu_seqlens
+        if cu_seqlens.device != device or cu_seqlens.dtype != torch.int32:
+            on_device = _cached(
+                cu_seqlens,
+                f"rows_on_{device}",
+                lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
+            )
+        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self.sequences.cu_rows
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return attend_rows(query, key, value, self.cu_seqlens, self.runs, rule)
+        rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
+        return attend_rows(query, key, value, rows, rule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +86,17 @@ class SharedLayout:
         if any(prompt < 1 for prompt, _ in groups):
             raise ValueError("a shared prompt has at least one token")
         rows = [length for group in groups for length in _causal_rows(*group)]
-        everything = Span.of(0, rows, device)
-        calls = [AttentionCall(everything, everything, is_causal=True)]
+        parts: list[tuple[int, list[int]]] = [(0, rows)]  # then queries and keys of each further call
         start = 0
         for prompt, responses in groups:
             first, *others = _causal_rows(prompt, responses)
             if others:
-                queries = Span.of(start + first, [sum(others)], device)
-                calls.append(AttentionCall(queries, Span.of(start, [prompt], device), is_causal=False))
+                parts += [(start + first, [sum(others)]), (start, [prompt])]
             start += first + sum(others)
+        everything, *spans = Span.of_all(parts, device)
+        calls = [AttentionCall.of(everything, everything, is_causal=True)]
+        for queries, keys in zip(spans[::2], spans[1::2], strict=True):
+            calls.append(AttentionCall.of(queries, keys, is_causal=False))
         longest = max((prompt + max(responses, default=0) for prompt, responses in groups), default=0)
         return cls(tuple(calls), longest)
 
@@ -82,8 +106,20 @@ class SharedLayout:
             raise NotImplementedError(
                 f"with a shared prompt, {refusal}: set `worker.actor.share_prompt` to false"
             )
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
-        return attend_calls(q, k, v, self.calls, rule.scale).unsqueeze(0)
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
+        return attend_calls(q, k, v, self.calls, rule).unsqueeze(0)
+
+
+def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...]]:
+    lengths = tuple(stop - start for start, stop in itertools.pairwise(cu_seqlens.tolist()))
+    return lengths, row_runs(lengths, lengths)
+
+
+def _cached(tensor: Tensor, name: str, compute: Callable[[], T]) -> T:
+    """Compute a value once for a tensor, as an attribute of it."""
+    if not hasattr(tensor, name):
+        setattr(tensor, name, compute())
+    return getattr(tensor, name)
 
 
 def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:
@@ -96,8 +132,6 @@ def unsupported(rule: AttentionRule, longest_row: int) -> str | None:
     """Return why merged calls cannot follow a rule in sequences of up to `longest_row` tokens, or None."""
     if not rule.is_causal:
         return "attention to later tokens is not supported"
-    if rule.softcap is not None:
-        return "a soft cap of the scores is not supported"
     if rule.window is not None and rule.window < longest_row:
         return (
             f"a sliding window of {rule.window} tokens is not supported for longer sequences (the longest"
