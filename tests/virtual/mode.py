@@ -66,6 +66,8 @@ class VirtualGPU(TorchDispatchMode):
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not PLAIN.issuperset(types):
             return NotImplemented  # a DTensor: its operations on shards follow
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor computes the shape of a whole result
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not self._is_virtual(tensors, kwargs):
