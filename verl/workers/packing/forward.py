@@ -25,7 +25,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_sequence_parallel, model_type_of, prompt_sharing_obstacle
-from verl.models.vision import dummy_row, share_media
+from verl.models.vision import MediaRows, dummy_row, media_tokens, share_media, with_grids_as_lists
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import (
@@ -200,6 +200,11 @@ class PackedForward:
             arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device)
         else:
             arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device)
+        if media:
+            arguments["media_rows"] = {
+                kind: MediaRows(rows, (own := SPRows.of(rows, plan, self.sp)).local, own.owned)
+                for kind, rows in media_tokens(self.config, packed.input_ids).items()
+            }
         return ModelInputs(arguments | media, packed.positions, plan)
 
     def _pack(self, micro: DataProto) -> PackedBatch:
@@ -254,7 +259,7 @@ class PackedForward:
         share = {}
         if self.sp.size > 1 and (whole is None or together is not None):
             media, share["media_share"] = share_media(self.config, media, self.sp)
-        return media | share | order
+        return with_grids_as_lists(media) | share | order
 
     def _row_features(self, row: MediaRow) -> Features:
         if not has_media(row):
