@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ import torchao  # noqa: F401 - before the device exists: its first import looks 
 from torch import Tensor
 
 from tests.virtual.device import TYPE, install, start_processes
-from tests.virtual.mode import VirtualGPU, track_resizes
+from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
 from tests.virtual.shapes import SHAPES, Setup
 from tests.virtual.tally import Tally
 
@@ -289,13 +289,14 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
             model.snapshot(model_only=False, copies=True, extra={}, files=files)
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
+def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda error: None) -> dict[str, Any]:
     setup = Setup(**spec["setup"])
     os.environ |= {"RANK": str(setup.rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"}
     torch.set_num_threads(1)
     tally = Tally()
     install(tally)
     track_resizes(tally)
+    count_lists(tally)
     start_processes(setup.rank, spec["ranks"])
     substitute()
     mark_micro_batches(tally)
@@ -310,7 +311,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, spec["shape"], setup.override)
-        with VirtualGPU(tally):
+        with VirtualGPU(tally) as mode:
+            mode.on_error = on_error
             worker = build_worker(folder, setup, spec["ranks"])
             with phase("init_model"):
                 worker.init_model()
@@ -331,14 +333,22 @@ def preload() -> None:
     assert modeling_qwen2 and modeling_qwen2_5_vl and modeling_qwen3_moe and verl.workers
 
 
-def answer(line: str) -> str:
-    """Run one configuration; an error is part of the answer."""
+def failure(error: Exception) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))}
+
+
+def answer(line: str) -> None:
+    """Run one configuration and print its result; an error is a result."""
+
+    def reply(result: dict[str, Any]) -> None:
+        print(json.dumps(result | {"seconds": time.process_time() - start}), flush=True)
+        os._exit(0)
+
     start = time.process_time()
     try:
-        result: dict[str, Any] = {"phases": run(json.loads(line))}
+        reply({"phases": run(json.loads(line), lambda error: reply(failure(error)))})
     except Exception as error:  # of any kind: the parent names it
-        result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    return json.dumps(result | {"seconds": time.process_time() - start})
+        reply(failure(error))
 
 
 def main() -> None:
@@ -347,8 +357,7 @@ def main() -> None:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            print(answer(line), flush=True)
-            os._exit(0)
+            answer(line)
         os.waitpid(child, 0)
 
 

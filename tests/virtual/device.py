@@ -83,6 +83,9 @@ class Module(backend_registration._DummyBackendModule):
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.tally.reset_peak()
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def get_device_properties(self, device: Any = None) -> Any:
         raise RuntimeError("a virtual GPU has no properties")
 

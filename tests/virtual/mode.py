@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import get_process_group_ranks
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tests.virtual.device import TYPE
@@ -25,6 +26,8 @@ from tests.virtual.tally import Collective, Tally
 READING = 2.0  # every floating-point number that is read from the device
 MAX_VALUES = 1 << 22  # elements of integer tensors whose values are kept
 PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+
+NO_BACKWARD = -1
 
 aten: Any = torch.ops.aten
 # The host waits for the device to learn the size of a result, or a value.
@@ -49,11 +52,20 @@ class VirtualGPU(TorchDispatchMode):
         super().__init__()
         self.tally = tally
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # torch ends the process where an exception leaves a backward pass on a device made in Python
+        self.on_error: Callable[[Exception], None] = lambda error: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._dispatch(func, types, args, kwargs or {})
+        except Exception as error:
+            if torch._C._current_graph_task_id() != NO_BACKWARD:
+                self.on_error(error)
+            raise
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not PLAIN.issuperset(types):
             return NotImplemented  # a DTensor: its operations on shards follow
-        kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not self._is_virtual(tensors, kwargs):
@@ -62,6 +74,8 @@ class VirtualGPU(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs, leaves)
+        if func.namespace == "_c10d_functional":
+            return self._functional(func, args, kwargs, tensors)
         if func in PINNING:
             return self._pinned(args[0])
         if func is aten.is_pinned.default:
@@ -203,6 +217,26 @@ class VirtualGPU(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+    def _functional(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        # of DTensor: the group is the last argument, by name
+        args = tree_map(self._faked, args)
+        with self.fake:
+            out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if tensor.device.type == TYPE:
+                self.tally.hold(tensor)
+        group = (*args, *kwargs.values())[-1]
+        if not isinstance(group, Tensor):  # else it waits for one
+            group = _resolve_process_group(group) if isinstance(group, str) else group
+            ranks = get_process_group_ranks(_unboxed(group))
+            given = max([*tensors, out], key=lambda tensor: tensor.nbytes)
+            kind = f"{given.dtype} {given.device.type}".removeprefix("torch.")
+            span = len(ranks), min(ranks), max(ranks)
+            name = func._schema.name.removeprefix("_c10d_functional::")
+            self.tally.add_collective(Collective(name, (tuple(given.shape),), kind, span, given.nbytes))
+        return out
+
+
 def _on_device(tensor: Tensor) -> bool:
     return tensor.device.type == TYPE
 
@@ -222,9 +256,13 @@ def _known(func: Any, tensors: list[Tensor]) -> bool:
     return all(tensor.numel() <= MAX_VALUES for tensor in tensors)
 
 
+def _unboxed(group: Any) -> Any:
+    return ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+
+
 def _ranks(group: Any) -> tuple[int, int, int] | None:
     try:
-        ranks = get_process_group_ranks(ProcessGroup.unbox(group))
+        ranks = get_process_group_ranks(_unboxed(group))
     except (RuntimeError, TypeError, ValueError, KeyError):  # a reduction, or a work handle
         return None
     return len(ranks), min(ranks), max(ranks)
@@ -241,3 +279,20 @@ def track_resizes(tally: Tally) -> None:
         return result
 
     torch.UntypedStorage.resize_ = resize_
+
+
+def count_lists(tally: Tally) -> None:
+    """Count a list of a tensor's values as one read."""
+    original = FakeTensor.tolist
+
+    @functools.wraps(original)
+    def tolist(tensor: FakeTensor) -> Any:
+        if tensor.device.type != TYPE:
+            return original(tensor)
+        value = _value(tensor)
+        if value is None and not tensor.is_floating_point():
+            raise UnknownValueError("integers are read from the device that do not follow from the host's")
+        tally.add_read()
+        return torch.full(tensor.shape, READING).tolist() if value is None else value.tolist()
+
+    FakeTensor.tolist = tolist

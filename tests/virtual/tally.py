@@ -62,13 +62,14 @@ class Tally:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[PhaseTally]:
+        self.reset_peak()
         outer = self.phase
         self.phase = self.phases.setdefault(name, PhaseTally(start=self.live))
-        self.reset_peak()
         try:
             yield self.phase
         finally:
-            self.phase.peak, self.phase.end = max(self.phase.peak, self.peak), self.live
+            self.reset_peak()
+            self.phase.end = self.live
             self.phase = outer
 
     def reset_peak(self) -> None:
