@@ -33,7 +33,8 @@ def resolve_device(name: str, cluster_gpus: int = 0) -> str:
         # The config has the defaults for CPU by now, and the GPUs would idle unnoticed.
         raise RuntimeError(
             f"`trainer.device` (auto) finds no usable GPU on this machine (torch {torch.__version__}),"
-            f" but the cluster has {cluster_gpus}: set trainer.device=cuda to train on them, or trainer.device=cpu"
+            f" but the cluster has {cluster_gpus}: set trainer.device=cuda to train on them, or"
+            " trainer.device=cpu"
         )
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +56,8 @@ def set_device(device: str, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise RuntimeError(
             "`trainer.device` (cuda) needs a GPU and a CUDA build of torch on every node,"
-            f" {os.uname().nodename} has torch {torch.__version__} and no usable GPU: set trainer.device=cpu or repair that node"
+            f" {os.uname().nodename} has torch {torch.__version__} and no usable GPU:"
+            " set trainer.device=cpu or repair that node"
         )
     # Ray usually makes only a worker's own GPU visible; that is device 0 on every rank.
     index = local_rank % torch.cuda.device_count()

@@ -23,8 +23,8 @@ PORTS = range(20000, 32000)
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
 # Packed batches take blocks of other sizes in every step: fixed segments of the CUDA allocator fragment, and
-# reserved memory grows beyond what is used. torch has a newer name, `PYTORCH_ALLOC_CONF`; vLLM 0.26 reads only
-# this one, to switch it off around the memory that it puts to sleep.
+# reserved memory grows beyond what is used. torch has a newer name, `PYTORCH_ALLOC_CONF`; vLLM 0.26 reads
+# only this one, to switch it off around the memory that it puts to sleep.
 ALLOCATOR, NEW_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
 
