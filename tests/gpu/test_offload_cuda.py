@@ -11,7 +11,8 @@ from verl.models.tiny import save_tiny_model
 def three_updates(folder, device, *, offload, cpu_offload=False):
     """Weights after three steps, and the bytes on the device between them."""
     from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
-    from verl.distributed.fsdp import loaded_on_device, make_mesh
+    from verl.distributed.fsdp import make_mesh
+    from verl.distributed.offload import Offloader
     from verl.optim.build import build_optimizer
     from verl.workers.model_builder import build_model
 
@@ -32,11 +33,14 @@ def three_updates(folder, device, *, offload, cpu_offload=False):
     def read(logits):
         return logits.log_probs(line[1:], rows, 1.0)
 
+    offloader = Offloader(
+        model, device, optimizer=optimizer, offloads_weights=offload, offloads_state=offload
+    )
     resting = []
     for _ in range(3):
-        with loaded_on_device(
-            model, device, offload_params=offload, optimizer=optimizer, offload_optimizer_state=offload
-        ):
+        with offloader.loaded(), torch.no_grad():  # nothing is copied back
+            model(**inputs, read=read)
+        with offloader.loaded(with_optimizer=True):
             model(**inputs, read=read).log_probs.mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

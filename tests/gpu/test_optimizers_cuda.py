@@ -21,18 +21,18 @@ DIFFERENCE = {  # at most
 def updated(strategy, device):
     """Weights before and after some updates."""
     from verl.config.model import OptimConfig
-    from verl.distributed.fsdp import load_optimizer, offload_optimizer
+    from verl.distributed.offload import Offloader
     from verl.optim.build import build_optimizer
 
     model = Parameters(torch.bfloat16 if strategy in IN_BF16 else torch.float32).to(device)
     before = [param.detach().float().cpu().numpy().copy() for param in model.parameters()]
     optimizer = build_optimizer(model, OptimConfig(lr=RATE, strategy=strategy))
+    offloader = Offloader(model, device, optimizer=optimizer, offloads_weights=False, offloads_state=True)
     for step in range(UPDATES):
         for param, grad in gradients(model, step):
             param.grad = grad.to(device)
-        load_optimizer(optimizer, device)
-        optimizer.step()
-        offload_optimizer(optimizer)
+        with offloader.loaded(with_optimizer=True):
+            optimizer.step()
     return before, [param.detach().float().cpu().numpy() for param in model.parameters()]
 
 
