@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between host and device, a model at rest, and offloading between updates.
+
+python -m benchmarks.gpu.memory --models FOLDER [--tiny --device cpu]
+"""
+
+import time
+from pathlib import Path
+
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.gpu.part import GB, GIB, Place, Report, run_part
+from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.distributed.device import empty_cache, synchronize
+from verl.distributed.fsdp import local_part, sharded_parameters
+from verl.models.deferred_logits import DeferredLogits
+from verl.models.fused_log_probs import TokenLogProbs
+from verl.models.tiny import save_tiny_model
+from verl.workers.sharded_model import ModelSetup, ShardedModel
+
+SHAPE = dict(
+    hidden_size=2048, intermediate_size=11008, num_hidden_layers=6, num_attention_heads=16,
+    num_key_value_heads=2, head_dim=128, vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+STEPS = 3  # the first allocates the optimizer's state, and pinned memory if there is any
+
+
+def model_folder(place: Place) -> Path:
+    folder = place.models / "held"
+    return folder if folder.exists() else save_tiny_model(folder, "qwen2", **({} if place.tiny else SHAPE))
+
+
+def copies(report: Report, place: Place) -> None:
+    """Speed of copies from and to pageable and pinned host memory."""
+    size = 1 << 20 if place.tiny else 1 << 30
+    on_device = torch.empty(size, dtype=torch.uint8, device=place.device)
+    for name in ("pageable", "pinned") if place.is_gpu else ("pageable",):
+        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=name == "pinned")
+        loading = place.seconds(lambda host=on_host: on_device.copy_(host, non_blocking=True))
+        offloading = place.seconds(lambda host=on_host: host.copy_(on_device, non_blocking=True))
+        report.figure(f"load_{name}_gb_per_s", size / loading / GB)
+        report.figure(f"offload_{name}_gb_per_s", size / offloading / GB)
+
+
+def held(place: Place, fsdp: FSDPConfig, offload: OffloadConfig, *, role: str = "actor") -> ShardedModel:
+    """A model of a worker; the reference, `ref`, is not trained."""
+    optim = OptimConfig(lr=1e-3) if role == "actor" else None
+    model = ModelConfig(model_path=str(model_folder(place)))
+    setup = ModelSetup(place.device, 1, None)
+    return ShardedModel(role, model, fsdp, offload, setup, optim=optim, training_steps=2 * STEPS)
+
+
+def log_probs(held: ShardedModel, length: int) -> Tensor:
+    """Log-probs of a row of some token ids."""
+    device = held.setup.device
+    line, rows = torch.arange(10, 10 + length, device=device), torch.arange(length - 1, device=device)
+
+    def read(logits: DeferredLogits) -> TokenLogProbs:
+        return logits.log_probs(line[1:], rows, 1.0)
+
+    return held.model(
+        input_ids=line[None],
+        position_ids=torch.arange(length, device=device)[None],
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        read=read,
+    ).log_probs
+
+
+def reference_at_rest(report: Report, place: Place) -> None:
+    """After a pass, a frozen model whose shards are on the host leaves nothing on the device."""
+    before = place.allocated_gib()
+    reference = held(place, FSDPConfig(enable_cpu_offload=True), OffloadConfig(), role="ref")
+    with reference.loaded(), torch.no_grad():
+        log_probs(reference, 40)
+    empty_cache(place.device)
+    gathered = [name for name, param in reference.model.named_parameters() if not isinstance(param, DTensor)]
+    report.at_most("weights that a reference leaves gathered", len(gathered), 0)
+    if place.is_gpu:
+        report.at_most("GiB that a reference leaves on the device", place.allocated_gib() - before, 0.1)
+
+
+def offloaded_updates(report: Report, place: Place) -> None:
+    """Updates with weights and moments on the host in between: equal weights, seconds, memory at rest."""
+    both = OffloadConfig(offload_params=True, offload_optimizer=True)
+    weights: dict[str, dict[str, Tensor]] = {}
+    for name, fsdp, offload in (
+        ("held", FSDPConfig(), OffloadConfig()),
+        ("moved", FSDPConfig(), both),
+        ("streamed", FSDPConfig(enable_cpu_offload=True), both),
+    ):
+        weights[name] = updated(report, place, name, held(place, fsdp, offload))
+        empty_cache(place.device)
+    for name in ("moved", "streamed"):
+        gap = max(float((weights[name][key] - value).abs().max()) for key, value in weights["held"].items())
+        report.at_most(
+            f"weights after {STEPS} updates, {name} and held", gap, 1e-5 if name == "moved" else 3e-3
+        )
+
+
+def updated(report: Report, place: Place, name: str, actor: ShardedModel) -> dict[str, Tensor]:
+    """Weights after some updates of `actor`; reports the seconds of the last one and of its copies."""
+    optimizer, _ = actor.training
+    clock = time.perf_counter
+    load = update = offload = 0.0
+    for _ in range(STEPS):
+        started = clock()
+        with actor.loaded(with_optimizer=True):
+            synchronize(place.device.type)
+            loaded = clock()
+            log_probs(actor, 40 if place.tiny else 2048).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            synchronize(place.device.type)
+            ended = clock()
+        synchronize(place.device.type)
+        load, update, offload = loaded - started, ended - loaded, clock() - ended
+    report.figure(f"{name}_update_s", update)
+    report.figure(f"{name}_at_rest_gib", place.allocated_gib())
+    if name == "moved":
+        num_bytes = 3 * 4 * sum(param.numel() for param in actor.model.parameters())  # with two moments
+        report.figure("moved_gib", num_bytes / GIB)
+        report.figure("moved_load_gb_per_s", num_bytes / load / GB)
+        report.figure("moved_offload_gb_per_s", num_bytes / offload / GB)
+    return {
+        key: local_part(param).detach().cpu().clone()
+        for key, param in sharded_parameters(actor.model).items()
+    }
+
+
+def work(report: Report, place: Place, case: str) -> None:
+    for step in (copies, reference_at_rest, offloaded_updates):
+        report.attempt(step, place)
+
+
+if __name__ == "__main__":
+    run_part(__doc__, work, ("all",))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of `scripts/gpu_check.sh`: its options, its laws and its figures.
+
+A law is a number and its bound: `report.at_most("log-probs", 3e-4, 1e-2)`. A figure is a number with its unit
+in its name. The last line that a part prints is JSON with both.
+"""
+
+import argparse
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.distributed.device import backend_of, is_gpu, set_device, synchronize
+
+GB = 1e9
+GIB = 2**30
+
+
+class Law(NamedTuple):
+    """A number and its bound: `Law("log-probs", 3e-4, "<= 0.01", True)`."""
+
+    name: str
+    found: float | str  # the error's text if it could not be measured
+    bound: str
+    passed: bool
+
+
+@dataclass
+class Report:
+    """The laws and figures of a part, printed as they are found."""
+
+    laws: list[Law] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def at_most(self, name: str, found: float, bound: float) -> None:
+        self._add(Law(name, found, f"<= {bound:g}", found <= bound))
+
+    def at_least(self, name: str, found: float, bound: float) -> None:
+        self._add(Law(name, found, f">= {bound:g}", found >= bound))
+
+    def holds(self, name: str, passed: bool) -> None:
+        self._add(Law(name, float(passed), "true", passed))
+
+    def figure(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+        print(f"      {name} = {_short(value)}", flush=True)
+
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Run a step of the part; its error is a broken law and does not stop the other steps."""
+        try:
+            step(self, *args)
+        except Exception as error:  # noqa: BLE001 - reported; the next step may still run
+            traceback.print_exc()
+            self._add(Law(step.__name__, f"{type(error).__name__}: {error}"[:300], "no error", False))
+
+    def end(self) -> None:
+        laws = [law._asdict() for law in self.laws]
+        print(json.dumps({"laws": laws, "figures": self.figures}), flush=True)
+
+    def _add(self, law: Law) -> None:
+        self.laws.append(law)
+        print(f"{'PASS' if law.passed else 'FAIL'}  {law.name}: {_short(law.found)} {law.bound}", flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device of a part, and the kind of its problems."""
+
+    device: torch.device
+    tiny: bool
+    models: Path  # folder for generated models, which parts share
+
+    @property
+    def is_gpu(self) -> bool:
+        return is_gpu(self.device)
+
+    @property
+    def half(self) -> torch.dtype:
+        """The dtype of training: bfloat16 on a GPU; float32 on the CPU, which has other kernels for it."""
+        return torch.bfloat16 if self.is_gpu else torch.float32
+
+    @property
+    def tolerance(self) -> float:
+        """Difference relative to the largest value that rounding explains."""
+        return 2e-2 if self.is_gpu else 1e-5
+
+    def random(self, *size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+        """Normal numbers in `half`, the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(size, generator=generator) * scale).to(self.device, self.half)
+
+    def seconds(self, function: Callable[[], Any], repeats: int = 5) -> float:
+        """Mean of several runs after a warm-up run."""
+        if self.tiny:
+            repeats = 1
+        function()
+        synchronize(self.device.type)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        synchronize(self.device.type)
+        return (time.perf_counter() - start) / repeats
+
+    def allocated_gib(self) -> float:
+        return torch.cuda.memory_allocated() / GIB if self.device.type == "cuda" else 0.0
+
+    def free_gib(self) -> float:
+        """Memory of the GPU that no program has taken; 0 on the CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0] / GIB
+
+
+def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Maximum over the pairs of the largest difference, relative to the largest expected value."""
+    return max(
+        float((one.float() - other.float()).abs().max() / other.float().abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def run_part(
+    description: str | None, work: Callable[[Report, Place, str], None], cases: Sequence[str]
+) -> None:
+    """Run a part's program: parse its options, join a process group of one rank, work, report."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="test that it runs, in seconds; also on CPU")
+    parser.add_argument("--case", choices=cases, default=cases[0])
+    parser.add_argument("--models", type=Path, required=True, help="folder for generated models")
+    options = parser.parse_args()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
+    device = set_device(options.device, local_rank=0)
+    torch.manual_seed(0)
+    report = Report()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))  # the engine joins by these
+    dist.init_process_group(backend_of(options.device), store=store, rank=0, world_size=1)
+    try:
+        work(report, Place(device, options.tiny, options.models), options.case)
+    finally:
+        report.end()
