@@ -81,6 +81,7 @@ class RolloutEngine(Protocol):
     dtype: torch.dtype  # of its weights
     takes_embeddings: bool  # reads `EmbeddedMedia`
     takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
+    keeps_weights: bool  # during `sleep`; then a later sync leaves out weights that are never trained
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
@@ -108,7 +109,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free device memory for training until `wake`."""
+        """Free device memory for training until `wake`; without `keeps_weights` a sync has to follow."""
         ...
 
     def rng_state(self) -> dict[str, Any]:
