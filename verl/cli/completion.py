@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from verl.config.ppo import PPOConfig
 from verl.config.schema import OptionEntry, list_options
 from verl.config.sft import SFTConfig
+from verl.distributed.known_gpus import KNOWN_GPUS
 from verl.trainer.command import SWITCHES
+from verl.trainer.run.dry_run import ON, VALUE_SWITCHES
 from verl.utils.typed_command import command_parser
 
 COMMANDS = {  # and the config that they read
@@ -66,9 +68,11 @@ def completion_script() -> str:
         cases = "".join(
             f"        {entry.key}) echo '{words}' ;;\n" for entry in options if (words := _words(entry))
         )
+        clusters = " ".join(f"8x{gpu.name.replace(' ', '-')}" for gpu in KNOWN_GPUS)
+        cases += f"        {ON}) echo '{clusters}' ;;\n"
         parts.append(f"{name}_options='{keys}'\n{name}_values() {{\n    case $1 in\n{cases}    esac\n}}\n")
     for command, config in COMMANDS.items():
-        switches = " ".join(SWITCHES) if command in TRAINING else "--help --version"
+        switches = " ".join((*SWITCHES, *VALUE_SWITCHES)) if command in TRAINING else "--help --version"
         function = f"_{command.replace('-', '_')}"
         name = _name_of(config)
         call = f"_verl_complete \"${name}_options\" '{switches}' {name}_values"

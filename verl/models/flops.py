@@ -3,10 +3,9 @@
 
 Counted from the shapes of the model's parameters, so a new architecture needs no code here. Only necessary
 work counts: causal attention to earlier tokens, head products of response tokens, routed experts, no
-recomputation of gradient checkpointing. To add a device, add a line to `PEAK_FLOPS`.
+recomputation of gradient checkpointing.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,35 +13,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
-
-# Dense bfloat16 products with float32 accumulation and without sparsity, from the vendors' data sheets.
-PEAK_FLOPS: dict[str, float] = {
-    "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15,
-    "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12,
-    "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H20": 148e12,
-    "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10": 125e12, "A10G": 70e12,
-    "L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12,
-    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
-    "RTX A6000": 154.8e12, "RTX 6000 Ada": 364.2e12,
-    "MI300X": 1307e12, "MI250X": 191.5e12,
-}  # fmt: skip
-VARIANTS = {"MIG", "Laptop", "Max", "Ti", "SUPER", "D"}  # words that make a known name a different device
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return a device's dense bfloat16 operations per second; None for an unknown device or variant."""
-    # Compared word by word, and the longest entry wins: "H20" is not "H200", "L40" is not "L40S".
-    words = _words(device_name)
-    known = [name for name in PEAK_FLOPS if _contains(words, _words(name))]
-    if not known:
-        return None
-    best = max(known, key=lambda name: (len(_words(name)), len(name)))
-    if VARIANTS & (set(words) - set(_words(best))):
-        return None
-    return PEAK_FLOPS[best]
+    gpu = find_gpu(device_name)
+    return None if gpu is None else gpu.peak
 
 
 class FlopsCounter:
@@ -194,11 +174,3 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     """Count pairs of a token and the tokens it attends to: itself and earlier ones, at most `window`."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
-
-
-def _words(name: str) -> list[str]:
-    return re.findall(r"[A-Za-z0-9]+", name)
-
-
-def _contains(words: list[str], part: list[str]) -> bool:
-    return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))

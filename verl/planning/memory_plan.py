@@ -62,7 +62,7 @@ class HeldModel:
 
 
 def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> MemoryPlan:
-    models = [_held(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
+    models = [held_model(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
     phases = [_load(models, machine)]
     if run.engine is not None:
         sampling = run.engine.sampling(models[0].shape, machine)
@@ -78,7 +78,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     return MemoryPlan(tuple(phases), machine, run.trainer.n_gpus_per_node, tuple(trained))
 
 
-def _held(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
+def held_model(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
+    """Read the sizes of a model and share it out among the ranks."""
     fsdp, is_trained, option = model.fsdp, model.optim is not None, f"worker.{model.role}.model"
     shape = read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head)
     setup = ModelSetup(

@@ -4,8 +4,8 @@
 `planned_ppo` and `planned_sft` describe the two kinds of runs; everything else treats them alike.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from verl.config.model import (
     AUTO,
@@ -130,6 +130,10 @@ class PlannedRun:
     models: tuple[PlannedModel, ...]  # in the order in which they are loaded, the policy first
     batch_bytes: int  # tensors of a step
     engine: PlannedEngine | None = None
+    rows: int = 0  # of a rank in a step
+    epochs: Mapping[str, int] = field(default_factory=dict)  # over them, by trained role
+    ring: int = 1  # ranks of a ring among those that share a row
+    reference: bool = False  # the KL term needs one; with adapters it is the policy without them
 
     @property
     def passes(self) -> list[PlannedPass]:
@@ -166,6 +170,10 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         tuple(models),
         batch_bytes,
         PlannedEngine(rollout, engine_prompts, prompt, length, config.max_model_len),
+        sequences // config.dp_size,
+        {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
+        config.worker.actor.ring_size,
+        config.use_reference,
     )
 
 
@@ -181,6 +189,8 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
         RowLengths(prompt=0, response=length, media=length, ranks=config.sp_size),
         (PlannedModel("actor", actor.model, actor.fsdp, actor.offload, passes, actor.optim),),
         batch_bytes=8 * SFT_BATCH_TENSORS * actor.global_batch_size * length,
+        rows=rows,
+        ring=actor.ring_size,
     )
 
 

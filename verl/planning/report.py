@@ -3,8 +3,9 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
@@ -58,24 +59,36 @@ def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
     return Planner(describe, read, machine)
 
 
-def dry_run_memory(config: C, describe: Describe[C], memory_gb: float | None = None) -> tuple[C, str]:
-    """Return the config with numbers instead of `auto`, and the memory report.
+@dataclass(frozen=True)
+class DryRun(Generic[C]):
+    """A run with numbers instead of `auto`, and its memory report."""
+
+    config: C
+    memory: str
+    planner: Planner[C] | None = None  # None where a model or the machine is unknown
+
+
+def dry_run_memory(
+    config: C, describe: Describe[C], memory_gb: float | None = None, machine: Machine | None = None
+) -> DryRun[C]:
+    """Plan the memory of a run on a machine, or on this one.
 
     Where the sizes of a model cannot be read, the config is unchanged and the report says so.
     """
     run = describe(config)
     for option, path in _missing_configs(run):
-        return config, (
+        text = (
             f"  not planned: `{option}` ({path}) has no {CONFIG_FILE} on this machine to read sizes from:\n"
             f"  hf download {path} {CONFIG_FILE}\n"
         )
+        return DryRun(config, text)
     try:
-        plan = make_planner(describe, find_machine(config.trainer.device, memory_gb))
+        plan = make_planner(describe, machine or find_machine(config.trainer.device, memory_gb))
         resolved = with_largest_sizes(config, plan)
     except ValueError as error:
-        return config, f"  {error}\n"
+        return DryRun(config, f"  {error}\n")
     sizes = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
-    return resolved, memory_text(resolved, plan) + "".join(sizes)
+    return DryRun(resolved, memory_text(resolved, plan) + "".join(sizes), plan)
 
 
 def memory_text(config: C, planner: Planner[C]) -> str:

@@ -20,7 +20,7 @@ from verl.logger.tracker import check_loggers
 from verl.planning.device_defaults import load_run_config
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe
-from verl.trainer.run.dry_run import MEMORY_SWITCH, dry_run
+from verl.trainer.run.dry_run import PlanSwitches, dry_run, join_values, read_switches, takes_value
 from verl.trainer.run.exit_status import (
     BAD_INPUT,
     FOR_THE_USER,
@@ -50,7 +50,10 @@ usage: {typed_command()} [config=FILE.yaml] [section.option=value ...] [--dry-ru
 
   config=FILE.yaml        a file such as {example}; options that it omits keep their default
   section.option=value    one option; wins over the file; lists and mappings as {lists}
-  --dry-run               print the config, the plan of a step and its memory, and exit
+  --dry-run               print the config, the plan of a step, its memory and its time, and exit
+  --on 8xH100             with --dry-run: plan for this cluster, nodes x GPUs such as 16x8xH200
+  --mean-prompt N         with --dry-run: tokens of a prompt on average, for the predicted time
+  --mean-response N       ... of a response
   --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
   --print-config          print every option with its help as YAML: {example}
   --print-options         {markdown}
@@ -81,12 +84,17 @@ class TrainingCommand(Generic[C]):
         """
         outlive_readers()
         repair_cuda_builds()
-        arguments = sys.argv[1:] if arguments is None else arguments
+        arguments = list(join_values(sys.argv[1:] if arguments is None else arguments))
         overrides = [argument for argument in arguments if not argument.startswith("-")]
         switches = [argument for argument in arguments if argument.startswith("-")]
-        unknown = [name for name in switches if name not in SWITCHES and not name.startswith(MEMORY_SWITCH)]
+        unknown = [name for name in switches if name not in SWITCHES and not takes_value(name)]
         if unknown:
             sys.stderr.write(f"`{unknown[0]}` is not a switch\n\n{self.usage}")
+            return BAD_INPUT
+        try:
+            planned = read_switches(switches)
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
             return BAD_INPUT
         if "--version" in switches:
             sys.stdout.write(f"{version_text()}\n")
@@ -99,18 +107,18 @@ class TrainingCommand(Generic[C]):
             if "--help" in switches or "-h" in switches:
                 sys.stdout.write(self._help(overrides))
                 return 0
-            config = load_with_notes(self.config_class, overrides, self.foreign_keys)
+            config = load_with_notes(self.config_class, [*overrides, *planned.options], self.foreign_keys)
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
-        return self._plan(config, switches) if "--dry-run" in switches else self._train(config)
+        return self._plan(config, planned) if "--dry-run" in switches else self._train(config)
 
     def _help(self, topics: Sequence[str]) -> str:
         if topics:
             return "\n".join(help_text(self.config_class, topic) for topic in topics)
         return f"{self.usage}\n{help_text(self.config_class)}"
 
-    def _plan(self, config: C, switches: Sequence[str]) -> int:
+    def _plan(self, config: C, planned: PlanSwitches) -> int:
         try:
             notes = self.look(config)
         except FOR_THE_USER as error:
@@ -120,7 +128,7 @@ class TrainingCommand(Generic[C]):
             sys.stderr.write(f"{end.message}\n")
             return end.status
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
-        return dry_run(config, switches, self.describe, self.plan_text)
+        return dry_run(config, planned, self.describe, self.plan_text)
 
     def _train(self, config: C) -> int:
         try:

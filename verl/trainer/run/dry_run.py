@@ -1,32 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--dry-run` of the commands that train: prints the config, the plan of a step and its memory."""
+"""`--dry-run` of the commands that train: prints the config, the plan of a step, its memory and its time."""
 
+import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from verl.config.parsing import yaml_text
 from verl.config.text import config_yaml
+from verl.distributed.gpus import list_gpus
 from verl.planning.device_defaults import chosen_for_device
-from verl.planning.report import C, Describe, dry_run_memory
-from verl.trainer.run.exit_status import BAD_INPUT
+from verl.planning.machine import GIB, Machine
+from verl.planning.report import C, Describe, DryRun, dry_run_memory
+from verl.planning.speed.cluster import Cluster, cluster_here, parse_cluster
+from verl.planning.speed.report import time_text
+from verl.planning.speed.step_time import Predictor
 
-MEMORY_SWITCH = "--device-memory-gb="
+MEMORY, ON, MEAN_PROMPT, MEAN_RESPONSE = "--device-memory-gb", "--on", "--mean-prompt", "--mean-response"
+VALUE_SWITCHES = (MEMORY, ON, MEAN_PROMPT, MEAN_RESPONSE)
+NUMBERS = {MEMORY: "a number of GiB", MEAN_PROMPT: "a number of tokens", MEAN_RESPONSE: "a number of tokens"}
 
 
-def dry_run(config: C, switches: Sequence[str], describe: Describe[C], plan_text: Callable[[C], str]) -> int:
+@dataclass(frozen=True)
+class PlanSwitches:
+    """What `--dry-run` plans for, instead of this machine and the usual lengths."""
+
+    memory_gb: float | None = None
+    cluster: Cluster | None = None
+    mean_prompt: float | None = None
+    mean_response: float | None = None
+
+    @property
+    def machine(self) -> Machine | None:
+        if self.cluster is None:
+            return None
+        machine = self.cluster.machine
+        if self.memory_gb is None:
+            return machine
+        return dataclasses.replace(machine, device_bytes=int(self.memory_gb * GIB))
+
+    @property
+    def options(self) -> list[str]:
+        """Arguments that the cluster implies."""
+        return [] if self.cluster is None else self.cluster.options
+
+
+def join_values(arguments: Sequence[str]) -> Iterator[str]:
+    """Write `--switch VALUE` as `--switch=VALUE`."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        value = next(remaining, None) if argument in VALUE_SWITCHES else None
+        yield argument if value is None else f"{argument}={value}"
+
+
+def takes_value(switch: str) -> bool:
+    return switch.partition("=")[0] in VALUE_SWITCHES
+
+
+def read_switches(switches: Sequence[str]) -> PlanSwitches:
+    """Read the switches of `--dry-run` that have a value; the last one of a name counts.
+
+    Raises:
+        ValueError: A value is not a number above zero, or names no cluster.
+    """
+    given = {
+        name: value for name, _, value in (each.partition("=") for each in switches if takes_value(each))
+    }
+    if given and "--dry-run" not in switches:
+        raise ValueError(f"`{next(iter(given))}` needs `--dry-run`: nothing else uses it")
+    return PlanSwitches(
+        _number(MEMORY, given),
+        parse_cluster(given[ON]) if ON in given else None,
+        _number(MEAN_PROMPT, given),
+        _number(MEAN_RESPONSE, given),
+    )
+
+
+def dry_run(config: C, switches: PlanSwitches, describe: Describe[C], plan_text: Callable[[C], str]) -> int:
     """Print what a run would do, and return the exit status."""
-    try:
-        memory_gb = _memory_gb(switches)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_INPUT
-    resolved, memory = dry_run_memory(config, describe, memory_gb)
+    run = dry_run_memory(config, describe, switches.memory_gb, switches.machine)
     sys.stdout.write(
-        f"{config_yaml(config)}\n{_chosen(config, describe)}plan of a training step\n{plan_text(resolved)}\n"
-        f"memory at its most\n{memory}"
+        f"{config_yaml(config)}\n{_chosen(config, describe)}{_on(switches)}"
+        f"plan of a training step\n{plan_text(run.config)}\nmemory at its most\n{run.memory}"
+        f"{_time(run, switches, describe)}"
     )
     return 0
+
+
+def _on(switches: PlanSwitches) -> str:
+    if switches.cluster is None:
+        return ""
+    options = "".join(f"  {option}\n" for option in switches.options)
+    return f"options of a run on {switches.cluster.name}\n{options}\n"
+
+
+def _time(run: DryRun[C], switches: PlanSwitches, describe: Describe[C]) -> str:
+    """The predicted step, where the devices and the sizes of the models are known."""
+    cluster = switches.cluster or _cluster_here(run)
+    if run.planner is None or cluster is None:
+        return ""
+    predict = Predictor(
+        describe, run.planner.read_shape, cluster, switches.mean_prompt, switches.mean_response
+    )
+    return f"\npredicted time of a step\n{time_text(run.config, predict, run.planner)}"
+
+
+def _cluster_here(run: DryRun[C]) -> Cluster | None:
+    if run.planner is None or run.planner.machine.device != "cuda":
+        return None
+    trainer, gpus = run.config.trainer, list_gpus()
+    return cluster_here(gpus[0].name, trainer.nnodes, trainer.n_gpus_per_node) if gpus else None
 
 
 def _chosen(config: C, describe: Describe[C]) -> str:
@@ -40,14 +124,13 @@ def _chosen(config: C, describe: Describe[C]) -> str:
     return f"defaults that follow from the device\n{''.join(lines)}\n" if lines else ""
 
 
-def _memory_gb(switches: Sequence[str]) -> float | None:
-    given = [switch.removeprefix(MEMORY_SWITCH) for switch in switches if switch.startswith(MEMORY_SWITCH)]
-    if not given:
+def _number(switch: str, given: dict[str, str]) -> float | None:
+    if switch not in given:
         return None
     try:
-        memory_gb = float(given[-1])
+        number = float(given[switch])
     except ValueError:
-        memory_gb = math.nan
-    if not 0 < memory_gb < math.inf:
-        raise ValueError(f"`{MEMORY_SWITCH}{given[-1]}` must be a number of GiB above zero")
-    return memory_gb
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"`{switch}={given[switch]}` must be {NUMBERS[switch]} above zero")
+    return number

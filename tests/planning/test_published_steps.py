@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/predicted_step.md are those that the code predicts."""
+
+from pathlib import Path
+
+from benchmarks.published_steps import RUNS, hardware_lines, lines
+
+PAGE = Path(__file__).parents[2] / "docs" / "predicted_step.md"
+
+
+def test_the_tables_of_the_page_are_current(tmp_path):
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    shown = [row for row in rows if row.startswith(("| EasyR1", "| verl", "| by hand", "| full", "| LoRA"))]
+
+    assert shown == [*lines(tmp_path), *hardware_lines(tmp_path)], "run benchmarks/published_steps.py"
+
+
+def test_at_least_six_runs_are_held_against_their_source():
+    published = [run for run in RUNS if run.source != "by hand"]
+
+    assert len(published) >= 6
+    assert {run.source for run in published} == {"EasyR1", "verl"}

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted time of a step: its operations, lengths, phases, and advice."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from tests.planning.planning import read_shape as read_fixed_shape
+from tests.planning.test_memory_plan import make_config
+from verl.config.model import FSDPConfig, ModelConfig
+from verl.models.flops import FlopsCounter
+from verl.models.tiny import save_tiny_model
+from verl.planning.memory_plan import Planner
+from verl.planning.model_sizes import read_shape
+from verl.planning.planned_run import planned_ppo
+from verl.planning.report import with_options
+from verl.planning.speed import operations
+from verl.planning.speed.advice import MIN_GAIN, advise
+from verl.planning.speed.cluster import parse_cluster
+from verl.planning.speed.step_time import Predictor
+from verl.planning.speed.workload import PassWork, Responses
+
+NODE = parse_cluster("4xH100")
+
+
+def predictor(cluster=NODE, response=None):
+    return Predictor(planned_ppo, read_fixed_shape, cluster, mean_response=response)
+
+
+def planner(cluster=NODE):
+    return Planner(planned_ppo, read_fixed_shape, cluster.machine)
+
+
+def on_gpus(changes=None):
+    return make_config({"trainer.device": "cuda"} | (changes or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+def test_operations_of_a_forward_pass_are_those_of_the_flops_counter(tmp_path, family):
+    folder = save_tiny_model(tmp_path, family, hidden_size=256, intermediate_size=512)
+    shape = read_shape(
+        ModelConfig(model_path=str(folder)), FSDPConfig(), option="worker.actor.model", is_trained=True
+    )
+    lengths, to_head = [300, 500], 350
+    work = PassWork(sum(lengths), to_head, sum(n * (n + 1) / 2 for n in lengths), 0, 0, 1, 1)
+
+    counted = FlopsCounter(AutoConfig.from_pretrained(folder)).forward(lengths, num_response_tokens=to_head)
+    assert operations.forward(shape, work).total == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("mean", [10, 40, 300, 499, 500])
+def test_lengths_have_the_mean_that_is_asked_for(mean):
+    responses = Responses(mean, 500)
+
+    middles = [(step + 0.5) / 4 for step in range(2000)]
+    assert sum(map(responses.running, middles)) / 4 == pytest.approx(mean, rel=2e-3)
+    assert sum(2 * at * responses.running(at) for at in middles) / 4 == pytest.approx(
+        responses.mean_square, rel=2e-3
+    )
+    assert responses.longest(1000) <= 500
+
+
+def test_a_step_has_the_phases_of_the_memory_plan_and_the_rest():
+    step = predictor()(on_gpus())
+
+    names = [phase.name for phase in step.phases]
+    assert set(names) == {"gen", "sync_weights", "old", "ref", "update_actor", "controller"}
+    assert step.seconds == pytest.approx(sum(phase.seconds for phase in step.phases))
+    for phase in step.phases:
+        assert phase.seconds == pytest.approx(sum(phase.parts.values()))
+        assert all(value >= 0 for value in phase.parts.values()), phase
+
+
+def test_products_take_half_the_time_on_a_gpu_of_twice_the_speed():
+    fast = replace(NODE, gpu=replace(NODE.gpu, peak=2 * NODE.gpu.peak))
+    slow_step, fast_step = predictor()(on_gpus()), predictor(fast)(on_gpus())
+
+    for name in ("old", "update_actor"):
+        products = fast_step.phase(name).parts["products"]
+        assert 2 * products == pytest.approx(slow_step.phase(name).parts["products"])
+        assert fast_step.phase(name).seconds <= slow_step.phase(name).seconds
+
+
+def test_checkpointing_is_a_second_forward_pass_of_the_blocks():
+    key = "worker.actor.model.enable_gradient_checkpointing"
+    on, off = (predictor()(on_gpus({key: value})).phase("update_actor").parts for value in (True, False))
+    forward = predictor()(on_gpus()).phase("old").parts
+
+    assert on["attention"] - off["attention"] == pytest.approx(forward["attention"])
+    assert on["elementwise"] - off["elementwise"] == pytest.approx(forward["elementwise"])
+    assert on["softmax"] == off["softmax"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "phase"),
+    [
+        ({"worker.actor.share_prompt": True}, "update_actor"),
+        ({"worker.rollout.enforce_eager": False}, "gen"),
+        ({"worker.actor.offload.offload_optimizer": False}, "update_actor"),
+        ({"worker.actor.model.enable_gradient_checkpointing": False}, "update_actor"),
+    ],
+)
+def test_each_of_these_shortens_its_phase(changes, phase):
+    slow = on_gpus(
+        {
+            "worker.actor.share_prompt": False,
+            "worker.rollout.enforce_eager": True,
+            "worker.actor.offload.offload_optimizer": True,
+            "worker.actor.model.enable_gradient_checkpointing": True,
+        }
+    )
+    before, after = predictor()(slow), predictor()(with_options(slow, changes))
+
+    assert after.phase(phase).seconds < before.phase(phase).seconds
+
+
+def test_longer_responses_take_longer_in_each_phase_that_reads_them():
+    short, long = predictor(response=100)(on_gpus()), predictor(response=800)(on_gpus())
+
+    for name in ("gen", "old", "ref", "update_actor"):
+        assert long.phase(name).seconds > short.phase(name).seconds
+
+
+def test_gradients_cross_nodes_more_slowly_than_links_unless_each_node_has_a_copy():
+    cluster = parse_cluster("4x8xL40S")
+    config = on_gpus({"trainer.nnodes": 4, "trainer.n_gpus_per_node": 8, "data.rollout_batch_size": 256})
+    config = with_options(config, {"worker.actor.global_batch_size": 256})
+    hybrid = with_options(config, {"worker.actor.fsdp.fsdp_size": 8})
+    collectives = [predictor(cluster)(each).phase("old").parts["collectives"] for each in (config, hybrid)]
+
+    assert collectives[1] < collectives[0]
+
+
+def test_advice_is_what_the_changed_run_is_predicted_to_take_and_it_fits():
+    config = on_gpus({"worker.rollout.enforce_eager": True, "worker.actor.offload.offload_optimizer": True})
+    predict, plan = predictor(), planner()
+    advice = advise(config, predict, plan)
+
+    assert {"worker.actor.share_prompt", "worker.rollout.enforce_eager"} <= {
+        key for each in advice for key in each.changes
+    }
+    assert [each.seconds for each in advice] == sorted(each.seconds for each in advice)
+    for each in advice:
+        changed = with_options(config, each.changes)
+        assert predict(changed).seconds == each.seconds < (1 - MIN_GAIN) * predict(config).seconds
+        assert not plan(changed).misfits()
+
+
+def test_what_does_not_fit_is_not_advised():
+    small = replace(NODE, gpu=replace(NODE.gpu, memory_gib=20))
+    config = on_gpus(
+        {"worker.actor.offload.offload_optimizer": True, "worker.actor.offload.offload_params": True}
+    )
+    key = "worker.actor.model.enable_gradient_checkpointing"
+    batch = {"data.rollout_batch_size": 512, "worker.actor.global_batch_size": 512}
+    config = with_options(config, batch | {"worker.actor.micro_batch_size_per_device_for_update": 16})
+
+    assert any(key in each.changes for each in advise(config, predictor(), planner()))
+    assert not any(key in each.changes for each in advise(config, predictor(small), planner(small)))
+
+
+COMMAND = """
+import sys
+from verl.trainer.main import main
+status = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(status)
+"""
+
+
+def dry_run(folder, *arguments):
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 8)
+    options = {
+        "data.train_files": rows,
+        "data.val_files": rows,
+        "data.rollout_batch_size": 8,
+        "worker.actor.global_batch_size": 8,
+        "worker.actor.model.model_path": save_tiny_model(folder / "model", "qwen2"),
+        "worker.rollout.tensor_parallel_size": 1,
+        "worker.rollout.n": 4,
+        "worker.rollout.max_num_batched_tokens": 8192,
+        "worker.reward.reward_function": "examples/reward_function/math.py:compute_score",
+        "trainer.save_checkpoint_path": folder / "checkpoints",
+    }
+    given = [f"{key}={value}" for key, value in options.items()]
+    command = [sys.executable, "-c", COMMAND, *given, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def seconds_of(output):
+    return float(re.search(r"^  step +([\d.]+)", output, re.MULTILINE)[1])
+
+
+def test_a_dry_run_on_a_named_cluster_predicts_its_step_without_torch(tmp_path):
+    options = "trainer.nnodes=1", "trainer.n_gpus_per_node=1"
+    lengths = "--mean-prompt=64", "--mean-response", "100"
+    done = dry_run(tmp_path, *options, "--dry-run", "--on", "2x4xH100", *lengths)
+
+    assert done.returncode == 0, done.stderr
+    assert "trainer.device=cuda\n  trainer.nnodes=2\n  trainer.n_gpus_per_node=4\n" in done.stdout
+    assert "2 nodes, cuda" in done.stdout  # the named cluster wins
+    assert "79.6  1024.0  H100, in a node with 1024 GiB" in done.stdout
+    assert "2x4xH100; assumed: prompts of 64 and responses of 100 tokens" in done.stdout
+    assert seconds_of(done.stdout) > 1
+
+
+def test_on_cpu_nothing_is_predicted(tmp_path):
+    done = dry_run(tmp_path, "trainer.device=cpu", "--dry-run")
+
+    assert done.returncode == 0, done.stderr
+    assert "memory at its most" in done.stdout
+    assert "predicted" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--dry-run", "--on", "8xT4"], "`T4` is not a known device"),
+        (["--dry-run", "--on"], "`--on=` must name a number of GPUs"),
+        (["--on=8xH100"], "`--on` needs `--dry-run`"),
+        (
+            ["--dry-run", "--mean-response=none"],
+            "`--mean-response=none` must be a number of tokens",
+        ),
+    ],
+)
+def test_a_wrong_switch_is_named(tmp_path, arguments, reason):
+    done = dry_run(tmp_path, *arguments)
+
+    assert done.returncode == 2
+    assert reason in done.stderr

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a pass, and bytes that its elementwise kernels read and write.
+
+As `verl.models.flops` counts them, but from the sizes of a plan; and with the work that is done twice: blocks
+under gradient checkpointing, and the head, whose logits are made again in the backward pass.
+"""
+
+from dataclasses import dataclass
+
+from verl.planning.memory_model import ModelSetup, ModelShape, Stack
+from verl.planning.speed.workload import PassWork
+
+BACKWARD_PAIRS = 2.5  # of FlashAttention, which computes the scores again
+# Bytes for each number of a token's states in one eager layer's forward pass, with two-byte states.
+NORM_BYTES = 36  # read and written by a norm in float32: casts, square, mean, products
+RESIDUAL_BYTES = 6
+ROTARY_BYTES = 24  # halves, negation, two products and a sum
+GATE_BYTES = 10  # activation and product
+BACKWARD_BYTES = 2.0  # of the forward pass'
+LOGIT_BYTES = (48, 95)  # for each logit, forward with entropy, and backward
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations by the kind of kernel, and the bytes of the others."""
+
+    products: float
+    attention: float
+    head: float
+    elementwise: float  # bytes
+    softmax: float  # bytes
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.head
+
+
+def layer_weights(stack: Stack) -> int:
+    """Weights of a layer that a token is multiplied with."""
+    attention, cached = stack.heads * stack.head_dim, stack.kv_heads * stack.head_dim
+    routed = 2 * stack.hidden * (attention + cached) + 3 * stack.hidden * stack.intermediate
+    return min(stack.params, routed)  # less in a mixture; towers have two matrices in an MLP, not three
+
+
+def layer_bytes(stack: Stack) -> int:
+    """Bytes that the elementwise kernels of a layer read and write for a token."""
+    rotated = (stack.heads + stack.kv_heads) * stack.head_dim
+    norms = 2 * stack.hidden + (rotated if stack.has_head_norms else 0)
+    return (
+        NORM_BYTES * norms
+        + 2 * RESIDUAL_BYTES * stack.hidden
+        + ROTARY_BYTES * rotated
+        + GATE_BYTES * stack.intermediate
+    )
+
+
+def forward(shape: ModelShape, work: PassWork) -> Operations:
+    """Count one forward pass over all rows of a step."""
+    text, tower = shape.text, shape.tower
+    products = 2.0 * text.layers * layer_weights(text) * work.tokens
+    attention = 4.0 * text.layers * text.heads * text.head_dim * work.pairs
+    elementwise = float(text.layers * layer_bytes(text)) * work.tokens
+    if tower is not None:
+        products += 2.0 * tower.layers * layer_weights(tower) * work.patches
+        per_image = work.patches / work.images if work.images else 0.0
+        attention += 4.0 * tower.layers * tower.hidden * work.patches * per_image
+        elementwise += tower.layers * layer_bytes(tower) * work.patches
+    head = 2.0 * shape.head * work.responses
+    softmax = LOGIT_BYTES[0] * shape.vocab * work.responses if shape.vocab > 1 else 0.0
+    return Operations(products, attention, head, elementwise, softmax)
+
+
+def update(shape: ModelShape, setup: ModelSetup, work: PassWork) -> Operations:
+    """Count forward and backward passes, with what is done twice."""
+    once = forward(shape, work)
+    again = 1 if setup.checkpointing else 0
+    weight_gradients = shape.trained / shape.params  # frozen weights have none
+    return Operations(
+        once.products * (2 + again + weight_gradients),
+        once.attention * (1 + again + BACKWARD_PAIRS),
+        once.head * (4 if shape.vocab > 1 else 3),
+        once.elementwise * (1 + again + BACKWARD_BYTES),
+        once.softmax * (1 + LOGIT_BYTES[1] / LOGIT_BYTES[0]),
+    )
+
+
+def needed_by_update(shape: ModelShape, work: PassWork) -> float:
+    """Operations that an update cannot do without, which MFU counts."""
+    once = forward(shape, work)
+    backward = 1 + shape.trained / shape.params
+    return once.products * (1 + backward) + 3 * (once.attention + once.head)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predicted step of `--dry-run` as text: its phases, and options that would shorten it."""
+
+from typing import TypeVar
+
+from verl.config.trainer import RunTree
+from verl.planning.memory_plan import Planner
+from verl.planning.speed.advice import Advice, advise
+from verl.planning.speed.step_time import PhaseTime, Predictor, StepTime
+from verl.planning.step_plan import PlanLine, table
+
+C = TypeVar("C", bound=RunTree)
+
+SHOWN_PARTS = 3
+SHOWN_ADVICE = 3
+MIN_SHARE = 0.005  # of the step; shorter parts are left out
+
+
+def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
+    """Format the predicted step of a run whose micro batch sizes are numbers."""
+    step, cluster = predict(config), predict.cluster
+    lines = [PlanLine("s", "step", "share"), *(_line(phase, step) for phase in step.phases)]
+    rate = step.tokens / step.seconds / cluster.world_size
+    mfu = ", ".join(f"MFU of {name} {100 * value:.0f} %" for name, value in step.mfu.items())
+    lines.append(PlanLine("step", f"{step.seconds:.1f}", "", f"{rate:.0f} tokens a second and GPU, {mfu}"))
+    lengths = predict.lengths(config).text
+    return (
+        f"  {cluster.name}; assumed: {lengths} (--mean-prompt, --mean-response)\n"
+        + table(lines)
+        + "  not included: validation, waiting for rewards; an estimate, see docs/predicted_step.md\n"
+        + "".join(_advice(advice, step) for advice in advise(config, predict, plan)[:SHOWN_ADVICE])
+    )
+
+
+def _advice(advice: Advice, step: StepTime) -> str:
+    change = 100 * advice.seconds / step.seconds - 100
+    return f"  shorter: {advice.text}: {advice.seconds:.1f} s, {change:.0f} %\n"
+
+
+def _line(phase: PhaseTime, step: StepTime) -> PlanLine:
+    parts = sorted(phase.parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in parts if value >= MIN_SHARE * step.seconds)
+    share = f"{100 * phase.seconds / step.seconds:.0f} %"
+    return PlanLine(phase.name, f"{phase.seconds:.1f}", share, shown)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a rollout: prompts at once, then token by token while the batch shrinks.
+
+A decoding step reads all weights and the keys and values of the running sequences, so memory sets its pace
+until many run; a batch is as slow as its longest responses.
+"""
+
+from dataclasses import dataclass
+
+from verl.planning.memory_model import ModelShape, cache_bytes_per_token
+from verl.planning.planned_run import PlannedEngine
+from verl.planning.speed.cluster import Cluster
+from verl.planning.speed.operations import layer_weights
+from verl.planning.speed.workload import MEDIA_SHARE, MEDIA_TOKENS, ExpectedLengths
+
+PREFILL_SHARE = 0.7  # of the speed of training products: many short prompts in limited steps
+STEP_SECONDS = 2.5e-3  # of the engine's own code and of the graph's launch in each decoding step
+EAGER_LAYER_SECONDS = 0.35e-3  # of launching one layer's kernels without a graph
+ADAPTER_LAYER_SECONDS = 1.4e-3  # the same of its adapters, from a published run
+SEQUENCE_SECONDS = 12e-6  # of scheduling, sampling and log-probs for each running sequence and step
+REDUCE_SECONDS = 20e-6  # of starting an all-reduce between the ranks of an engine
+IMAGE_SECONDS = 0.02  # of a processor on one core for an image
+SAMPLER_BYTES = 24  # for each logit: float32 copies, log-softmax, noise
+MAX_SEQUENCES = {True: 1024, False: 256}  # that vLLM runs at once, on GPUs of 70 GB and more, and on smaller
+ACTIVATION_GIB = 2.0  # of the engine, beside weights and cache
+SEGMENTS = 48
+
+
+@dataclass(frozen=True)
+class SamplingTime:
+    """Seconds of a rollout by cause, and how many sequences ran at once."""
+
+    prompts: float
+    weights: float  # reading them
+    cache: float  # reading keys and values
+    products: float  # beyond the time that reading the weights takes
+    reduces: float  # between the ranks of an engine
+    engine: float  # its own code, sampling, processing of images
+    at_once: int
+
+    @property
+    def seconds(self) -> float:
+        return self.prompts + self.weights + self.cache + self.products + self.reduces + self.engine
+
+
+def sampling_time(
+    engine: PlannedEngine,
+    policy: ModelShape,
+    lengths: ExpectedLengths,
+    cluster: Cluster,
+    *,
+    has_adapters: bool = False,  # that the engine applies
+) -> SamplingTime:
+    """Predict one call of an engine."""
+    options, text = engine.options, policy.text
+    ranks, number = options.tensor_parallel_size, engine.number
+    token = cache_bytes_per_token(text, number) / min(ranks, text.kv_heads)
+    used = options.gpu_memory_utilization * cluster.gpu.memory_bytes
+    room = max(used - engine.weights(policy) - ACTIVATION_GIB * 2**30, token)
+    responses, sequences = lengths.responses, engine.prompts * options.n
+    in_cache = int(room / (token * (lengths.prompt / options.n + responses.mean)))
+    limit = getattr(options, "max_num_seqs", None) or MAX_SEQUENCES[cluster.gpu.memory_gib > 70]
+    at_once = max(1, min(sequences, in_cache, limit))
+    active = (text.layers * layer_weights(text) + policy.head) / ranks
+    dense = (policy.params - policy.text.layers * (text.params - layer_weights(text))) / ranks
+    totals = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)
+    for steps, running, context in _schedule(sequences, at_once, lengths):
+        # In a mixture the running tokens spread over the experts.
+        touched = min(engine.weights(policy), number * dense * _spread(policy, running))
+        weights = touched / cluster.memory
+        flops = 2 * active * running / cluster.products
+        totals["weights"] += steps * weights
+        totals["products"] += steps * max(0.0, flops - weights)
+        totals["cache"] += steps * running * token * context / cluster.memory
+        sampler = running * SAMPLER_BYTES * policy.vocab / ranks / cluster.memory
+        totals["engine"] += steps * (STEP_SECONDS + SEQUENCE_SECONDS * running + sampler)
+        if options.enforce_eager:
+            layer = EAGER_LAYER_SECONDS + ADAPTER_LAYER_SECONDS * has_adapters
+            totals["engine"] += steps * layer * text.layers
+        if ranks > 1:
+            moved = 2 * running * text.hidden * number * (ranks - 1) / ranks / cluster.link(ranks)
+            totals["reduces"] += steps * 2 * text.layers * (REDUCE_SECONDS + moved)
+    prompts, images = _prompts(engine, policy, lengths, cluster, active)
+    totals["engine"] += images
+    return SamplingTime(prompts, **totals, at_once=at_once)
+
+
+def _prompts(
+    engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster, active: float
+) -> tuple[float, float]:
+    """Seconds of the prompts' products, each prompt once, and of processing their images."""
+    tokens, ranks = engine.prompts * lengths.prompt, engine.options.tensor_parallel_size
+    pairs = engine.prompts * lengths.prompt**2 / 2
+    flops = 2 * active * tokens + 4 * policy.text.layers * policy.text.heads * policy.text.head_dim * pairs
+    images = 0.0
+    if policy.tower is not None:
+        media = MEDIA_SHARE * tokens
+        patches = media * policy.patches_per_token / ranks
+        flops += 2 * policy.tower.layers * layer_weights(policy.tower) * patches
+        images = IMAGE_SECONDS * media / MEDIA_TOKENS
+    return flops / (PREFILL_SHARE * cluster.products), images
+
+
+def _schedule(sequences: int, at_once: int, lengths: ExpectedLengths) -> list[tuple[float, float, float]]:
+    """Return (steps, sequences that run, tokens of context) while responses become complete."""
+    responses = lengths.responses
+    schedule = []
+    if sequences > at_once:  # as one ends the next begins
+        steps = (sequences - at_once) * responses.mean / at_once
+        schedule.append((steps, float(at_once), lengths.prompt + responses.mean_square / 2 / responses.mean))
+    last = responses.longest(at_once)
+    for segment in range(SEGMENTS):
+        middle = (segment + 0.5) * last / SEGMENTS
+        running = max(1.0, at_once * responses.running(middle))
+        schedule.append((last / SEGMENTS, running, lengths.prompt + middle))
+    return schedule
+
+
+def _spread(policy: ModelShape, running: float) -> float:
+    """How often a decoding step reads the weights that one token uses: more than once in a mixture."""
+    one = layer_weights(policy.text) / policy.text.params
+    return (1 - (1 - one) ** running) / one if one < 0.9 else 1.0

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted seconds of a training step, phase by phase, on a cluster of known devices.
+
+Operations, bytes of memory, of collectives and of copies, each over the speed that programs reach of it. An
+estimate to compare options with: `docs/predicted_step.md` holds it against published runs. Needs no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from verl.planning.memory_plan import HeldModel, ReadShape, held_model
+from verl.planning.planned_run import PlannedPass, PlannedRun
+from verl.planning.speed import operations, traffic
+from verl.planning.speed.cluster import Cluster
+from verl.planning.speed.sampling import IMAGE_SECONDS, sampling_time
+from verl.planning.speed.workload import ExpectedLengths, PassWork, expected_lengths, pass_work
+
+C = TypeVar("C")  # a config tree
+
+HIDDEN_SHARE = 0.9  # of a collective that overlaps products when they take as long
+LAYER_SECONDS = (
+    0.9e-3,
+    2.0e-3,
+)  # of launching a layer's kernels and FSDP's hooks, forward and backward
+MICRO_BATCH_SECONDS = 20e-3  # of packing, layouts, the loss and the root's hooks
+GATHER_SECONDS = 1e-3  # of each tensor that the weight sync gathers and loads
+LAYER_TENSORS = 12
+WAKE_SECONDS = 1.5  # of mapping and unmapping the engine's memory, and of emptying torch's cache
+STEP_SECONDS = 1.0  # of the controller: moving batches, metrics, logs
+SEQUENCE_SECONDS = 0.3e-3  # of the controller: decoding, rewards that sampling does not hide, padding
+DISK_BYTES = 2e9  # a second, of a node
+OPTIMIZER_PASSES = 7  # over the weights: gradient, and reading and writing weight and two moments
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A phase's seconds in a step, and those of its parts, which may overlap."""
+
+    name: str  # as in `timing_s/*`
+    seconds: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step."""
+
+    phases: tuple[PhaseTime, ...]
+    tokens: float  # of all sequences
+    mfu: Mapping[str, float]  # of updates, by phase
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    def phase(self, name: str) -> PhaseTime:
+        return next(phase for phase in self.phases if phase.name == name)
+
+
+@dataclass(frozen=True)
+class Predictor(Generic[C]):
+    """Predicts the step of a run, and of the same run with other options."""
+
+    describe: Callable[[C], PlannedRun]
+    read_shape: ReadShape
+    cluster: Cluster
+    mean_prompt: float | None = None
+    mean_response: float | None = None
+
+    def lengths(self, config: C) -> ExpectedLengths:
+        return expected_lengths(self.describe(config), self.mean_prompt, self.mean_response)
+
+    def __call__(self, config: C) -> StepTime:
+        """Predict a run whose micro batch sizes are numbers."""
+        run, lengths = self.describe(config), self.lengths(config)
+        models = [held_model(model, self.cluster.world_size, "cuda", self.read_shape) for model in run.models]
+        phases = [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
+        mfu = {}
+        tokens = run.rows * self.cluster.world_size / run.lengths.ranks
+        tokens *= lengths.prompt + lengths.responses.mean
+        for model in models:
+            for each in _passes(run, model):
+                work = pass_work(run, model.planned, each, lengths, model.shape)
+                phase = _pass_time(run, model, each, work, self.cluster)
+                phases.append(phase)
+                if each.is_update:
+                    needed = operations.needed_by_update(model.shape, _unshared(work, run, lengths))
+                    mfu[each.phase] = needed / phase.seconds / self.cluster.gpu.peak
+        phases += _rest(run, models, self.cluster)
+        return StepTime(tuple(phases), tokens, mfu)
+
+
+def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
+    """The passes of a model; one with adapters is its own reference."""
+    passes = list(model.planned.passes)
+    if run.reference and model.planned.role == "actor" and model.planned.model.lora.is_used:
+        passes.append(replace(passes[0], phase="ref", rows=run.rows, is_update=False))
+    return passes
+
+
+def _unshared(work: PassWork, run: PlannedRun, lengths: ExpectedLengths) -> PassWork:
+    """The work as `perf/mfu_actor` counts it: each sequence with its whole prompt."""
+    rows = work.responses / lengths.responses.mean
+    prompt, responses = lengths.prompt, lengths.responses
+    pairs = rows * (prompt**2 / 2 + prompt * responses.mean + responses.mean_square / 2)
+    return replace(work, tokens=rows * (prompt + responses.mean), pairs=pairs)
+
+
+def _pass_time(
+    run: PlannedRun, model: HeldModel, each: PlannedPass, work: PassWork, cluster: Cluster
+) -> PhaseTime:
+    shape, setup, update = model.shape, model.setup, each.is_update
+    done = operations.update(shape, setup, work) if update else operations.forward(shape, work)
+    parts = {
+        "products": (done.products + done.head) / cluster.products,
+        "attention": done.attention / cluster.attention,
+        "elementwise": done.elementwise / cluster.memory,
+        "softmax": done.softmax / cluster.memory,
+    }
+    kernels = max(sum(parts.values()), work.micro_batches * _launch(model, work, is_update=update))
+    parts["launching kernels"] = kernels - sum(parts.values())
+    moved = _moving(run, model, work, cluster, is_update=update)
+    parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    if update:
+        parts["optimizer"] = OPTIMIZER_PASSES * model.weights * work.repeats / cluster.memory
+    copied = _copied(model, is_update=update)
+    parts["offloading"] = copied / cluster.pcie
+    parts["reading images"] = IMAGE_SECONDS * work.images if each.phase in ("old", "update_actor") else 0.0
+    if update and any(other.phase == "old" for other in run.passes):
+        parts["reading images"] = 0.0  # kept from the first pass over these rows
+    return PhaseTime(each.phase, sum(parts.values()), parts)
+
+
+def _launch(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
+    """Seconds of the host for a micro batch."""
+    shape = model.shape
+    layers = shape.text.layers + (shape.tower.layers if shape.tower and work.patches else 0)
+    forwards = 1 + model.setup.checkpointing if is_update else 1
+    return layers * (LAYER_SECONDS[0] * forwards + LAYER_SECONDS[1] * is_update) + MICRO_BATCH_SECONDS
+
+
+def _moving(run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool) -> float:
+    """Seconds of a pass in collectives, and in copies of weights that stay in host memory."""
+    setup, shared = model.setup, run.lengths.ranks
+    ulysses = shared // run.ring
+    copies = max(1, cluster.world_size // setup.ranks)
+    moved = traffic.collectives(
+        model.shape, setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
+    )
+    seconds = moved.sharding / cluster.link(setup.ranks) + moved.heads / cluster.link(ulysses)
+    seconds += moved.ring / cluster.link(run.ring, ulysses)
+    seconds += moved.replicas / cluster.link(copies, setup.ranks)
+    if model.is_streamed:
+        seconds += (1 + is_update) * work.micro_batches * model.weights / cluster.pcie
+    return seconds
+
+
+def _copied(model: HeldModel, *, is_update: bool) -> float:
+    if model.is_streamed:
+        return 0.0
+    weights, state = model.weights - model.resting_weights, model.state - model.resting_state
+    return traffic.offloaded_bytes(weights, state, is_update=is_update)
+
+
+def _rollout(
+    run: PlannedRun, policy: HeldModel, lengths: ExpectedLengths, cluster: Cluster
+) -> list[PhaseTime]:
+    assert run.engine is not None
+    calls = max(1, round(run.rows * cluster.world_size / run.lengths.ranks / run.engine.options.n))
+    engines = max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
+    calls = max(1, round(calls / engines / run.engine.prompts))
+    shape, options = policy.shape, run.engine.options
+    as_adapter = policy.planned.model.lora.is_used and options.lora_sync != "merged"
+    sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
+    parts = {name: calls * value for name, value in vars(sampled).items() if name != "at_once"}
+    gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
+    sent = shape.trained / shape.params if as_adapter else 1.0
+    sync = {
+        "gathering weights": sent * gathered / cluster.link(policy.setup.ranks),
+        "starting gathers": GATHER_SECONDS * LAYER_TENSORS * shape.text.layers,
+        "waking the engine": WAKE_SECONDS,
+        "offloading": (policy.weights - policy.resting_weights) / cluster.pcie,
+    }
+    return [
+        PhaseTime("gen", sum(parts.values()), parts),
+        PhaseTime("sync_weights", sum(sync.values()), sync),
+    ]
+
+
+def _rest(run: PlannedRun, models: list[HeldModel], cluster: Cluster) -> list[PhaseTime]:
+    """Checkpoints, shared out among steps, and the controller."""
+    sequences = run.rows * cluster.world_size / run.lengths.ranks
+    parts = {"step": STEP_SECONDS, "sequences": SEQUENCE_SECONDS * sequences}
+    phases = [PhaseTime("controller", sum(parts.values()), parts)]
+    if run.trainer.save_freq > 0:
+        held = sum(model.weights + model.state for model in models if model.is_trained)
+        seconds = held / cluster.pcie if run.trainer.async_save else cluster.gpus * held / DISK_BYTES
+        name = "copying" if run.trainer.async_save else "writing"
+        each = seconds / run.trainer.save_freq
+        phases.append(PhaseTime("save_checkpoint", each, {name: each}))
+    return phases

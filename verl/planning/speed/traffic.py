@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes between ranks and between host and device, for one rank in a step."""
+
+from dataclasses import dataclass
+
+from verl.planning.memory_model import ModelSetup, ModelShape
+from verl.planning.speed.workload import PassWork
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Bytes that a rank receives, by the ranks that take part."""
+
+    sharding: float  # all-gathers and reduce-scatters of weights and gradients
+    replicas: float  # all-reduces of gradients between copies of the weights
+    heads: float  # all-to-alls of Ulysses
+    ring: float  # keys and values that travel around
+
+    @property
+    def total(self) -> float:
+        return self.sharding + self.replicas + self.heads + self.ring
+
+
+def gathered_bytes(shape: ModelShape, setup: ModelSetup) -> float:
+    """Bytes that a rank receives when all weights are gathered once."""
+    return setup.c * shape.params * (setup.ranks - 1) / setup.ranks
+
+
+def collectives(
+    shape: ModelShape,
+    setup: ModelSetup,
+    work: PassWork,
+    *,
+    is_update: bool,
+    copies: int = 1,  # of the weights, with hybrid sharding
+    ulysses: int = 1,
+    ring: int = 1,
+) -> Collectives:
+    """Count a pass over all rows of a step; each micro batch gathers weights and reduces gradients."""
+    passes = 2 if is_update and not setup.keeps_gathered else 1
+    sharding = passes * gathered_bytes(shape, setup)
+    replicas = 0.0
+    if is_update:
+        gradients = setup.r * shape.trained
+        sharding += gradients * (setup.ranks - 1) / setup.ranks
+        replicas = 2 * gradients / setup.ranks * (copies - 1) / copies
+    text = shape.text
+    queries, cached = text.heads * text.head_dim, text.kv_heads * text.head_dim
+    # Queries, keys, values and the output; their gradients; and once more where blocks are computed again.
+    times = (2 + setup.checkpointing) if is_update else 1
+    states = times * text.layers * setup.c * work.tokens
+    heads = states * (2 * queries + 2 * cached) * (ulysses - 1) / ulysses
+    around = states * 2 * cached * (ring - 1)
+    return Collectives(work.micro_batches * sharding, work.micro_batches * replicas, heads, around)
+
+
+def offloaded_bytes(weights: int, state: int, *, is_update: bool) -> float:
+    """Bytes that a pass of an offloaded model copies in both directions.
+
+    Copies in host memory stay: weights go back only after an update, and the state only then is needed.
+    """
+    return 2.0 * (weights + state) if is_update else float(weights)
