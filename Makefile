@@ -101,7 +101,7 @@ $(VENV)-trl/.installed:
 	$(VENV)-trl/bin/python -m pip install --quiet 'trl>=1.16'
 	touch $@
 
-bench-trl: $(INSTALLED) $(VENV)-trl/.installed  ## a step beside one of TRL's, in an environment of its own
+bench-trl: $(INSTALLED) $(VENV)-trl/.installed  ## a step compared with one of TRL's, in an environment of its own
 	$(RUN) benchmarks/beside_trl.py --trl $(VENV)-trl/bin/python
 
 bench-algos: $(INSTALLED) ## the time of each advantage estimator

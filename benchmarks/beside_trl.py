@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a GRPO step beside TRL's, on this machine, in turns.
+"""Time of a GRPO step compared with TRL's, on this machine, in turns.
 
     python benchmarks/beside_trl.py --trl .venv-trl/bin/python [--rounds 3] [--trl-processes 2] [a.b=c ...]
 

@@ -175,3 +175,16 @@ def test_adjacent_rows_of_equal_lengths_form_a_run():
 def test_causal_rows_need_equal_numbers_of_keys_and_queries():
     with pytest.raises(ValueError, match="as many keys as queries"):
         rows_of([2], [3], True, SCALE)
+
+
+def test_gradients_of_bfloat16_rows_on_cpu_are_rounded_once():
+    q, k, v, grad_out = (randn(9, 2, 32, seed=seed).bfloat16() for seed in range(4))
+    rows = rows_of([4, 5], [4, 5], is_causal=True, scale=SCALE)
+    out, lse = partial_forward(q, k, v, rows)
+
+    found = partial_backward(grad_out, q, k, v, out, lse, rows)
+    wide = (tensor.float() for tensor in (grad_out, q, k, v, out))
+    expected = partial_backward(*wide, lse, rows)
+
+    for grad, exact in zip(found, expected, strict=True):
+        assert torch.equal(grad, exact.bfloat16())
