@@ -152,7 +152,8 @@ def test_options_without_a_usable_default_must_be_set():
         (["worker.rollout.max_model_len=1000"], "`worker.rollout.max_model_len` (1000) must be at least"),
         (
             ["worker.rollout.max_num_seqs=9000"],
-            "`worker.rollout.max_num_seqs` (9000) must be at most `worker.rollout.max_num_batched_tokens` (8192)",
+            "`worker.rollout.max_num_seqs` (9000) must be at most"
+            " `worker.rollout.max_num_batched_tokens` (8192)",
         ),
         (["worker.rollout.max_num_seqs=0"], "`worker.rollout.max_num_seqs` must be at least 1"),
         (["worker.actor.fsdp.fsdp_size=4"], "must be divisible by `worker.actor.fsdp.fsdp_size` (4)"),

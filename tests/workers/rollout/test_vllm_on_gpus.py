@@ -143,10 +143,12 @@ def engine_on_gpu(monkeypatch, level):
     engine.device, engine.dtype, engine.level = "cuda", torch.float32, level
     engine.keeps_weights = level == vllm_sleep.KEPT
     engine.hf_config = SimpleNamespace(model_type="qwen2", tie_word_embeddings=False)
-    engine.model = torch.nn.Linear(2, 2)
+    layers = {"visual": torch.nn.Linear(2, 2, bias=False), "head": torch.nn.Linear(2, 2)}
+    engine.model = torch.nn.ModuleDict(layers)
     engine.model.load_weights = lambda weights: [name for name, _ in weights]
     engine.runner = SimpleNamespace()
-    engine.asleep, engine.loaded, engine.synced = set(), set(), False
+    engine.asleep, engine.synced = set(), False
+    engine.tower, engine.tower_name = set(), "visual"
     calls = engine.llm.calls
     monkeypatch.setattr(vllm_sleep.gc, "collect", lambda: calls.append("collect"))
     monkeypatch.setattr(vllm_sleep, "empty_cache", lambda device: calls.append(f"empty {device}"))
@@ -173,8 +175,8 @@ def test_discarded_weights_must_be_synced_before_the_next_rollout(monkeypatch):
     engine.wake()
     with pytest.raises(AssertionError, match="synced before a rollout"):
         next(engine.generate([RolloutRequest("a", [1])], SamplingOptions()))
-    with pytest.raises(RuntimeError, match="did not reach parameters of the rollout engine: \\['bias'\\]"):
-        engine.sync_weights([("weight", engine.model.weight)])
+    with pytest.raises(RuntimeError, match=r"did not reach parameters .*'visual\.weight'"):
+        engine.sync_weights(engine.model["head"].state_dict(prefix="head.").items())
 
 
 def test_kept_weights_need_no_sync_after_sleep(monkeypatch):
@@ -182,9 +184,11 @@ def test_kept_weights_need_no_sync_after_sleep(monkeypatch):
     engine.sync_weights(engine.model.state_dict().items())
 
     engine.sleep()
-    engine.sync_weights([("weight", engine.model.weight)])
+    engine.sync_weights(engine.model["head"].state_dict(prefix="head.").items())
 
     assert engine.synced
+    with pytest.raises(RuntimeError, match=r"did not reach parameters .*'head\.bias'"):
+        engine.sync_weights([("head.weight", engine.model["head"].weight)])
     assert calls[0] == "sleep 1"
 
 
@@ -199,21 +203,28 @@ def make_state(name="DefaultModelState", module="vllm.v1.worker.gpu.model_states
 
 
 def test_the_weights_are_kept_where_a_sync_does_not_bring_everything_back():
-    module = torch.nn.Linear(2, 2)
-    loose = torch.nn.Linear(2, 2)
-    loose.table = torch.ones(1)
-    attention = torch.nn.Linear(2, 2)
-    attention.kv_cache = torch.ones(1)
+    assert vllm_sleep.sleep_level(SimpleNamespace(), takes_adapter=False) == 2  # the V1 runner
+    assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=False) == 2
+    assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=True) == 1
+    assert vllm_sleep.sleep_level(runner_with(make_state("MambaHybridModelState")), takes_adapter=False) == 1
 
-    def level(model, runner, takes_adapter=False):
-        return vllm_sleep.sleep_level(runner, model, takes_adapter=takes_adapter)
 
-    assert level(module, SimpleNamespace()) == 2  # the V1 runner
-    assert level(module, runner_with(make_state())) == 2
-    assert level(attention, runner_with(make_state())) == 2
-    assert level(module, runner_with(make_state()), takes_adapter=True) == 1
-    assert level(loose, runner_with(make_state())) == 1
-    assert level(module, runner_with(make_state("MambaHybridModelState"))) == 1
+def test_tensors_that_are_neither_parameters_nor_buffers_survive_discarded_weights(monkeypatch):
+    engine, _ = engine_on_gpu(monkeypatch, level=2)
+    head = engine.model["head"]
+    head.scale, head.kv_cache = torch.full((2,), 3.0), torch.full((2,), 4.0)
+    head.register_buffer("table", torch.full((2,), 5.0))
+    copied = []
+    monkeypatch.setattr(vllm_sleep, "is_gpu", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor) or tensor.clone())
+    engine.sleep()
+    for tensor in (head.scale, head.kv_cache, head.table):
+        tensor.fill_(torch.nan)  # as discarded memory may
+
+    engine.wake()
+
+    assert head.scale.tolist() == [3.0, 3.0]
+    assert len(copied) == 1  # the cache is empty after waking, and vLLM restores buffers
 
 
 def test_positions_of_unused_slots_are_zero_after_the_weights_were_discarded(monkeypatch):

@@ -144,7 +144,7 @@ class EngineSetup:
     tokenizer_path: str | None = None  # tokenizer and processor, if not in `model_path`
     trust_remote_code: bool = False
     override_config: Mapping[str, Any] = field(default_factory=dict)  # replaces options of the model's config
-    takes_embeddings: bool = False  # pass media as `EmbeddedMedia`, if the engine takes them
+    takes_embeddings: bool = False  # a frozen tower: pass media as `EmbeddedMedia`, if the engine takes them
     adapter: EngineAdapter | None = None  # synced by `sync_adapter`; None: whole weights are synced
 
 

@@ -59,7 +59,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments |= adapter_arguments(setup.adapter)
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
-    head_dtype = "float32" if is_gpu(setup.device) else None
+    head_dtype = _head_dtype(setup.device)
     if setup.override_config or head_dtype:
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), head_dtype=head_dtype
@@ -88,13 +88,19 @@ def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
     return arguments
 
 
+def _head_dtype(device: str) -> str | None:
+    # None is the dtype of the weights: on CPU the trainer rounds its logits too, and vLLM would convert the
+    # whole head at each step, which makes sampling 2.6 times slower (35 M parameters, vocabulary 32,000)
+    return "float32" if is_gpu(device) else None
+
+
 def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | None) -> Any:
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
     apply_overrides(hf_config, overrides)
     if head_dtype is not None:
-        # else vLLM rounds logits to the weights' dtype, which the trainer does not; the head of a model with a
-        # vision tower is built from the nested config
+        # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
+        # tower build their head from the nested config
         hf_config.head_dtype = hf_config.get_text_config().head_dtype = head_dtype
     return hf_config
 

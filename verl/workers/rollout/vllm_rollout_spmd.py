@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
+from verl.models.registry import model_type_of
 from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
@@ -66,10 +67,13 @@ class VLLMRollout:
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.level = vllm_sleep.KEPT
         if is_gpu(self.device):
-            self.level = vllm_sleep.sleep_level(self.runner, self.model, takes_adapter=self.takes_adapter)
+            self.level = vllm_sleep.sleep_level(self.runner, takes_adapter=self.takes_adapter)
         self.keeps_weights = self.level == vllm_sleep.KEPT
         self.asleep: set[str] = set()
-        self.loaded: set[str] = set()  # parameters with values from a sync
+        # vLLM has a tower at the top, transformers below the model
+        tower = model_type_of(self.hf_config).vision_tower if setup.takes_embeddings else None
+        self.tower_name = None if tower is None else tower.rpartition(".")[2]
+        self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
 
     def generate(
@@ -91,9 +95,11 @@ class VLLMRollout:
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._new_weights():
-            self.loaded |= weight_sync.load_into(
-                self.model, named_tensors, self.hf_config, self.dtype, known=self.loaded
+            loaded = weight_sync.load_into(
+                self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
             )
+            if self.tower_name is not None:
+                self.tower |= {name for name in loaded if name.startswith(f"{self.tower_name}.")}
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.adapter is not None, "the engine was built for whole weights"
@@ -109,10 +115,11 @@ class VLLMRollout:
         if not is_gpu(self.device) or self.asleep:
             return
         vllm_patches.drain(self.engine)
+        self.copies = [] if self.keeps_weights else vllm_sleep.host_copies(self.model)
         self.llm.sleep(level=self.level)
         self.asleep = {"weights", "kv_cache"}
         if not self.keeps_weights:
-            self.loaded.clear()
+            self.tower.clear()
             self.synced = False
 
     def rng_state(self) -> dict[str, Any]:
@@ -132,7 +139,7 @@ class VLLMRollout:
         self.llm.wake_up(tags=[tag])
         self.asleep.discard(tag)
         if tag == "weights" and not self.keeps_weights:
-            vllm_sleep.clear_state(self.runner)
+            vllm_sleep.restore(self.copies, self.runner)
 
     @contextmanager
     def _new_weights(self) -> Iterator[None]:

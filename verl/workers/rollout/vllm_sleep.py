@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.distributed.device import empty_cache
+from verl.distributed.device import empty_cache, is_gpu
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -35,29 +35,31 @@ def sleep_arguments() -> dict[str, Any]:
     return {"enable_sleep_mode": True, **offload}
 
 
-def sleep_level(runner: Any, model: nn.Module, *, takes_adapter: bool) -> int:
-    """The level at which nothing is lost that the next sync does not bring back."""
+def sleep_level(runner: Any, *, takes_adapter: bool) -> int:
+    """The level at which nothing is lost that the next sync and `restore` do not bring back."""
     if takes_adapter:  # a sync brings the adapter only
         return KEPT
-    lost = loose_tensors(model)
     state = getattr(runner, "model_state", None)  # the V1 runner has none
-    if state is not None and type(state).__name__ != KNOWN_STATE:
-        lost.append(type(state).__name__)
-    if not lost:
+    if state is None or type(state).__name__ == KNOWN_STATE:
         return DISCARDED
-    logger.info("sleeping keeps the engine's weights in host memory, because of %s", lost[:3])
+    logger.info("sleeping keeps the engine's weights in host memory, because of %s", type(state).__name__)
     return KEPT
 
 
-def loose_tensors(model: nn.Module) -> list[str]:
-    """Names of the tensors of modules that are neither parameters nor buffers."""
+def loose_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of modules that are neither parameters nor buffers, by name: scales of attention layers."""
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return [
-        f"{name}.{key}"
+    return {
+        f"{name}.{key}": value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if isinstance(value, Tensor) and id(value) not in known and key != ATTENTION_CACHE
-    ]
+    }
+
+
+def host_copies(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a loose tensor on the GPU and its copy, to be made before the weights are discarded."""
+    return [(tensor, tensor.cpu()) for tensor in loose_tensors(model).values() if is_gpu(tensor.device)]
 
 
 def release_cache(device: str) -> None:
@@ -66,12 +68,14 @@ def release_cache(device: str) -> None:
     empty_cache(device)
 
 
-def clear_state(runner: Any) -> None:
-    """Clear the tensors next to the module after waking from level 2; no request may be running."""
-    # captured graphs also read the positions of unused slots, as an index into the rotary table
-    state = getattr(runner, "model_state", None)
+def restore(copies: list[tuple[Tensor, Tensor]], runner: Any) -> None:
+    """Restore what lies next to the discarded weights after waking; no request may be running."""
     with torch.inference_mode():  # in which vLLM may have made them
-        for tensor in _tensors_of(state, set()):
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        # requests write what they read, but captured graphs also read the positions of unused slots, as an
+        # index into the rotary table
+        for tensor in _tensors_of(getattr(runner, "model_state", None), set()):
             tensor.zero_()
 
 

@@ -37,18 +37,18 @@ def load_into(
     hf_config: Any,
     dtype: torch.dtype,
     *,
-    known: Set[str] = frozenset(),
+    frozen: Set[str] = frozenset(),
 ) -> set[str]:
     """Load trained weights into vLLM's module and return the parameters that got a value.
 
-    Parameters that an earlier sync loaded, `known`, may be left out.
+    These must be all, or all but `frozen`, which an earlier sync loaded.
     """
     weights = engine_weights(named_tensors, hf_config, dtype)
     loaded = set(model.load_weights(weights))
     for _ in weights:  # a loader may stop early, but gathering is collective
         pass
-    missing = {name for name, _ in model.named_parameters()} - loaded - known
-    if missing:
+    missing = {name for name, _ in model.named_parameters()} - loaded
+    if missing and missing != frozen:
         raise RuntimeError(f"weight sync did not reach parameters of the rollout engine: {sorted(missing)}")
     return loaded
 
