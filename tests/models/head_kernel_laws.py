@@ -90,8 +90,10 @@ def times(p, values):
 def log_probs_by(softmax, head, targets, with_entropy=True, with_sum_squares=True):
     dtype = torch.promote_types(head.values.dtype, torch.float32)
     wanted = (True, True, with_entropy, with_sum_squares)
-    columns = (torch.full((len(targets),), math.nan, dtype=dtype) if want else None for want in wanted)
-    results = LogProbStatistics(*columns)
+    empty = torch.full((4, len(targets)), math.nan, dtype=dtype, device=targets.device)
+    results = LogProbStatistics(
+        *(column if want else None for column, want in zip(empty, wanted, strict=True))
+    )
     softmax.log_probs(head, targets, results)
     return results
 
@@ -107,6 +109,7 @@ def gradient_by(softmax, head, targets, dtype, grads, entropy, grad_bias=None):
 
 def assert_close(found, expected, tolerance):
     """Assert that errors are within `tolerance` of the largest value, or of one."""
+    found, expected = found.cpu(), expected.cpu()
     assert found.shape == expected.shape
     assert torch.equal(found.isinf(), expected.isinf())
     finite = expected.isfinite()
@@ -286,7 +289,8 @@ def test_gradients_that_are_one_expanded_number_are_read_as_such():
 
 def kl_by(softmax, policy, reference):
     dtype = torch.promote_types(policy.values.dtype, torch.float32)
-    results = KLStatistics(*torch.full((3, len(policy.values)), math.nan, dtype=dtype))
+    shape, device = (3, len(policy.values)), policy.values.device
+    results = KLStatistics(*torch.full(shape, math.nan, dtype=dtype, device=device))
     softmax.kl(policy, reference, results)
     return results
 
