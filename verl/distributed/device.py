@@ -60,9 +60,10 @@ def set_device(device: str, local_rank: int) -> torch.device:
             " set trainer.device=cpu or repair that node"
         )
     # Ray usually makes only a worker's own GPU visible; that is device 0 on every rank.
-    index = local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    module = torch.get_device_module(device)
+    index = local_rank % module.device_count()
+    module.set_device(index)
+    return torch.device(device, index)
 
 
 def synchronize(device: str) -> None:

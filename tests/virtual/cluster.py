@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a virtual cluster: the project's worker, as it is, on a virtual GPU.
+
+    echo '{"shape": "7b", "ranks": 64, "setup": {}}' | python -m tests.virtual.cluster
+
+Reads a configuration from each line and writes its result as a line of JSON. Each runs in a fork of this
+process, which has imported everything, so that no device, mode or process group outlives it.
+
+Not the project's own: no weights are read from files, the rollout engine drops what it receives, and the
+verdict of `check_model`, which compares numbers, is ignored.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl.utils.cuda_builds import repair_cuda_builds
+
+repair_cuda_builds()  # before transformers is imported
+
+# isort: split
+import torch
+import torchao  # noqa: F401 - before the device exists: its first import looks at all devices
+from torch import Tensor
+
+from tests.virtual.device import TYPE, install, start_processes
+from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
+from tests.virtual.shapes import SHAPES, Setup
+from tests.virtual.tally import Tally
+
+PATCH = 28  # pixels of a merged patch
+
+
+class Engine:
+    """Takes weights and drops them; counts what it was sent."""
+
+    takes_adapter = takes_embeddings = False
+    dtype = torch.bfloat16
+
+    def __init__(self, takes_adapter: bool) -> None:
+        self.takes_adapter, self.received = takes_adapter, 0
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.received = sum(tensor.nbytes for _, tensor in named_tensors)
+
+    def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        self.received = sum(tensor.nbytes for tensor in tensors.values())
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def rng_state(self) -> dict[str, Any]:
+        return {}
+
+
+def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
+    """Write the config of a model, with the tokenizer and the processor of a tiny one."""
+    from transformers import AutoConfig
+
+    from verl.models.tiny import FAMILIES, build_processor, train_tokenizer
+
+    kind, fields = SHAPES[shape]
+    AutoConfig.for_model(kind, **fields | override).save_pretrained(folder)
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    if kind in FAMILIES and FAMILIES[kind].processor:
+        build_processor(FAMILIES[kind], tokenizer).save_pretrained(folder)
+
+
+def substitute() -> None:
+    """Replace what needs files and values."""
+    import torch.distributed as dist
+
+    from verl.models import registry
+    from verl.models.hub_names import meta_model
+    from verl.workers import fsdp_worker, model_builder
+
+    def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> tuple[Any, None]:
+        source = meta_model(config, dtype)
+        source.to_empty(device="cpu")
+        return source, None
+
+    def engine(config: Any, setup: Any) -> Engine:
+        return Engine(setup.adapter is not None)
+
+    new_group = dist.new_group
+
+    def fake_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return new_group(*args, **kwargs)  # of any backend: its ranks do not exist
+
+    def own_objects(objects: list[Any], src: int = 0, **_: Any) -> None:
+        """The other ranks' objects equal this one's."""
+
+    def gathered(objects: list[Any], value: Any, group: Any = None) -> None:
+        objects[:] = [value] * len(objects)
+
+    model_builder._read_model = read_model
+    fsdp_worker.build_rollout_engine = engine
+    registry.TOLERANCE = dict.fromkeys(registry.TOLERANCE, float("inf"))
+    dist.new_group = fake_group
+    dist.broadcast_object_list, dist.all_gather_object = own_objects, gathered
+
+
+def mark_micro_batches(tally: Tally) -> None:
+    from verl.workers.packing.schedule import MicroBatchSchedule
+
+    original = MicroBatchSchedule.micro_batches
+
+    def micro_batches(self: Any, batch: Any) -> Iterator[Any]:
+        for micro_batch in original(self, batch):
+            tally.begin_micro_batch()
+            yield micro_batch
+            tally.end_micro_batch()
+
+    MicroBatchSchedule.micro_batches = micro_batches
+
+
+def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
+    from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
+    from verl.config.sft import SFTActorConfig, SFTWorkerConfig
+    from verl.config.worker import (
+        ActorConfig,
+        CriticConfig,
+        PrimeConfig,
+        RefConfig,
+        RewardModelConfig,
+        WorkerConfig,
+    )
+
+    path = str(folder)
+    plain = ModelConfig(model_path=path, enable_gradient_checkpointing=setup.checkpointing)
+    policy = replace(
+        plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower
+    )
+    common: dict[str, Any] = dict(
+        global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring),
+        micro_batch_size_per_device_for_update=setup.rows_at_once,
+        micro_batch_size_per_device_for_experience=setup.rows_at_once,
+        optim=OptimConfig(strategy=setup.optimizer),
+        offload=OffloadConfig(setup.offload, setup.offload),
+    )
+    fsdp = FSDPConfig(fsdp_size=setup.fsdp_size, torch_dtype=setup.dtype)
+    parallel: dict[str, Any] = dict(
+        ulysses_size=setup.ulysses, ring_size=setup.ring, divide_short_sequences=setup.always_shards
+    )
+    own = dict(model=policy, fsdp=replace(fsdp, enable_cpu_offload=setup.cpu_offload))
+    if setup.fine_tuning:
+        common["global_batch_size"] *= setup.responses  # rows
+        return SFTWorkerConfig(SFTActorConfig(**common | parallel | own))
+    frozen = replace(fsdp, torch_dtype=None)
+    return WorkerConfig(
+        actor=ActorConfig(**common | parallel | own, share_prompt=setup.share_prompt),
+        critic=CriticConfig(**common, model=plain, fsdp=fsdp),
+        prime=PrimeConfig(**common, model=plain, fsdp=fsdp),
+        reward_model=RewardModelConfig(
+            setup.rows_at_once, model=plain if setup.reward_model else ModelConfig(), fsdp=frozen,
+            offload=OffloadConfig(setup.offload),
+        ),
+        ref=RefConfig(fsdp=frozen, offload=OffloadConfig(setup.offload)),
+    )  # fmt: skip
+
+
+def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
+    """Make the worker as its process does, but for the process group, which exists."""
+    import torch.distributed as dist
+
+    from verl.config.algorithm import RolloutCorrectionConfig
+    from verl.data.media.cache import MediaCache
+    from verl.data.media.sizes import MediaOptions
+    from verl.workers.base_worker import ModelRunOptions
+    from verl.workers.fsdp_worker import FSDPWorker, RunOptions
+    from verl.workers.roles.actor import KLLoss
+    from verl.workers.sft_worker import SFTWorker
+
+    config = worker_config(folder, setup, ranks)
+    media = MediaOptions(min_pixels=1, max_pixels=10**8)
+    shared = dict(
+        device=TYPE, training_steps=10, media=media, media_cache=MediaCache(None), override_chat_template=None,
+        seed=0,
+    )  # fmt: skip
+    dist.init_process_group = lambda backend: None  # of the worker: `start_processes` was first
+    if setup.fine_tuning:
+        return SFTWorker(config, ModelRunOptions(**shared))
+    config = replace(config, rollout=replace(config.rollout, n=setup.responses))
+    options = RunOptions(
+        **shared,
+        max_sequence_length=setup.prompt_length + setup.response_width,
+        max_response_length=setup.response_width,
+        use_reference=setup.reference,
+        use_critic=setup.critic,
+        use_prime=setup.prime,
+        kl_loss=KLLoss("low_var_kl", 1e-2) if setup.reference else None,
+        has_full_kl_in_rewards=False,
+        has_sum_squares=False,
+        rollout_correction=RolloutCorrectionConfig(),
+        accuracy_key="accuracy",
+    )
+    return FSDPWorker(config, options)
+
+
+def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> Any:
+    """Rows in host memory: left-padded prompts with images, right-padded responses."""
+    import numpy as np
+    from PIL import Image
+
+    from verl.protocol import DataProto
+
+    width, height = setup.image_size
+    tokens = (width // PATCH) * (height // PATCH)
+    image_id = SHAPES[shape][1].get("image_token_id", 0)
+    rows = setup.prompts * setup.responses
+    ids = torch.full((rows, setup.prompt_length + setup.response_width), 7)
+    mask = torch.ones_like(ids)
+    media, uids, picture = [], [], folder / "image.png"
+    Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(picture)
+    for row in range(rows):
+        prompt = row // setup.responses
+        count = setup.images[prompt % len(setup.images)]
+        start = 1
+        for _ in range(count):
+            ids[row, start : start + tokens] = image_id
+            start += tokens + 1
+        assert start < setup.prompt_length, "the images fit into the prompt"
+        length = setup.response_lengths[row % len(setup.response_lengths)]
+        mask[row, setup.prompt_length + length :] = 0
+        uids.append(f"prompt {prompt}")
+        media.append({"images": [str(picture)] * count} if count else {})
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    if position_rows > 1:
+        positions = positions[:, None].expand(-1, position_rows, -1).contiguous()
+    response_mask = mask[:, setup.prompt_length :]
+    zeros = torch.zeros(response_mask.shape)
+    tensors = {
+        "input_ids": ids, "attention_mask": mask, "position_ids": positions,
+        "responses": ids[:, setup.prompt_length :], "response_mask": response_mask,
+        "old_log_probs": zeros, "ref_log_probs": zeros, "advantages": zeros, "returns": zeros,
+        "values": zeros, "prime_ref_log_probs": zeros, "token_level_scores": zeros,
+        "accuracy": torch.zeros(rows),
+    }  # fmt: skip
+    objects: dict[str, Any] = {"uid": uids, "accuracy": [1.0] * rows}
+    if any(media):
+        objects["multi_modal_data"] = media
+    return DataProto.from_dict({k: v for k, v in tensors.items() if k != "accuracy"}, objects)
+
+
+def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
+    """Do one step's work of a rank, in the trainer's order."""
+    if setup.fine_tuning:
+        with phase("validation"):
+            worker.compute_losses(batch)
+        for _ in range(2):
+            with phase("update_actor"):
+                worker.update(batch)
+    else:
+        with phase("sync_weights"):
+            worker.sync_weights()
+        with phase("old"):
+            worker.compute_log_probs(batch)
+        if setup.reference:
+            with phase("ref"):
+                worker.compute_ref_log_probs(batch)
+        if setup.reward_model:
+            with phase("reward_model"):
+                worker.compute_reward_model_scores(batch)
+        if setup.prime:
+            for name in ("compute_prime_ref_log_probs", "update_prime", "compute_process_rewards"):
+                with phase(name.removeprefix("compute_")):
+                    getattr(worker, name)(batch)
+        if setup.critic:
+            with phase("values"):
+                worker.compute_values(batch)
+            with phase("update_critic"):
+                worker.update_critic(batch)
+        for _ in range(2):
+            with phase("update_actor"):
+                worker.update_actor(batch, 0.01, 0)
+    with phase("save_checkpoint"):
+        files = (worker.tokenizer, worker.processor) if worker.rank == 0 else None
+        for model in worker.trained:
+            model.snapshot(model_only=False, copies=True, extra={}, files=files)
+
+
+def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda error: None) -> dict[str, Any]:
+    setup = Setup(**spec["setup"])
+    os.environ |= {"RANK": str(setup.rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"}
+    torch.set_num_threads(1)
+    tally = Tally()
+    install(tally)
+    track_resizes(tally)
+    count_lists(tally)
+    start_processes(setup.rank, spec["ranks"])
+    substitute()
+    mark_micro_batches(tally)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with tally.measured(name) as measured:
+            yield
+        measured.seconds += time.perf_counter() - start
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, spec["shape"], setup.override)
+        with VirtualGPU(tally) as mode:
+            mode.on_error = on_error
+            worker = build_worker(folder, setup, spec["ranks"])
+            with phase("init_model"):
+                worker.init_model()
+            batch = make_batch(folder, spec["shape"], setup, worker.policy.forward.model_type.position_rows)
+            run_phases(worker, batch, setup, phase)
+    return {name: phase.to_json() for name, phase in tally.phases.items()}
+
+
+def preload() -> None:
+    """Import what every configuration needs, before the first fork."""
+    from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    import verl.workers.fsdp_worker
+    import verl.workers.sft_worker
+
+    assert modeling_qwen2 and modeling_qwen2_5_vl and modeling_qwen3_moe and verl.workers
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))}
+
+
+def answer(line: str) -> None:
+    """Run one configuration and print its result; an error is a result."""
+
+    def reply(result: dict[str, Any]) -> None:
+        print(json.dumps(result | {"seconds": time.process_time() - start}), flush=True)
+        os._exit(0)
+
+    start = time.process_time()
+    try:
+        reply({"phases": run(json.loads(line), lambda error: reply(failure(error)))})
+    except Exception as error:  # of any kind: the parent names it
+        reply(failure(error))
+
+
+def main() -> None:
+    preload()
+    for line in sys.stdin:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            answer(line)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

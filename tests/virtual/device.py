@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device type `vgpu`: a GPU without memory, kernels or values, on any build of torch.
+
+`install` registers it with torch and with `verl.distributed.device`, so that the project takes its GPU
+branches. Its tensors are fake tensors of `VirtualGPU` (`tests/virtual/mode.py`).
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
+from torch.utils import backend_registration
+
+from tests.virtual.tally import Tally
+from verl.distributed import device as devices
+
+TYPE = "vgpu"
+
+
+class Stream:
+    """A stream on which everything is done at once."""
+
+    device_index, stream_id = 0, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device(TYPE, 0)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Module(backend_registration._DummyBackendModule):
+    """What `torch.cuda` is to CUDA; it reads the tally's memory."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return Stream()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.tally.peak
+
+    max_memory_reserved = max_memory_allocated
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.tally.live
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self.tally.reset_peak()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        raise RuntimeError("a virtual GPU has no properties")
+
+
+def install(tally: Tally) -> None:
+    """Register the device; once in a process."""
+    backend_registration._setup_privateuseone_for_python_backend(TYPE, backend_module=Module(tally))
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(data, device=...)` fills host memory, then copies
+    torch.autograd.set_multithreading_enabled(False)  # a device's own thread would need its streams
+    devices.GPUS.add(TYPE)
+    devices.BACKENDS[TYPE] = f"cpu:fake,{TYPE}:fake"
+
+
+def start_processes(rank: int, world_size: int, backend: str = "") -> None:
+    """Start a process group of ranks that do not exist."""
+    dist.init_process_group(
+        backend or devices.BACKENDS[TYPE], rank=rank, world_size=world_size, store=FakeStore()
+    )
