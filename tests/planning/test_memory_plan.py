@@ -83,7 +83,28 @@ def test_only_engines_that_keep_their_weights_hold_them_in_host_memory_while_the
     keeps = phases_of(make_config({"worker.actor.model.lora.rank": 8}))["old"]
 
     assert "offloaded" not in discards.host
-    assert keeps.host["offloaded"] == 2 * GIB
+    assert keeps.host["offloaded"] == int(1.45 * 2 * GIB), "torch's page-locked memory is rounded up"
+
+
+def test_a_sleeping_engine_keeps_graphs_and_buffers_on_the_gpu():
+    asleep, eager = phases_of(make_config()), phases_of(make_config({"worker.rollout.enforce_eager": True}))
+
+    assert asleep["update_actor"].device["sleeping engine"] == 3 * GIB
+    assert eager["update_actor"].device["sleeping engine"] == GIB
+    assert not any("sleeping engine" in asleep[name].device for name in ("load", "gen"))
+    assert not any("sleeping engine" in phase.device for phase in phases_of(make_config(), NODE).values())
+
+
+def test_the_sampler_holds_float32_logits_of_all_sequences_that_run_at_once():
+    config = make_config({"worker.rollout.max_num_seqs": 64})
+
+    assert phases_of(config)["gen"].device["logits"] == 4 * 64 * 256
+
+
+def test_shards_that_fsdp_keeps_in_host_memory_are_locked_one_by_one():
+    held = phases_of(make_config({"worker.actor.fsdp.enable_cpu_offload": True}))["ref"].host["offloaded"]
+
+    assert held == int(1.45 * GIB) + 2 * GIB
 
 
 def test_the_engine_takes_its_share_of_a_gpu_while_it_samples():

@@ -58,7 +58,7 @@ def set_device(device: str, local_rank: int) -> torch.device:
     """Make one GPU the current device of this process and return it."""
     if device == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             "`trainer.device` (cuda) needs a GPU and a CUDA build of torch on every node,"
             f" {os.uname().nodename} has torch {torch.__version__} and no usable GPU:"

@@ -22,6 +22,10 @@ PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tin
 VLLM_BYTES = GIB // 4  # of its code in a worker's process; an estimate
 NODE_BYTES = 2 * GIB  # of the controller, Ray's own processes and those of the reward function
 CONTEXT_BYTES = {"cuda": 1 * GIB, "cpu": 0}  # of a GPU, for kernels and NCCL's buffers
+# Of a GPU while vLLM sleeps, by `enforce_eager`: its NCCL groups, workspaces, and CUDA graphs; estimates.
+ASLEEP_BYTES = {True: 1 * GIB, False: 3 * GIB}
+# torch rounds page-locked memory up to a power of two: the mean over sizes. Buffers of `Offloader` are exact.
+LOCKED_ROUNDING = 1.45
 BATCH_COPIES = 3  # in the controller, Ray's object store, and the workers
 
 
@@ -58,7 +62,8 @@ class HeldModel:
 
     @property
     def offloaded(self) -> int:
-        return self.weights + self.state - self.resting_weights - self.resting_state
+        rounding = LOCKED_ROUNDING if self.is_streamed else 1  # FSDP locks each weight by itself
+        return int(rounding * (self.weights - self.resting_weights)) + self.state - self.resting_state
 
 
 def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> MemoryPlan:
@@ -70,6 +75,9 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
     device, host, node = _common(run, models, machine)
+    for phase in phases:
+        if phase.name not in ("load", "gen"):
+            phase.device.update(_sleeping_engine(run, machine))
     phases = [
         replace(phase, device=phase.device | device, host=phase.host | host, node=phase.node | node)
         for phase in phases
@@ -144,6 +152,12 @@ def _working(model: HeldModel, *, is_update: bool) -> tuple[Parts, Parts]:
     return {"weights": model.weights, "optimizer": model.resting_state}, {}
 
 
+def _sleeping_engine(run: PlannedRun, machine: Machine) -> Parts:
+    if machine.device == "cpu" or run.engine is None or run.engine.options.name != "vllm":
+        return {}
+    return {"sleeping engine": ASLEEP_BYTES[run.engine.options.enforce_eager]}
+
+
 def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> tuple[Parts, Parts, Parts]:
     """Parts that every phase holds: on the device, in each process, and once on a node."""
     engine, policy, context = run.engine, models[0].shape, CONTEXT_BYTES[machine.device]
@@ -153,8 +167,10 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
         process += VLLM_BYTES if engine.options.name == "vllm" else 0
         if machine.device == "cpu":
             device["engine"] = engine.weights(policy) + engine.cpu_cache(policy)
-        elif engine.options.name == "hf" or run.models[0].model.lora.is_used:
-            offloaded += engine.weights(policy)  # kept while it sleeps; vLLM discards what a sync brings back
+        elif engine.options.name == "hf":
+            offloaded += engine.weights(policy)
+        elif run.models[0].model.lora.is_used:  # vLLM discards what a sync brings back
+            offloaded += int(LOCKED_ROUNDING * engine.weights(policy))
     host: Parts = {"process": process}
     if offloaded:
         host["offloaded"] = offloaded

@@ -116,6 +116,8 @@ class PlannedEngine:
         parts = {"a gathered weight": max(policy.head, policy.text.params) * policy.stored // policy.params}
         if machine.device == "cuda":
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
+            if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache
+                parts["logits"] = 4 * self.options.sequences_at_once(on_gpu=True) * policy.vocab
         elif self.options.name == "hf":
             parts["weights in exchange"] = self.weights(policy)
         return parts
