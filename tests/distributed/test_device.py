@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.distributed.device import (
     backend_of,
@@ -13,6 +14,7 @@ from verl.distributed.device import (
     resolve_device,
     set_device,
     set_seed,
+    to_device,
 )
 
 
@@ -65,3 +67,33 @@ def test_resident_memory_follows_an_allocation():
 
     assert resident_bytes() - before > 48 << 20
     assert memory_metrics("cpu")["perf/cpu_memory_used_gb"] > block.nbytes / 2**30
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts copies from the CPU to a meta device, from which nothing can be read back."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.copies += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensors_of_a_type_reach_the_device_in_one_copy():
+    values = {
+        "ids": torch.arange(6).view(2, 3),
+        "rows": (torch.tensor([7]), None, "name", [torch.empty(0, dtype=torch.int64)]),
+        "pixels": torch.rand(2, 2),
+    }
+
+    with CountCopies() as counted:
+        sent = to_device(values, "meta")
+    same = to_device(values, "cpu")
+
+    assert counted.copies == 2
+    assert sent["ids"].shape == (2, 3) and sent["ids"].device.type == "meta"
+    assert sent["rows"][1:3] == (None, "name") and sent["pixels"].dtype == torch.float32
+    assert torch.equal(same["ids"], values["ids"]) and torch.equal(same["pixels"], values["pixels"])
+    assert same["rows"][0].tolist() == [7] and same["rows"][3][0].numel() == 0

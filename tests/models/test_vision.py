@@ -3,9 +3,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.vision import share_media
+from verl.models import vision
+from verl.models.hub_names import auto_class
+from verl.models.tiny import save_tiny_model
+from verl.models.vision import encode_media, share_media
 
 CONFIG = SimpleNamespace(
     vision_config=SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2, patch_size=4, in_channels=3),
@@ -58,3 +62,22 @@ def test_a_rank_without_frames_gets_a_blank_image():
     assert share.counts == (2, 0)
     assert media["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert media["pixel_values"].shape == (4, PATCH)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_features_are_those_of_a_tower_that_reads_its_grids_itself(family, tmp_path, monkeypatch):
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, family))
+    owner = auto_class(config).from_config(config).model
+    edge = config.vision_config.patch_size**2 * config.vision_config.temporal_patch_size * 3
+    grids = {"image_grid_thw": [[1, 4, 6], [1, 8, 2]], "video_grid_thw": [[3, 4, 4]]}
+    counts = {"pixel_values": 40, "pixel_values_videos": 48}
+    media = {name: torch.randn(count, edge) for name, count in counts.items()} | grids
+
+    ours = encode_media(owner, media)
+    monkeypatch.setattr(vision, "TOWERS_TAKE_INPUTS", False)
+    theirs = encode_media(owner, media)
+
+    assert {kind: len(encoded.pooler_output) for kind, encoded in ours.items()} == {"image": 2, "video": 1}
+    for kind, encoded in theirs.items():
+        for own, other in zip(ours[kind].joined(), encoded.joined(), strict=True):
+            assert torch.equal(own, other)

@@ -111,12 +111,13 @@ class FrozenTower:
     def features(self, rows: Iterable[MediaData]) -> dict[str, EncodedMedia]:
         """The held features of all rows' images and videos, in order, on the device."""
         assert self.held is not None and self._weights is not None, "inside `holding`"
-        on_device: dict[str, Tensor] = {}
+        media = [
+            (kind, self._key(self._weights, kind, ref))
+            for kind, ref in itertools.chain.from_iterable(map(_media_of, rows))
+        ]
+        on_device = to_device({key: self.held[key].tensors[FEATURES] for _, key in media}, self.device)
         features: dict[str, list[Tensor]] = {}
-        for kind, ref in itertools.chain.from_iterable(map(_media_of, rows)):
-            key = self._key(self._weights, kind, ref)
-            if key not in on_device:
-                on_device[key] = self.held[key].tensors[FEATURES].to(self.device)
+        for kind, key in media:
             features.setdefault(kind, []).append(on_device[key])
         hidden_size = self.config.get_text_config().hidden_size
         return {kind: EncodedMedia.of_joined(parts, hidden_size) for kind, parts in features.items()}
