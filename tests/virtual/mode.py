@@ -73,6 +73,8 @@ class VirtualGPU(TorchDispatchMode):
             return func(*args, **kwargs)  # DTensor computes the shape of a whole result
         leaves = _leaves(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func in PINNING:
+            return self._pinned(args[0])
         if not self._is_virtual(tensors, kwargs):
             if func.namespace == "c10d":
                 return self._collective(func, args, kwargs, leaves)
@@ -81,8 +83,6 @@ class VirtualGPU(TorchDispatchMode):
             return self._collective(func, args, kwargs, leaves)
         if func.namespace == "_c10d_functional":
             return self._functional(func, args, kwargs, tensors)
-        if func in PINNING:
-            return self._pinned(args[0])
         if func is aten.is_pinned.default:
             return getattr(args[0], "is_in_pinned_memory", False)
         if func is aten._local_scalar_dense.default:
@@ -182,6 +182,8 @@ class VirtualGPU(TorchDispatchMode):
         raise UnknownValueError("an integer is read from the device that does not follow from the host's")
 
     def _pinned(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return tensor.clone()
         with self.fake:
             out = aten.clone.default(tensor)
         out.is_in_pinned_memory = True
