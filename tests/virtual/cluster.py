@@ -36,6 +36,11 @@ from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
 from tests.virtual.shapes import SHAPES, Setup
 from tests.virtual.tally import Tally
 
+SCORER = "scorer"  # folder of the reward model, next to the policy's files
+SCORERS = {
+    "qwen2": "Qwen2ForSequenceClassification", "qwen3_moe": "Qwen3MoeForSequenceClassification",
+    "qwen2_5_vl": "Qwen2_5_VLForSequenceClassification",
+}  # fmt: skip
 PATCH = 28  # pixels of a merged patch
 
 
@@ -70,8 +75,12 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
 
     kind, fields = SHAPES[shape]
     AutoConfig.for_model(kind, **fields | override).save_pretrained(folder)
+    scorer = AutoConfig.for_model(kind, **fields | override, num_labels=1)
+    scorer.architectures = [SCORERS[kind]]
+    scorer.save_pretrained(folder / SCORER)
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / SCORER)
     if kind in FAMILIES and FAMILIES[kind].processor:
         build_processor(FAMILIES[kind], tokenizer).save_pretrained(folder)
 
@@ -162,7 +171,7 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
         critic=CriticConfig(**common, model=plain, fsdp=fsdp),
         prime=PrimeConfig(**common, model=plain, fsdp=fsdp),
         reward_model=RewardModelConfig(
-            setup.rows_at_once, model=plain if setup.reward_model else ModelConfig(), fsdp=frozen,
+            setup.rows_at_once, model=ModelConfig(f"{path}/{SCORER}") if setup.reward_model else ModelConfig(), fsdp=frozen,
             offload=OffloadConfig(setup.offload),
         ),
         ref=RefConfig(fsdp=frozen, offload=OffloadConfig(setup.offload)),
