@@ -82,7 +82,9 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
     tokenizer.save_pretrained(folder)
     tokenizer.save_pretrained(folder / SCORER)
     if kind in FAMILIES and FAMILIES[kind].processor:
-        build_processor(FAMILIES[kind], tokenizer).save_pretrained(folder)
+        processor = build_processor(FAMILIES[kind], tokenizer)
+        processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": 1 << 24}  # pixels
+        processor.save_pretrained(folder)
 
 
 def substitute() -> None:
@@ -253,12 +255,12 @@ def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> An
         "responses": ids[:, setup.prompt_length :], "response_mask": response_mask,
         "old_log_probs": zeros, "ref_log_probs": zeros, "advantages": zeros, "returns": zeros,
         "values": zeros, "prime_ref_log_probs": zeros, "token_level_scores": zeros,
-        "accuracy": torch.zeros(rows),
+        "accuracies": torch.ones(rows),
     }  # fmt: skip
-    objects: dict[str, Any] = {"uid": uids, "accuracy": [1.0] * rows}
+    objects: dict[str, Any] = {"uid": uids}
     if any(media):
         objects["multi_modal_data"] = media
-    return DataProto.from_dict({k: v for k, v in tensors.items() if k != "accuracy"}, objects)
+    return DataProto.from_dict(tensors, objects)
 
 
 def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
@@ -266,7 +268,7 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
     if setup.fine_tuning:
         with phase("validation"):
             worker.compute_losses(batch)
-        for _ in range(2):
+        for _ in range(setup.updates):
             with phase("update_actor"):
                 worker.update(batch)
     else:
@@ -281,15 +283,18 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
             with phase("reward_model"):
                 worker.compute_reward_model_scores(batch)
         if setup.prime:
-            for name in ("compute_prime_ref_log_probs", "update_prime", "compute_process_rewards"):
-                with phase(name.removeprefix("compute_")):
-                    getattr(worker, name)(batch)
+            with phase("prime_ref"):
+                worker.compute_prime_ref_log_probs(batch)
+            with phase("update_prime"):
+                worker.update_prime(batch)
+            with phase("process_rewards"):
+                worker.compute_process_rewards(batch)
         if setup.critic:
             with phase("values"):
                 worker.compute_values(batch)
             with phase("update_critic"):
                 worker.update_critic(batch)
-        for _ in range(2):
+        for _ in range(setup.updates):
             with phase("update_actor"):
                 worker.update_actor(batch, 0.01, 0)
     with phase("save_checkpoint"):

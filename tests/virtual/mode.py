@@ -179,6 +179,8 @@ class VirtualGPU(TorchDispatchMode):
             return value.item()
         if tensor.is_floating_point():
             return READING
+        if tensor.dtype == torch.bool and _kind(tensor) == "cpu":
+            return True  # of a result: that it is finite
         raise UnknownValueError("an integer is read from the device that does not follow from the host's")
 
     def _pinned(self, tensor: Tensor) -> Tensor:
