@@ -3,9 +3,13 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
+from verl.models.attention.sequence_parallel_layouts import sequence_layout
 
 RULE = AttentionRule(0.3)
 # A group without responses, empty responses, one response, single tokens, neighbours of equal length.
@@ -58,6 +62,56 @@ def test_the_runs_of_a_tensor_are_cached():
     bounds = torch.tensor([0, 3, 5])
 
     assert PackedLayout.of(bounds).runs is PackedLayout.of(bounds).runs
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts copies from the CPU to a meta device, from which nothing can be read back."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type == "meta":
+            self.copies += any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args)
+        return out
+
+
+def spans_of(layout):
+    """Devices and runs of a layout's calls."""
+    if isinstance(layout, PackedLayout):
+        return [(layout.cu_seqlens.device.type, layout.runs)]
+    calls = layout.calls if isinstance(layout, SharedLayout) else itertools.chain(*layout.calls)
+    return [(span.cu_rows.device.type, call.runs) for call in calls for span in (call.queries, call.keys)]
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize(
+    "groups", [[SequenceGroup(5), SequenceGroup(3)], [SequenceGroup(*g) for g in GROUPS]]
+)
+def test_a_layout_on_a_device_takes_one_copy_and_reads_nothing_back(groups, ring):
+    sp = SequenceParallel(1, ring)
+    plan = shard_plan([SequenceGroup(*group) for group in groups], sp)
+    on_cpu = sequence_layout(plan, sp)
+
+    with CountCopies() as counted:
+        layout = sequence_layout(plan, sp, "meta")
+
+    assert counted.copies == 1
+    assert spans_of(layout) == [("meta", runs) for _, runs in spans_of(on_cpu)]
+
+
+def test_blocks_of_a_tower_share_one_copy_of_boundaries_from_the_cpu():
+    bounds = torch.tensor([0, 3, 5])
+
+    with CountCopies() as counted:
+        layouts = [PackedLayout.of(bounds, "meta") for _ in range(3)]
+
+    assert counted.copies == 1
+    assert layouts[0].cu_seqlens.device.type == "meta" and layouts[0].cu_seqlens.dtype == torch.int32
+    assert all(layout.cu_seqlens is layouts[0].cu_seqlens for layout in layouts)
+    assert [(run.rows, run.q_length) for run in layouts[2].runs] == [(1, 3), (1, 2)]
 
 
 @pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1], GROUPS[1:2], GROUPS[2:3]])
@@ -147,7 +201,7 @@ def test_scores_of_the_whole_prompt_are_never_held():
     # Scores of 2048 response tokens over a prompt of 2048 would be 4 Mi numbers for each head.
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             out = function(*args, **(kwargs or {}))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl.models.attention import kernels as partial_kernels
+from verl.models.attention.kernels import row_runs
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -13,7 +14,6 @@ from verl.models.attention.partial_attention import (
     merge,
     partial_backward,
     partial_forward,
-    row_runs,
 )
 
 INFINITE = float("inf")
@@ -25,6 +25,11 @@ K_LENGTHS = [[3, 3, 5, 2, 9, 1], [0, 2, 0, 1, 4, 1], [6, 6, 1, 1, 1, 2]]
 
 def bounds(*lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def rows_of(q_lengths, k_lengths, is_causal, scale):
+    call = AttentionCall.of(Span.of(0, q_lengths, None), Span.of(0, k_lengths, None), is_causal)
+    return call.rows(scale)
 
 
 def randn(*shape, seed=0):
@@ -54,11 +59,11 @@ def test_a_part_matches_a_hand_computed_example():
     q, k, v = torch.ones(1, 1, 1), torch.tensor([0.0, math.log(3)]).view(2, 1, 1), torch.tensor([0.0, 4.0])
     v = v.view(2, 1, 1)
 
-    out, lse = partial_forward(q, k, v, bounds(1), bounds(2), False, 1.0)
+    out, lse = partial_forward(q, k, v, rows_of([1], [2], False, 1.0))
 
     assert out.item() == pytest.approx(3.0) and lse.item() == pytest.approx(math.log(4))
-    first = partial_forward(q, k[:1], v[:1], bounds(1), bounds(1), False, 1.0)
-    second = partial_forward(q, k[1:], v[1:], bounds(1), bounds(1), False, 1.0)
+    first = partial_forward(q, k[:1], v[:1], rows_of([1], [1], False, 1.0))
+    second = partial_forward(q, k[1:], v[1:], rows_of([1], [1], False, 1.0))
     out, lse = merge(*first, *second)
     assert out.item() == pytest.approx(3.0) and lse.item() == pytest.approx(math.log(4))
 
@@ -71,15 +76,13 @@ def test_parts_over_any_split_of_the_keys_merge_to_attention_over_all(kv_heads, 
     q, grad_out = randn(19, 4, 8), randn(19, 4, value_dim, seed=1)
     sizes = [int(cu_k[-1]) for cu_k in cu_ks]
     k, v = randn(sum(sizes), kv_heads, 8, seed=2), randn(sum(sizes), kv_heads, value_dim, seed=3)
-    parts = list(zip(k.split(sizes), v.split(sizes), cu_ks, strict=True))
+    rows = [rows_of(Q_LENGTHS, lengths, False, SCALE) for lengths in K_LENGTHS]
+    parts = list(zip(k.split(sizes), v.split(sizes), rows, strict=True))
 
     out, lse = torch.zeros(19, 4, value_dim), torch.full((4, 19), -INFINITE)
-    for part_k, part_v, cu_k in parts:
-        out, lse = merge(out, lse, *partial_forward(q, part_k, part_v, cu_q, cu_k, False, SCALE))
-    grads = [
-        partial_backward(grad_out, q, part_k, part_v, out, lse, cu_q, cu_k, False, SCALE)
-        for part_k, part_v, cu_k in parts
-    ]
+    for part_k, part_v, rows in parts:
+        out, lse = merge(out, lse, *partial_forward(q, part_k, part_v, rows))
+    grads = [partial_backward(grad_out, q, part_k, part_v, out, lse, rows) for part_k, part_v, rows in parts]
 
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     seen = torch.cat([seen_by_rows(cu_q, cu_k) for cu_k in cu_ks], 1)
@@ -126,9 +129,9 @@ def example_calls():
     """Rows of 4, 3 and 5 tokens see themselves; tokens 4-8 see row 0 as well, tokens 7-11 row 1 as well."""
     rows = Span.of(0, [4, 3, 5], "cpu")
     return [
-        AttentionCall(rows, rows, True),
-        AttentionCall(Span.of(4, [5], "cpu"), Span.of(0, [4], "cpu"), False),
-        AttentionCall(Span.of(7, [5], "cpu"), Span.of(4, [3], "cpu"), False),
+        AttentionCall.of(rows, rows, True),
+        AttentionCall.of(Span.of(4, [5], "cpu"), Span.of(0, [4], "cpu"), False),
+        AttentionCall.of(Span.of(7, [5], "cpu"), Span.of(4, [3], "cpu"), False),
     ]
 
 
@@ -150,7 +153,7 @@ def test_the_order_of_calls_does_not_matter():
 def test_queries_without_keys_have_zero_results_and_gradients():
     inputs = [randn(6, 2, 8, seed=seed).requires_grad_() for seed in range(3)]
     # Tokens 1 and 2 see the first four.
-    call = AttentionCall(Span.of(1, [2, 3], "cpu"), Span.of(0, [4, 0], "cpu"), False)
+    call = AttentionCall.of(Span.of(1, [2, 3], "cpu"), Span.of(0, [4, 0], "cpu"), False)
 
     out = attend_calls(*inputs, [call], SCALE)
     grads = torch.autograd.grad(out.sum(), inputs)
@@ -163,18 +166,11 @@ def test_queries_without_keys_have_zero_results_and_gradients():
 def test_adjacent_rows_of_equal_lengths_form_a_run():
     # Rows (2, 3), (2, 3), (0, 4), (2, 3), (2, 0), (2, 3): the empty ones are left out and break the run
     # where they leave a gap, among the keys or among the queries.
-    found = row_runs(bounds(2, 2, 0, 2, 2, 2), bounds(3, 3, 4, 3, 0, 3))
+    found = row_runs([2, 2, 0, 2, 2, 2], [3, 3, 4, 3, 0, 3])
 
     assert [tuple(run) for run in found] == [(0, 0, 2, 2, 3), (4, 10, 1, 2, 3), (8, 13, 1, 2, 3)]
 
 
-def test_runs_are_cached_for_each_pair_of_bounds():
-    cu_q, cu_k, other = bounds(2, 2), bounds(3, 3), bounds(1, 4)
-
-    assert row_runs(cu_q, cu_k) is row_runs(cu_q, cu_k)
-    assert row_runs(cu_q, other) != row_runs(cu_q, cu_k)
-
-
 def test_causal_rows_need_equal_numbers_of_keys_and_queries():
     with pytest.raises(ValueError, match="as many keys as queries"):
-        partial_forward(randn(2, 1, 8), randn(3, 1, 8), randn(3, 1, 8), bounds(2), bounds(3), True, SCALE)
+        rows_of([2], [3], True, SCALE)

@@ -6,7 +6,7 @@ matrix products in chunks on any device and with any head dimension. `flash_forw
 all rows at once on CUDA in half precision.
 """
 
-import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,25 +38,20 @@ class RowRun(NamedTuple):
         return slice(self.k_start, self.k_start + self.rows * self.k_length)
 
 
-def row_runs(cu_q: Tensor, cu_k: Tensor) -> tuple[RowRun, ...]:
-    """Return the runs of rows that have queries and keys, cached on `cu_q` for the other layers."""
-    known: dict[int, tuple[Tensor, tuple[RowRun, ...]]] = getattr(cu_q, "row_runs", {})
-    if id(cu_k) in known:
-        return known[id(cu_k)][1]
+def row_runs(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> tuple[RowRun, ...]:
+    """Return the runs of rows that have queries and keys."""
     runs: list[RowRun] = []
-    bounds = zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True)
-    for (q_start, q_stop), (k_start, k_stop) in bounds:
-        row = RowRun(q_start, k_start, 1, q_stop - q_start, k_stop - k_start)
-        if not row.q_length or not row.k_length:
+    q_start = k_start = 0
+    for q_length, k_length in zip(q_lengths, k_lengths, strict=True):
+        row = RowRun(q_start, k_start, 1, q_length, k_length)
+        q_start, k_start = q_start + q_length, k_start + k_length
+        if not q_length or not k_length:
             continue
         if runs and _continues(runs[-1], row):
             runs[-1] = runs[-1]._replace(rows=runs[-1].rows + 1)
         else:
             runs.append(row)
-    found = tuple(runs)
-    known[id(cu_k)] = (cu_k, found)  # keeps the tensor alive, so that its id is not reused
-    setattr(cu_q, "row_runs", known)  # noqa: B010 (tensors declare no such attribute)
-    return found
+    return tuple(runs)
 
 
 def _continues(run: RowRun, row: RowRun) -> bool:

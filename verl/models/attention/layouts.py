@@ -7,9 +7,10 @@
 To add a layout, write a class with `attend`; `sequence_parallel_layouts` has the layouts that span processes.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from verl.models.attention.kernels import RowRun, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
 from verl.models.attention.row_attention import AttentionRule, attend_rows
+
+T = TypeVar("T")
 
 
 class Layout(Protocol):
@@ -35,8 +38,21 @@ class PackedLayout:
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> "PackedLayout":
-        return cls(cu_seqlens.to(torch.int32), row_runs(cu_seqlens, cu_seqlens))
+    def of(cls, cu_seqlens: Tensor, device: torch.device | str | None = None) -> "PackedLayout":
+        """Build the layout of (B + 1,) boundaries for tokens on `device`, by default that of the boundaries.
+
+        Boundaries on the CPU are copied to the device without waiting for it; boundaries on a GPU are read
+        back, which does wait. Both are cached on `cu_seqlens`, which all blocks of a vision tower pass on.
+        """
+        device = cu_seqlens.device if device is None else torch.device(device)
+        on_device = cu_seqlens
+        if cu_seqlens.device != device or cu_seqlens.dtype != torch.int32:
+            on_device = _cached(
+                cu_seqlens,
+                f"rows_on_{device}",
+                lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
+            )
+        return cls(on_device, _cached(cu_seqlens, "row_runs", lambda: _runs_within(cu_seqlens)))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         return attend_rows(query, key, value, self.cu_seqlens, self.runs, rule)
@@ -64,15 +80,17 @@ class SharedLayout:
         if any(prompt < 1 for prompt, _ in groups):
             raise ValueError("a shared prompt has at least one token")
         rows = [length for group in groups for length in _causal_rows(*group)]
-        everything = Span.of(0, rows, device)
-        calls = [AttentionCall(everything, everything, is_causal=True)]
+        parts: list[tuple[int, list[int]]] = [(0, rows)]  # then queries and keys of each further call
         start = 0
         for prompt, responses in groups:
             first, *others = _causal_rows(prompt, responses)
             if others:
-                queries = Span.of(start + first, [sum(others)], device)
-                calls.append(AttentionCall(queries, Span.of(start, [prompt], device), is_causal=False))
+                parts += [(start + first, [sum(others)]), (start, [prompt])]
             start += first + sum(others)
+        everything, *spans = Span.of_all(parts, device)
+        calls = [AttentionCall.of(everything, everything, is_causal=True)]
+        for queries, keys in zip(spans[::2], spans[1::2], strict=True):
+            calls.append(AttentionCall.of(queries, keys, is_causal=False))
         longest = max((prompt + max(responses, default=0) for prompt, responses in groups), default=0)
         return cls(tuple(calls), longest)
 
@@ -84,6 +102,18 @@ class SharedLayout:
             )
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
         return attend_calls(q, k, v, self.calls, rule.scale).unsqueeze(0)
+
+
+def _runs_within(cu_seqlens: Tensor) -> tuple[RowRun, ...]:
+    lengths = [stop - start for start, stop in itertools.pairwise(cu_seqlens.tolist())]
+    return row_runs(lengths, lengths)
+
+
+def _cached(tensor: Tensor, name: str, compute: Callable[[], T]) -> T:
+    """Compute a value once for a tensor, as an attribute of it."""
+    if not hasattr(tensor, name):
+        setattr(tensor, name, compute())
+    return getattr(tensor, name)
 
 
 def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:

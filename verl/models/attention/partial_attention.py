@@ -35,10 +35,25 @@ class Span(NamedTuple):
 
     tokens: slice
     cu_rows: Tensor  # (B + 1,) int32 row boundaries, counted from the first token
+    lengths: tuple[int, ...]  # (B,), known without reading the boundaries back from a device
 
     @classmethod
     def of(cls, start: int, lengths: Sequence[int], device: torch.device | str | None) -> "Span":
-        return cls(slice(start, start + sum(lengths)), cu_seqlens_of(lengths, device))
+        return cls.of_all([(start, lengths)], device)[0]
+
+    @classmethod
+    def of_all(
+        cls, spans: Sequence[tuple[int, Sequence[int]]], device: torch.device | str | None
+    ) -> list["Span"]:
+        """Build spans of (first token, row lengths), whose boundaries reach the device in one copy."""
+        bounds = [[0, *itertools.accumulate(lengths)] for _, lengths in spans]
+        joined = torch.tensor(list(itertools.chain(*bounds)), dtype=torch.int32)
+        joined = joined.to(device or "cpu", non_blocking=True)
+        parts = joined.split([len(bound) for bound in bounds])
+        return [
+            cls(slice(start, start + bound[-1]), part, tuple(lengths))
+            for (start, lengths), bound, part in zip(spans, bounds, parts, strict=True)
+        ]
 
 
 class AttentionCall(NamedTuple):
@@ -47,21 +62,29 @@ class AttentionCall(NamedTuple):
     queries: Span
     keys: Span
     is_causal: bool
+    runs: tuple[RowRun, ...]
+
+    @classmethod
+    def of(cls, queries: Span, keys: Span, is_causal: bool) -> "AttentionCall":
+        runs = row_runs(queries.lengths, keys.lengths)
+        if is_causal and any(run.q_length != run.k_length for run in runs):
+            raise ValueError("causal rows must have as many keys as queries")
+        return cls(queries, keys, is_causal, runs)
+
+    def rows(self, scale: float) -> Rows:
+        return Rows(self.queries.cu_rows, self.keys.cu_rows, self.runs, self.is_causal, scale)
 
 
 def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def partial_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def partial_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Compute attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), any strides.
 
-    The row boundaries are (B + 1,) int32. If causal, query t of a row attends to its first t + 1 keys.
-    Returns `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf without keys.
+    If causal, query t of a row attends to its first t + 1 keys. Returns
+    `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf without keys.
     """
-    rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
         return flash_forward(q, k, v, rows)
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), _empty_lse(q)
@@ -75,19 +98,9 @@ def partial_forward(
 
 
 def partial_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    is_causal: bool,
-    scale: float,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this part's contribution to the gradients of q, k and v, given the *merged* `out` and `lse`."""
-    rows = _rows_of(cu_q, cu_k, is_causal, scale)
     if has_flash(q, v) and rows.runs:
         return flash_backward(grad_out, q, k, v, out, lse, rows)
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -120,8 +133,8 @@ def add_attention(
     out: Tensor, lse: Tensor, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> None:
     """Merge the attention of a call into `out` and `lse`, in place."""
-    (at, cu_q), (keys, cu_k), is_causal = call
-    part = partial_forward(q[at], k[keys], v[keys], cu_q, cu_k, is_causal, scale)
+    at, keys = call.queries.tokens, call.keys.tokens
+    part = partial_forward(q[at], k[keys], v[keys], call.rows(scale))
     out[at], lse[:, at] = merge(out[at], lse[:, at], *part)
 
 
@@ -133,10 +146,10 @@ def add_gradients(
     scale: float,
 ) -> None:
     """Add the gradients of a call."""
-    (at, cu_q), (keys, cu_k), is_causal = call
+    at, keys = call.queries.tokens, call.keys.tokens
     q, k, v, out, lse = tensors
     own = q[at], k[keys], v[keys], out[at], lse[:, at]
-    parts = partial_backward(grad_out[at], *own, cu_q, cu_k, is_causal, scale)
+    parts = partial_backward(grad_out[at], *own, call.rows(scale))
     for total, part in zip((totals[0][at], totals[1][keys], totals[2][keys]), parts, strict=True):
         total += part
 
@@ -149,9 +162,9 @@ class _AttendCalls(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[AttentionCall, ...], scale: float
     ) -> Tensor:
         assert calls, "attention takes at least one call"
-        (at, cu_q), (keys, cu_k), is_causal = calls[0]
-        if at == slice(0, len(q)):  # usual: every token attends to its own sequence
-            out, lse = partial_forward(q, k[keys], v[keys], cu_q, cu_k, is_causal, scale)
+        if calls[0].queries.tokens == slice(0, len(q)):  # usual: every token attends to its own sequence
+            keys = calls[0].keys.tokens
+            out, lse = partial_forward(q, k[keys], v[keys], calls[0].rows(scale))
             others = calls[1:]
         else:
             lse = _empty_lse(q)
@@ -173,13 +186,6 @@ class _AttendCalls(torch.autograd.Function):
         for call in ctx.calls:
             add_gradients(totals, call, grads[0], saved, ctx.scale)
         return *(total.to(x.dtype) for total, x in zip(totals, saved[:3], strict=True)), None, None
-
-
-def _rows_of(cu_q: Tensor, cu_k: Tensor, is_causal: bool, scale: float) -> Rows:
-    runs = row_runs(cu_q, cu_k)
-    if is_causal and any(run.q_length != run.k_length for run in runs):
-        raise ValueError("causal rows must have as many keys as queries")
-    return Rows(cu_q, cu_k, runs, is_causal, scale)
 
 
 def _empty_lse(q: Tensor) -> Tensor:

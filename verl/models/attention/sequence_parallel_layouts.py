@@ -5,7 +5,7 @@
 rank to rank. `sequence_layout` composes them, with ulysses outside of the ring.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from verl.distributed.ring import start_transfer
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
-from verl.models.attention.kernels import row_runs
 from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, unsupported
 from verl.models.attention.partial_attention import (
     AttentionCall,
@@ -30,17 +29,22 @@ from verl.models.attention.partial_attention import (
 from verl.models.attention.row_attention import AttentionRule
 
 
-def sequence_layout(plan: ShardPlan, sp: SequenceParallel) -> Layout:
-    """Return the layout of this rank's tokens; without sequence parallelism, the plain layout."""
+def sequence_layout(
+    plan: ShardPlan, sp: SequenceParallel, device: torch.device | str | None = None
+) -> Layout:
+    """Return the layout of this rank's tokens, which are on `device`, by default where the plan is.
+
+    Without sequence parallelism it is the plain layout.
+    """
+    device = plan.local.device if device is None else device
     if sp.ring_size > 1:
-        layout = RingLayout.of(plan, sp)
+        layout = RingLayout.of(plan, sp, device)
         return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout)
-    device = plan.local.device
     if any(group.responses for group in plan.groups):
         layout = SharedLayout.of(plan.groups, device)
     else:
         lengths = [group.prompt for group in plan.groups]
-        layout = PackedLayout.of(cu_seqlens_of(lengths, device))
+        layout = PackedLayout.of(cu_seqlens_of(lengths, "cpu"), device)
     return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout, len(plan.positions))
 
 
@@ -69,8 +73,10 @@ class RingLayout:
     longest_row: int  # prompt and response
 
     @classmethod
-    def of(cls, plan: ShardPlan, sp: SequenceParallel) -> "RingLayout":
-        spans = [_chunk_spans(shard, plan.local.device) for shard in plan.ring_shards]
+    def of(
+        cls, plan: ShardPlan, sp: SequenceParallel, device: torch.device | str | None = None
+    ) -> "RingLayout":
+        spans = _chunk_spans(plan.ring_shards, plan.local.device if device is None else device)
         own = sp.ring_index
         calls = tuple(_calls(spans[own], spans[source], source - own) for source in range(sp.ring_size))
         return cls(sp, calls, max(group.prompt + max(group.responses, default=0) for group in plan.groups))
@@ -91,21 +97,21 @@ class _ChunkSpans(NamedTuple):
     responses: Span  # a row for each group: all of its responses
 
 
-def _chunk_spans(shard: RingShard, device: torch.device) -> tuple[_ChunkSpans, _ChunkSpans]:
-    chunks, start = [], 0
-    for groups in shard:
-        prompts = [group.prompt for group in groups]
-        responses = [length for group in groups for length in group.responses]
-        joined = [sum(group.responses) for group in groups]
-        chunk = _ChunkSpans(
-            Span.of(start, prompts + responses, device),
-            Span.of(start, prompts, device),
-            Span.of(start + sum(prompts), joined, device),
-        )
-        chunks.append(chunk)
-        start = chunk.segments.tokens.stop
-    first, second = chunks
-    return first, second
+def _chunk_spans(
+    shards: Sequence[RingShard], device: torch.device | str
+) -> list[tuple[_ChunkSpans, _ChunkSpans]]:
+    rows: list[tuple[int, Sequence[int]]] = []  # three spans for each of the two chunks of a shard
+    for shard in shards:
+        start = 0
+        for groups in shard:
+            prompts = [group.prompt for group in groups]
+            responses = [length for group in groups for length in group.responses]
+            joined = [sum(group.responses) for group in groups]
+            rows += [(start, prompts + responses), (start, prompts), (start + sum(prompts), joined)]
+            start += sum(prompts) + sum(responses)
+    spans = iter(Span.of_all(rows, device))
+    chunks = [_ChunkSpans(*three) for three in zip(spans, spans, spans, strict=True)]
+    return list(zip(chunks[::2], chunks[1::2], strict=True))
 
 
 def _calls(
@@ -121,11 +127,8 @@ def _calls(
     if ahead >= 0:
         attends.append((q_second.segments, k_second.segments, ahead == 0))
     attends += [(queries.responses, keys.prompts, False) for queries in own for keys in other]
-    return tuple(
-        AttentionCall(queries, keys, is_causal)
-        for queries, keys, is_causal in attends
-        if row_runs(queries.cu_rows, keys.cu_rows)
-    )
+    calls = (AttentionCall.of(*attend) for attend in attends)
+    return tuple(call for call in calls if call.runs)
 
 
 def _ring_steps(
