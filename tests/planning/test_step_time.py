@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_not_advised():
     )
     key = "worker.actor.model.enable_gradient_checkpointing"
     batch = {"data.rollout_batch_size": 512, "worker.actor.global_batch_size": 512}
-    config = with_options(config, batch | {"worker.actor.micro_batch_size_per_device_for_update": 16})
+    config = with_options(config, batch | {"worker.actor.micro_batch_size_per_device_for_update": 4})
 
     assert any(key in each.changes for each in advise(config, predictor(), planner()))
     assert not any(key in each.changes for each in advise(config, predictor(small), planner(small)))
