@@ -186,6 +186,15 @@ def test_options_without_a_usable_default_must_be_set():
             "`trainer.save_checkpoint_path` must be a folder that can be",
         ),
         (["worker.rollout.temperature=0"], "`worker.rollout.temperature` must be at least 0.01, got 0.0"),
+        (
+            ["worker.actor.attention_kernel=flash", "trainer.device=cpu"],
+            "`worker.actor.attention_kernel` (flash) needs a GPU: set it to auto, or `trainer.device` to",
+        ),
+        (
+            ["worker.actor.attention_kernel=flash", "trainer.device=cuda"],
+            "`worker.actor.attention_kernel` (flash) needs a FlashAttention package:"
+            " pip install flash-attn --no-build-isolation, or set it to auto",
+        ),
     ],
 )
 def test_a_broken_rule_is_named(minimal, arguments, problem):

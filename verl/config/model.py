@@ -199,6 +199,12 @@ class PolicyConfig(TrainedModelConfig):
     ulysses_size: int = option(1, "Ranks that share a sequence by heads; must divide their count.", minimum=1)
     ring_size: int = option(1, "Groups of `ulysses_size` ranks that share a sequence in a ring.", minimum=1)
     divide_short_sequences: bool = option(False, "Divide sequences even if estimated to be faster undivided.")
+    attention_kernel: str = option(
+        "auto",
+        "Attention of all models on GPUs: `torch`, its own kernel; `flash`, an installed FlashAttention 2, 3"
+        " or 4; `auto`, FlashAttention 3 where it is installed and supports the GPU, otherwise `torch`.",
+        choices=("auto", "torch", "flash"),
+    )
     cached_embeds_dir: str | None = option(
         None,
         "Folder that caches features of a frozen vision tower between runs; null disables the cache.",

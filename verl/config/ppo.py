@@ -86,6 +86,7 @@ class PPOConfig(RunTree):
         sizes = () if cores else self._sizes()
         yield from [*groups, *cores]
         yield from self.input_problems()
+        yield from self.kernel_problems()
         if self.worker.reward.reward_function is None and not self.worker.reward_model.is_used:
             yield (
                 "`worker.reward.reward_function` must be set: `file.py:function`;"

@@ -86,5 +86,6 @@ class SFTConfig(RunTree):
     def problems(self, path: str) -> Iterator[str]:
         actor = self.worker.actor
         yield from self.input_problems()
+        yield from self.kernel_problems()
         yield from self.rank_problems({"actor": actor.fsdp})
         yield from self.dp_problems("`worker.actor.global_batch_size`", actor.global_batch_size)

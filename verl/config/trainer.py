@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Section `trainer`, and the base of the config trees of every kind of run."""
 
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass
@@ -13,6 +14,7 @@ from verl.config.paths import checkpoint_folder, writable_file, writable_folder
 from verl.config.schema import option
 
 NEVER = (-1, 0)  # values of `*_freq` and of limits that turn them off
+FLASH_MODULES = ("flash_attn", "flash_attn_interface")  # of FlashAttention 2 and 4, and of 3
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
 
 
@@ -159,6 +161,19 @@ class RunTree:
             yield (
                 "`data.val_files` must be set; without validation set"
                 " `trainer.val_before_train=false` and `trainer.val_freq=-1`"
+            )
+
+    def kernel_problems(self) -> Iterator[str]:
+        """Yield a sentence if FlashAttention is required where it cannot run."""
+        option = "`worker.actor.attention_kernel`"
+        if self.worker.actor.attention_kernel != "flash":
+            return
+        if self.trainer.device == "cpu":
+            yield f"{option} (flash) needs a GPU: set it to auto, or `trainer.device` to cuda"
+        elif not any(map(importlib.util.find_spec, FLASH_MODULES)):
+            yield (
+                f"{option} (flash) needs a FlashAttention package:"
+                " pip install flash-attn --no-build-isolation, or set it to auto"
             )
 
     def rank_problems(self, sharding: dict[str, FSDPConfig]) -> Iterator[str]:

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import unsupported
-from verl.models.attention.row_attention import AttentionRule
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.monkey_patch import (
     add_packed_forward,
@@ -80,7 +80,7 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
     if sp.ring_size > 1 and unsupported(_attention_rule(text), text.max_position_embeddings) is not None:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
-            " window or a soft cap: use `ulysses_size`"
+            " window: use `ulysses_size`"
         )
 
 

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import PackedLayout, SharedLayout
-from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 
 RULE = AttentionRule(0.3)
@@ -40,9 +40,11 @@ def seen_in(groups):
     return seen
 
 
-def masked(query, key, value, seen):
+def masked(query, key, value, seen, softcap=None):
     """One dense attention over all packed tokens: (1, N, H, D)."""
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * RULE.scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
     return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
@@ -114,14 +116,16 @@ def test_blocks_of_a_tower_share_one_copy_of_boundaries_from_the_cpu():
     assert [(run.rows, run.q_length) for run in layouts[2].runs] == [(1, 3), (1, 2)]
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1], GROUPS[1:2], GROUPS[2:3]])
-def test_each_response_attends_to_its_prompt_and_to_itself(groups):
+def test_each_response_attends_to_its_prompt_and_to_itself(groups, softcap):
     inputs = tensors(size_of(groups))
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
 
-    ours = with_gradients(SharedLayout.of(groups).attend(*inputs, RULE), inputs)
+    rule = AttentionRule(RULE.scale, softcap=softcap)
+    ours = with_gradients(SharedLayout.of(groups).attend(*inputs, rule), inputs)
 
-    theirs = with_gradients(masked(*exact, seen_in(groups)), exact)
+    theirs = with_gradients(masked(*exact, seen_in(groups), softcap), exact)
     torch.testing.assert_close(ours[0].double(), theirs[0], atol=1e-6, rtol=0)
     for left, right in zip(ours[1:], theirs[1:], strict=True):
         assert (left - right).abs().max() <= 1e-6 * right.abs().max()
@@ -177,7 +181,6 @@ def test_the_longest_row_of_a_shared_layout_is_a_prompt_with_its_longest_respons
     ("rule", "message"),
     [
         (AttentionRule(1.0, is_causal=False), "later tokens"),
-        (AttentionRule(1.0, softcap=2.0), "soft cap"),
         (AttentionRule(1.0, window=6), "window of 6 tokens .* has 7"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.models.attention import kernels as partial_kernels
-from verl.models.attention.kernels import row_runs
+from verl.models.attention.kernels import AttentionRule, row_runs
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -18,6 +18,7 @@ from verl.models.attention.partial_attention import (
 
 INFINITE = float("inf")
 SCALE = 0.3
+RULE = AttentionRule(SCALE)
 Q_LENGTHS = [4, 4, 0, 7, 1, 3]
 # The keys of each row come in three parts; part 2 gives no keys to row 0, none at all to row 2.
 K_LENGTHS = [[3, 3, 5, 2, 9, 1], [0, 2, 0, 1, 4, 1], [6, 6, 1, 1, 1, 2]]
@@ -29,7 +30,7 @@ def bounds(*lengths):
 
 def rows_of(q_lengths, k_lengths, is_causal, scale):
     call = AttentionCall.of(Span.of(0, q_lengths, None), Span.of(0, k_lengths, None), is_causal)
-    return call.rows(scale)
+    return call.rows(AttentionRule(scale))
 
 
 def randn(*shape, seed=0):
@@ -138,13 +139,13 @@ def example_calls():
 def test_gradients_of_calls_match_finite_differences():
     inputs = [randn(12, heads, 2, seed=heads).double().requires_grad_() for heads in (2, 1, 1)]
 
-    assert torch.autograd.gradcheck(lambda *tensors: attend_calls(*tensors, example_calls(), SCALE), inputs)
+    assert torch.autograd.gradcheck(lambda *tensors: attend_calls(*tensors, example_calls(), RULE), inputs)
 
 
 def test_the_order_of_calls_does_not_matter():
     inputs = [randn(12, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 1)]
     inputs[2] = randn(12, 2, 8, seed=7).requires_grad_()
-    outs = [attend_calls(*inputs, calls, SCALE) for calls in itertools.permutations(example_calls())]
+    outs = [attend_calls(*inputs, calls, RULE) for calls in itertools.permutations(example_calls())]
 
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], atol=1e-6, rtol=0)
@@ -155,7 +156,7 @@ def test_queries_without_keys_have_zero_results_and_gradients():
     # Tokens 1 and 2 see the first four.
     call = AttentionCall.of(Span.of(1, [2, 3], "cpu"), Span.of(0, [4, 0], "cpu"), False)
 
-    out = attend_calls(*inputs, [call], SCALE)
+    out = attend_calls(*inputs, [call], RULE)
     grads = torch.autograd.grad(out.sum(), inputs)
 
     assert not out[[0, 3, 4, 5]].any() and out[1:3].all()

@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from verl.models.attention import row_attention
+from verl.models.attention import kernels
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import PackedLayout
-from verl.models.attention.row_attention import AttentionRule
 
 LENGTHS = [5, 5, 1, 40, 40, 17]
 
@@ -50,8 +50,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES)
 def test_sequences_attend_only_to_themselves_under_every_rule(rule, monkeypatch):
-    monkeypatch.setattr(row_attention, "MASKED_CHUNK", 16)  # rows of 40 take several chunks
-    monkeypatch.setattr(row_attention, "MAX_SCORES", 4 * 16 * 40)  # and the two of them two batches
+    monkeypatch.setattr(kernels, "MAX_SCORES", 2 * 4 * 16 * 40)  # two rows of 40 take several chunks
     inputs = tensors()
     out, expected = layout().attend(*inputs, rule), masked(*inputs, rule)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -82,3 +81,33 @@ def test_no_mask_over_all_packed_tokens_is_built():
             bounds.attend(inputs, inputs, inputs, rule)
 
     assert largest <= 64 * 128 * 128
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_soft_cap_never_holds_the_scores_of_a_long_sequence(window, monkeypatch):
+    # Scores of 2048 tokens would be 4 Mi numbers for each head, kept for backward.
+    monkeypatch.setattr(kernels, "MAX_SCORES", 1 << 15)
+    largest = held = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    def save(tensor):
+        nonlocal held
+        held += tensor.numel()
+        return tensor
+
+    inputs = [torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(3)]
+    with Watch(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        out = PackedLayout.of(torch.tensor([0, 2048])).attend(*inputs, AttentionRule(1.0, True, window, 5.0))
+        out.sum().backward()
+
+    size = 2 * 2048 * 8
+    assert largest <= max(1 << 15, size)
+    assert held <= 5 * size

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import PackedLayout, SharedLayout, unsupported
-from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout, UlyssesLayout, sequence_layout
 
 PLAIN = AttentionRule(0.3)
@@ -91,6 +91,7 @@ def errors_on_this_rank(rank, world_size, meshes, kv_heads):
                 errors[ulysses, ring, name, count] = sharded_errors(sp, groups, count)
         errors[ulysses, ring, "nan in padding"] = sharded_errors(sp, SHARED, 2, noise=float("nan"))
         errors[ulysses, ring, "checkpoint"] = sharded_errors(sp, SHARED, 2, is_checkpointed=True)
+        errors[ulysses, ring, "soft cap"] = sharded_errors(sp, SHARED, 2, AttentionRule(0.3, softcap=0.7))
         if ring == 1:
             rule = AttentionRule(0.3, window=5, softcap=0.7)
             errors[ulysses, ring, "window"] = sharded_errors(sp, PACKED, 2, rule)
@@ -171,11 +172,10 @@ def test_ring_ranks_have_the_same_work():
     ("rule", "reason"),
     [
         (AttentionRule(0.3, is_causal=False), "later tokens"),
-        (AttentionRule(0.3, softcap=1.0), "soft cap"),
         (AttentionRule(0.3, window=34), "sliding window of 34 .* longest has 35"),
     ],
 )
-def test_a_ring_refuses_rules_that_need_scores_or_windows(rule, reason):
+def test_a_ring_refuses_windows_and_attention_to_later_tokens(rule, reason):
     sp = SequenceParallel(1, 2)
     layout = sequence_layout(shard_plan(SHARED, sp), sp)
     inputs = torch.zeros(1, 2, 60, 8)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout
-from verl.models.attention.row_attention import AttentionRule
 
 ATTENTION = "verl_packed"
 # With "flash" in the name, vision towers make one call with `cu_seqlens` instead of one for each image.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels for rows of queries that attend to rows of keys.
+"""Attention of one run of equally long rows: torch's fused CPU attention, or plain matrix products.
 
-`run_forward` and `run_backward` take one run of equally long rows: torch's fused CPU attention, or plain
-matrix products in chunks on any device and with any head dimension. `flash_forward` and `flash_backward` take
-all rows at once on CUDA in half precision.
+The plain products follow every rule on any device, with any head dimension, and hold at most `MAX_SCORES`
+scores. They recompute the scores in backward.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,20 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 
-FLASH_HEAD_DIM = 256  # the largest head dimension of CUDA's flash kernels
 MAX_SCORES = 1 << 26  # scores held at once by plain products, over rows and heads
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 _aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """The keys that a query attends to within its sequence, and the transformation of scores to weights."""
+
+    scale: float
+    is_causal: bool = True
+    window: int | None = None  # keys that a causal query attends to, including itself
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 
 class RowRun(NamedTuple):
@@ -67,6 +77,8 @@ class Rows(NamedTuple):
     runs: tuple[RowRun, ...]
     is_causal: bool
     scale: float
+    window: int | None = None  # keys that a causal query attends to, where some row is longer
+    softcap: float | None = None
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -76,15 +88,16 @@ class Rows(NamedTuple):
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` (rows, H, Lq) of queries (rows, H, Lq, D) and keys (rows, H, Lk, D)."""
-    if _has_fused_cpu(q, v):
+    if _has_fused_cpu(q, v, rows):
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, rows.is_causal, scale=rows.scale
         )
     outs, lses = [], []
-    for start, stop in _chunks(q, k):
-        scores = _scores(q, k, start, stop, rows)
+    for queries, keys in _blocks(q, k, rows):
+        scores, _ = _scores(q, k, queries, keys, rows)
         lses.append(scores.logsumexp(-1))
-        outs.append((scores.sub_(lses[-1].unsqueeze(-1)).exp_() @ v.to(scores.dtype)).to(q.dtype))
+        weights = scores.sub_(lses[-1].unsqueeze(-1)).exp_()
+        outs.append(_product(weights, v[:, :, keys], q.dtype).to(q.dtype))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
@@ -92,65 +105,71 @@ def run_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the merged `out` and `lse`."""
-    if _has_fused_cpu(q, v):
+    if _has_fused_cpu(q, v, rows):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, rows.is_causal, scale=rows.scale
         )
-    grad_out, k, v = (tensor.to(lse.dtype) for tensor in (grad_out, k, v))
-    inner = (grad_out * out).sum(-1, keepdim=True)  # (rows, H, Lq, 1)
-    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
-    for start, stop in _chunks(q, k):
-        weights = _scores(q, k, start, stop, rows).sub_(lse[:, :, start:stop, None]).exp_()
-        grads = grad_out[:, :, start:stop]
-        dv += weights.transpose(2, 3) @ grads
+    inner = (grad_out.to(lse.dtype) * out).sum(-1, keepdim=True)  # (rows, H, Lq, 1)
+    dk, dv = (torch.zeros(tensor.shape, dtype=lse.dtype, device=q.device) for tensor in (k, v))
+    dqs = []
+    for queries, keys in _blocks(q, k, rows):
+        scores, slope = _scores(q, k, queries, keys, rows)
+        weights = scores.sub_(lse[:, :, queries, None]).exp_()
+        grads = grad_out[:, :, queries]
+        dv[:, :, keys] += _product(weights.transpose(2, 3), grads, q.dtype)
         # From here on `weights` holds the gradients of the scores.
-        weights *= (grads @ v.transpose(2, 3) - inner[:, :, start:stop]) * rows.scale
-        dqs.append(weights @ k)
-        dk += weights.transpose(2, 3) @ q[:, :, start:stop].to(lse.dtype)
+        weights *= (
+            _product(grads, v[:, :, keys].transpose(2, 3), q.dtype) - inner[:, :, queries]
+        ) * rows.scale
+        if slope is not None:
+            weights *= slope
+        dqs.append(_product(weights, k[:, :, keys], q.dtype))
+        dk[:, :, keys] += _product(weights.transpose(2, 3), q[:, :, queries], q.dtype)
     return torch.cat(dqs, 2).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def has_flash(q: Tensor, v: Tensor) -> bool:
-    """Check for CUDA's variable-length flash kernels: dtype and head dimensions."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return is_gpu(q.device) and half and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
+def _has_fused_cpu(q: Tensor, v: Tensor, rows: Rows) -> bool:
+    is_plain = rows.window is None and rows.softcap is None
+    return is_plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return `out` (Nq, H, D) and `lse` (H, Nq)."""
-    out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, rows.cu_q, rows.cu_k, *rows.longest, 0.0, rows.is_causal, False, scale=rows.scale
-    )
-    # The kernel returns +inf for a row without keys.
-    return out, lse.masked_fill(lse == float("inf"), float("-inf"))
-
-
-def flash_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given the merged `out` and `lse`."""
-    tensors = grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
-    bounds = rows.cu_q, rows.cu_k, *rows.longest
-    seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    return _aten._flash_attention_backward(
-        *tensors, *bounds, 0.0, rows.is_causal, seed, offset, scale=rows.scale
-    )  # seed and offset are unused without dropout
-
-
-def _has_fused_cpu(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
-
-
-def _chunks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[slice, slice]]:
+    """Divide the queries, and return with each part the keys that some of its queries attend to."""
     size = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
-    return [(start, min(start + size, q.shape[2])) for start in range(0, q.shape[2], size)]
+    if rows.window is not None:
+        size = min(size, max(rows.window, 64))  # a part attends to size + window keys
+    blocks = []
+    for start in range(0, q.shape[2], size):
+        stop = min(start + size, q.shape[2])
+        first = 0 if rows.window is None else max(0, start - rows.window + 1)
+        blocks.append((slice(start, stop), slice(first, stop if rows.is_causal else k.shape[2])))
+    return blocks
 
 
-def _scores(q: Tensor, k: Tensor, start: int, stop: int, rows: Rows) -> Tensor:
-    """Return (rows, H, chunk, Lk) scores, at least float32; -inf for later keys."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = q[:, :, start:stop].to(dtype) @ k.transpose(2, 3).to(dtype) * rows.scale
+def _scores(q: Tensor, k: Tensor, queries: slice, keys: slice, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """Return (rows, H, queries, keys) scores, at least float32, -inf where masked; and a soft cap's slope."""
+    scores = _product(q[:, :, queries], k[:, :, keys].transpose(2, 3), q.dtype).mul_(rows.scale)
+    slope = None
+    if rows.softcap is not None:
+        scores.div_(rows.softcap).tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(rows.softcap)
     if rows.is_causal:
-        keys = torch.arange(k.shape[2], device=k.device)
-        scores.masked_fill_(keys > torch.arange(start, stop, device=k.device)[:, None], float("-inf"))
-    return scores
+        positions = torch.arange(queries.start, queries.stop, device=q.device)
+        behind = positions[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
+        is_masked = behind < 0 if rows.window is None else (behind < 0) | (behind >= rows.window)
+        scores.masked_fill_(is_masked, float("-inf"))
+    return scores, slope
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply (rows, H, n, m) and (rows, H, m, l) tensors, of a model that computes in `dtype`.
+
+    The result is at least float32. Tensor cores take half precision, as in the flash kernels, and add in
+    float32; elsewhere both factors are float32.
+    """
+    if is_gpu(left.device) and dtype in HALF_TYPES:
+        factors = (tensor.to(dtype).flatten(0, 1) for tensor in (left, right))
+        return torch.bmm(*factors, out_dtype=torch.float32).unflatten(0, left.shape[:2])
+    wide = torch.promote_types(dtype, torch.float32)
+    return left.to(wide) @ right.to(wide)

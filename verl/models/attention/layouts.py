@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from verl.models.attention.kernels import RowRun, row_runs
+from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.row_attention import AttentionRule, attend_rows
+from verl.models.attention.row_attention import attend_rows
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Layout(Protocol):
 class PackedLayout:
     """Concatenated sequences."""
 
-    cu_seqlens: Tensor  # (B + 1,) int32
+    sequences: Span
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
 
     @classmethod
@@ -45,6 +45,7 @@ class PackedLayout:
         back, which does wait. Both are cached on `cu_seqlens`, which all blocks of a vision tower pass on.
         """
         device = cu_seqlens.device if device is None else torch.device(device)
+        lengths, runs = _cached(cu_seqlens, "rows", lambda: _rows_within(cu_seqlens))
         on_device = cu_seqlens
         if cu_seqlens.device != device or cu_seqlens.dtype != torch.int32:
             on_device = _cached(
@@ -52,10 +53,15 @@ class PackedLayout:
                 f"rows_on_{device}",
                 lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
             )
-        return cls(on_device, _cached(cu_seqlens, "row_runs", lambda: _runs_within(cu_seqlens)))
+        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self.sequences.cu_rows
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return attend_rows(query, key, value, self.cu_seqlens, self.runs, rule)
+        rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
+        return attend_rows(query, key, value, rows, rule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +106,13 @@ class SharedLayout:
             raise NotImplementedError(
                 f"with a shared prompt, {refusal}: set `worker.actor.share_prompt` to false"
             )
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
-        return attend_calls(q, k, v, self.calls, rule.scale).unsqueeze(0)
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
+        return attend_calls(q, k, v, self.calls, rule).unsqueeze(0)
 
 
-def _runs_within(cu_seqlens: Tensor) -> tuple[RowRun, ...]:
-    lengths = [stop - start for start, stop in itertools.pairwise(cu_seqlens.tolist())]
-    return row_runs(lengths, lengths)
+def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...]]:
+    lengths = tuple(stop - start for start, stop in itertools.pairwise(cu_seqlens.tolist()))
+    return lengths, row_runs(lengths, lengths)
 
 
 def _cached(tensor: Tensor, name: str, compute: Callable[[], T]) -> T:
@@ -126,8 +132,6 @@ def unsupported(rule: AttentionRule, longest_row: int) -> str | None:
     """Return why merged calls cannot follow a rule in sequences of up to `longest_row` tokens, or None."""
     if not rule.is_causal:
         return "attention to later tokens is not supported"
-    if rule.softcap is not None:
-        return "a soft cap of the scores is not supported"
     if rule.window is not None and rule.window < longest_row:
         return (
             f"a sliding window of {rule.window} tokens is not supported for longer sequences (the longest"

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.distributed.device import is_gpu
 from verl.models.attention.kernels import (
+    AttentionRule,
     RowRun,
     Rows,
-    flash_backward,
-    flash_forward,
-    has_flash,
     row_runs,
     run_backward,
     run_forward,
 )
+from verl.models.attention.varlen_kernels import kernel_for
 
 
 class Span(NamedTuple):
@@ -71,8 +71,11 @@ class AttentionCall(NamedTuple):
             raise ValueError("causal rows must have as many keys as queries")
         return cls(queries, keys, is_causal, runs)
 
-    def rows(self, scale: float) -> Rows:
-        return Rows(self.queries.cu_rows, self.keys.cu_rows, self.runs, self.is_causal, scale)
+    def rows(self, rule: AttentionRule) -> Rows:
+        longest = max((run.k_length for run in self.runs), default=0)
+        window = rule.window if rule.window is not None and rule.window < longest else None
+        bounds = self.queries.cu_rows, self.keys.cu_rows
+        return Rows(*bounds, self.runs, self.is_causal, rule.scale, window, rule.softcap)
 
 
 def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
@@ -85,8 +88,9 @@ def partial_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor
     If causal, query t of a row attends to its first t + 1 keys. Returns
     `out` (Nq, H, D) in q's dtype, and `lse` (H, Nq) in at least float32; 0 and -inf without keys.
     """
-    if has_flash(q, v) and rows.runs:
-        return flash_forward(q, k, v, rows)
+    kernel = kernel_for(q, v, rows.softcap) if rows.runs else None
+    if kernel is not None:
+        return kernel.forward(q, k, v, rows)
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), _empty_lse(q)
     for run in rows.runs:
         run_out, run_lse = run_forward(_queries(q, run), _keys(k, q, run), _keys(v, q, run), rows)
@@ -101,8 +105,9 @@ def partial_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this part's contribution to the gradients of q, k and v, given the *merged* `out` and `lse`."""
-    if has_flash(q, v) and rows.runs:
-        return flash_backward(grad_out, q, k, v, out, lse, rows)
+    kernel = kernel_for(q, v, rows.softcap) if rows.runs else None
+    if kernel is not None:
+        return kernel.backward(grad_out, q, k, v, out, lse, rows)
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for run in rows.runs:
         run_lse = lse[:, run.q_slice].unflatten(1, (run.rows, -1)).transpose(0, 1)  # (rows, H, Lq)
@@ -124,17 +129,21 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
     return torch.lerp(out.to(lse.dtype), new_out.to(lse.dtype), weight), torch.logaddexp(lse, new_lse)
 
 
-def attend_calls(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], scale: float) -> Tensor:
+def attend_calls(
+    q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
+) -> Tensor:
     """Compute attention (N, H, D) of each query to the keys of all calls, which are all different."""
-    return _AttendCalls.apply(q, k, v, tuple(calls), scale)  # pyright: ignore[reportReturnType] (untyped)
+    if is_gpu(q.device):
+        q = q.contiguous()  # so is the result, which the kernels' backward would copy
+    return _AttendCalls.apply(q, k, v, tuple(calls), rule)  # pyright: ignore[reportReturnType] (untyped)
 
 
 def add_attention(
-    out: Tensor, lse: Tensor, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    out: Tensor, lse: Tensor, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule
 ) -> None:
     """Merge the attention of a call into `out` and `lse`, in place."""
     at, keys = call.queries.tokens, call.keys.tokens
-    part = partial_forward(q[at], k[keys], v[keys], call.rows(scale))
+    part = partial_forward(q[at], k[keys], v[keys], call.rows(rule))
     out[at], lse[:, at] = merge(out[at], lse[:, at], *part)
 
 
@@ -143,13 +152,13 @@ def add_gradients(
     call: AttentionCall,
     grad_out: Tensor,
     tensors: Sequence[Tensor],  # q, k, v, and the merged out and lse
-    scale: float,
+    rule: AttentionRule,
 ) -> None:
     """Add the gradients of a call."""
     at, keys = call.queries.tokens, call.keys.tokens
     q, k, v, out, lse = tensors
     own = q[at], k[keys], v[keys], out[at], lse[:, at]
-    parts = partial_backward(grad_out[at], *own, call.rows(scale))
+    parts = partial_backward(grad_out[at], *own, call.rows(rule))
     for total, part in zip((totals[0][at], totals[1][keys], totals[2][keys]), parts, strict=True):
         total += part
 
@@ -159,33 +168,39 @@ class _AttendCalls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[AttentionCall, ...], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[AttentionCall, ...], rule: AttentionRule
     ) -> Tensor:
         assert calls, "attention takes at least one call"
-        if calls[0].queries.tokens == slice(0, len(q)):  # usual: every token attends to its own sequence
-            keys = calls[0].keys.tokens
-            out, lse = partial_forward(q, k[keys], v[keys], calls[0].rows(scale))
+        if _covers(calls[0], q, k):  # usual: every token attends to its own sequence
+            out, lse = partial_forward(q, k, v, calls[0].rows(rule))
             others = calls[1:]
         else:
             lse = _empty_lse(q)
             out, others = lse.new_zeros(*q.shape[:2], v.shape[2]), calls
         out = out.to(lse.dtype) if others else out
         for call in others:
-            add_attention(out, lse, call, q, k, v, scale)
+            add_attention(out, lse, call, q, k, v, rule)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.calls, ctx.scale = calls, scale
+        ctx.calls, ctx.rule = calls, rule
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # under checkpointing they can be read only once
+        if len(ctx.calls) == 1 and _covers(ctx.calls[0], saved[0], saved[1]):
+            q, k, v, out, lse = saved
+            return *partial_backward(grads[0], q, k, v, out, lse, ctx.calls[0].rows(ctx.rule)), None, None
         dtype = saved[-1].dtype  # of lse
         totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in saved[:3]]
         for call in ctx.calls:
-            add_gradients(totals, call, grads[0], saved, ctx.scale)
+            add_gradients(totals, call, grads[0], saved, ctx.rule)
         return *(total.to(x.dtype) for total, x in zip(totals, saved[:3], strict=True)), None, None
+
+
+def _covers(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
+    return call.queries.tokens == slice(0, len(q)) and call.keys.tokens == slice(0, len(k))
 
 
 def _empty_lse(q: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from verl.distributed.ring import start_transfer
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, unsupported
 from verl.models.attention.partial_attention import (
     AttentionCall,
@@ -26,7 +27,6 @@ from verl.models.attention.partial_attention import (
     add_gradients,
     cu_seqlens_of,
 )
-from verl.models.attention.row_attention import AttentionRule
 
 
 def sequence_layout(
@@ -85,8 +85,8 @@ class RingLayout:
         refusal = unsupported(rule, self.longest_row)
         if refusal is not None:
             raise NotImplementedError(f"in a ring, {refusal}: use `ulysses_size` instead of `ring_size`")
-        tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (n, heads, D) each
-        return _AttendRing.apply(*tokens, self, rule.scale).unsqueeze(0)  # pyright: ignore (untyped)
+        tokens = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (n, heads, D) each
+        return _AttendRing.apply(*tokens, self, rule).unsqueeze(0)  # pyright: ignore (untyped)
 
 
 class _ChunkSpans(NamedTuple):
@@ -147,17 +147,17 @@ def _ring_steps(
 class _AttendRing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: RingLayout, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: RingLayout, rule: AttentionRule
     ) -> Tensor:
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(*query.shape[:2], value.shape[2], dtype=dtype, device=query.device)
         lse = torch.full((query.shape[1], len(query)), float("-inf"), dtype=dtype, device=query.device)
         for calls, (k, v) in _ring_steps(layout, [key, value]):
             for call in calls:
-                add_attention(out, lse, call, query, k, v, scale)
+                add_attention(out, lse, call, query, k, v, rule)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.layout, ctx.rule = layout, rule
         return out
 
     @staticmethod
@@ -170,7 +170,7 @@ class _AttendRing(torch.autograd.Function):
         for calls, (k, v) in _ring_steps(ctx.layout, [key, value]):
             dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
             for call in calls:
-                add_gradients((dq, dk, dv), call, grads[0], (query, k, v, out, lse), ctx.scale)
+                add_gradients((dq, dk, dv), call, grads[0], (query, k, v, out, lse), ctx.rule)
             if behind is not None:
                 for total, part in zip((dk, dv), behind.wait(), strict=True):
                     total += part

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention kernels for packed rows of any lengths: the one inside of torch, and the process's choice.
+
+The other kernels belong to packages, see `flash_packages`. To add one, write a `VarlenKernel` and offer it in
+`flash_packages.choose_kernels`.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from verl.distributed.device import is_gpu
+from verl.models.attention.kernels import HALF_TYPES, Rows
+
+_aten: Any = torch.ops.aten
+
+
+class VarlenKernel(Protocol):
+    """Attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), with any strides."""
+
+    name: str
+
+    def obstacle(self, q: Tensor, v: Tensor, softcap: float | None) -> str | None:
+        """Return why the kernel cannot take such tensors, or None."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return `out` (Nq, H, D), and `lse` (H, Nq) float32, -inf for rows without keys."""
+        ...
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, given the merged `out` and `lse`."""
+        ...
+
+
+class GPUKernel:
+    """Limits that the kernels for GPUs have in common."""
+
+    name: str
+    largest_head = 256
+    takes_softcap = True
+
+    def obstacle(self, q: Tensor, v: Tensor, softcap: float | None) -> str | None:
+        if not is_gpu(q.device):
+            return f"needs a GPU, not the {q.device.type}"
+        if q.dtype not in HALF_TYPES:
+            return f"computes in bf16 or fp16, not in {q.dtype}"
+        if q.shape[-1] != v.shape[-1] or q.shape[-1] > self.largest_head or q.shape[-1] % 8:
+            return (
+                "needs equal head dimensions of keys and values, a multiple of 8 up to"
+                f" {self.largest_head}, not {q.shape[-1]} and {v.shape[-1]}"
+            )
+        if softcap is not None and not self.takes_softcap:
+            return "has no soft cap of the scores"
+        return None
+
+
+def window_of(rows: Rows) -> tuple[bool, int, int]:
+    """Return the flag and the window (keys before, keys after, -1 for all) that flash kernels take."""
+    if rows.window is not None:
+        return False, rows.window - 1, 0  # the query's own key is not counted
+    return rows.is_causal, -1, 0 if rows.is_causal else -1
+
+
+def longest_of(rows: Rows) -> tuple[int, int]:
+    """Return the most queries and keys of a row, as FlashAttention 2 takes them.
+
+    For at most one query it would rearrange grouped heads in a way that needs a query in every row.
+    """
+    queries, keys = rows.longest
+    return max(2, queries), keys
+
+
+def without_keys(lse: Tensor) -> Tensor:
+    """Replace +inf, which FlashAttention 2 returns for rows without keys, by -inf."""
+    return lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+class TorchKernel(GPUKernel):
+    """The FlashAttention 2 that is compiled into torch."""
+
+    name = "torch"
+    takes_softcap = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        is_causal, before, after = window_of(rows)
+        out, lse, *_ = _aten._flash_attention_forward(
+            *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows), 0.0, is_causal, False),
+            scale=rows.scale,
+            window_size_left=before,
+            window_size_right=after,
+        )
+        return out, without_keys(lse)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        is_causal, before, after = window_of(rows)
+        tensors = grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
+        # The seed and the offset are unused without dropout.
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = torch.empty(0, device=q.device)
+        return _aten._flash_attention_backward(
+            *(*tensors, rows.cu_q, rows.cu_k, *longest_of(rows), 0.0, is_causal, seed, offset),
+            scale=rows.scale,
+            window_size_left=before,
+            window_size_right=after,
+        )
+
+
+class KernelChoice(NamedTuple):
+    """Kernels in order of preference."""
+
+    kernels: tuple[VarlenKernel, ...]
+    is_required: bool = False  # tensors that no kernel takes are an error; otherwise plain attention is used
+
+    def find(self, q: Tensor, v: Tensor, softcap: float | None) -> VarlenKernel | None:
+        """Return the first kernel that takes such tensors."""
+        obstacles = []
+        for kernel in self.kernels:
+            obstacle = kernel.obstacle(q, v, softcap)
+            if obstacle is None:
+                return kernel
+            obstacles.append(f"{kernel.name} {obstacle}")
+        if self.is_required:
+            raise NotImplementedError(
+                f"no attention kernel takes this model: {'; '.join(obstacles)}:"
+                " set `worker.actor.attention_kernel` to auto"
+            )
+        return None
+
+
+DEFAULT = KernelChoice((TorchKernel(),))
+_choice = DEFAULT
+
+
+def kernel_for(q: Tensor, v: Tensor, softcap: float | None) -> VarlenKernel | None:
+    """Return the process's kernel for such tensors, or None if plain attention must compute them."""
+    return _choice.find(q, v, softcap)
+
+
+def use_kernels(choice: KernelChoice) -> KernelChoice:
+    """Set the kernels of this process and return the previous ones."""
+    global _choice
+    previous, _choice = _choice, choice
+    return previous
