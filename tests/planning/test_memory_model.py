@@ -106,7 +106,8 @@ def test_logits_are_computed_in_chunks():
     )  # bf16 logits, four float32 tensors of them
     large = replace(SHAPE, vocab=1 << 20)
     assert logit_chunk(large, SETUP, MicroBatch(1000, 1000)) == (256 << 20) + (8 << 20)  # 128 rows at once
-    assert logit_chunk(large, replace(SETUP, device="cuda"), MicroBatch(1000, 1000)) == (1 << 30) + (1 << 30)
+    # On a GPU kernels read the logits and overwrite them with gradients.
+    assert logit_chunk(large, replace(SETUP, device="cuda"), MicroBatch(1000, 1000)) == 1 << 30
 
 
 def test_checkpointing_saves_only_the_input_of_each_layer():

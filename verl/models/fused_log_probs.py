@@ -5,21 +5,29 @@ Logits are the largest tensor of a training step. They are computed for a chunk 
 forward and again in the backward pass, with a few numbers saved per token.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.models.head.choice import softmax_for
+from verl.models.head.interface import (
+    HeadProducts,
+    KLGradients,
+    KLStatistics,
+    LogProbGradients,
+    LogProbStatistics,
+    rows_of,
+)
 from verl.models.logit_chunks import (
     HeadLogits,
     LogitTransform,
     autocast_head,
-    blocks,
     chunk_rows,
     chunks,
     head_gradients,
-    transformed,
 )
 
 
@@ -99,20 +107,11 @@ class _LinearLogProbs(torch.autograd.Function):
         lse = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         sum_squares = torch.empty_like(log_probs) if with_sum_squares else None
-        for chunk, (logits,) in chunks([HeadLogits(hidden, weight)], rows):
-            for block, part in blocks(chunk, weight):
-                z = transformed(logits[part], bias, transform, accurate)
-                log_probs[block] = z.gather(1, targets[block, None])[:, 0]
-                largest = z.amax(1)
-                z.sub_(largest[:, None])
-                unnormalised = z.exp()
-                total = unnormalised.sum(1)
-                lse[block] = largest + total.log()
-                if sum_squares is not None:
-                    sum_squares[block] = (torch.linalg.vector_norm(unnormalised, dim=1) / total).square_()
-                if entropy is not None:
-                    entropy[block] = total.log() - unnormalised.mul_(z).sum(1) / total
-        log_probs -= lse
+        results = LogProbStatistics(log_probs, lse, entropy, sum_squares)
+        softmax = softmax_for(hidden.device.type)
+        for chunk, (values,) in chunks([HeadLogits(hidden, weight)], rows):
+            products = HeadProducts(values, bias, transform)
+            softmax.log_probs(products, targets[chunk], rows_of(results, chunk))
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.transform, ctx.rows = transform, rows
         ctx.set_materialize_grads(False)
@@ -134,14 +133,17 @@ class _LinearLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(lse)
 
-        def block_grad(block: slice, logits: Tensor) -> Tensor:
-            return _log_prob_grad(
-                transformed(logits, bias, ctx.transform, lse.dtype),
-                targets[block], lse[block], ctx.transform, grad_log_probs[block],
-                None if grad_entropy is None else (entropy[block], grad_entropy[block]),
-            )  # fmt: skip
+        if grad_entropy is None:
+            entropy = None
+        given = LogProbGradients(lse, grad_log_probs, entropy, grad_entropy)
+        softmax = softmax_for(hidden.device.type)
 
-        return *head_gradients(ctx, [HeadLogits(hidden, weight, bias)], lse.dtype, block_grad), *(None,) * 5
+        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
+            policy = HeadProducts(products[0], bias, ctx.transform)
+            part = rows_of(given, chunk)
+            return softmax.log_prob_gradient(policy, targets[chunk], part, hidden.dtype, grad_bias)
+
+        return *head_gradients(ctx, [HeadLogits(hidden, weight, bias)], lse.dtype, chunk_grad), *(None,) * 5
 
 
 class _LinearKL(torch.autograd.Function):
@@ -158,21 +160,12 @@ class _LinearKL(torch.autograd.Function):
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         kl = hidden.new_empty(len(hidden), dtype=accurate)
         lse, mean_gap = torch.empty_like(kl), torch.empty_like(kl)
-        for chunk, (logits, ref_logits) in chunks([HeadLogits(hidden, weight), reference], rows):
-            for block, part in blocks(chunk, weight):
-                z = transformed(logits[part], bias, transform, accurate)
-                y = transformed(ref_logits[part], reference.bias, reference.transform, accurate)
-                largest, ref_largest = z.amax(1), y.amax(1)
-                z.sub_(largest[:, None])
-                y.sub_(ref_largest[:, None])
-                gap = z - y
-                unnormalised = z.exp_()
-                total, ref_total = unnormalised.sum(1), y.exp_().sum(1)
-                mean = gap.mul_(unnormalised).sum(1) / total
-                # For close models the logarithm of the quotient rounds less than a difference of logarithms.
-                kl[block] = mean - (total / ref_total).log()
-                lse[block] = largest + total.log()
-                mean_gap[block] = mean + (largest - ref_largest)
+        results = KLStatistics(kl, lse, mean_gap)
+        softmax = softmax_for(hidden.device.type)
+        for chunk, (values, ref_values) in chunks([HeadLogits(hidden, weight), reference], rows):
+            policy_products = HeadProducts(values, bias, transform)
+            ref_products = HeadProducts(ref_values, reference.bias, reference.transform)
+            softmax.kl(policy_products, ref_products, rows_of(results, chunk))
         ctx.save_for_backward(hidden, weight, bias, lse, mean_gap, *reference[:3])
         ctx.transform, ctx.ref_transform, ctx.rows = transform, reference.transform, rows
         return kl.clamp_(min=0)  # below zero only by rounding
@@ -182,38 +175,14 @@ class _LinearKL(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor) -> tuple:
         hidden, weight, bias, lse, mean_gap, ref_hidden, ref_weight, ref_bias = ctx.saved_tensors
 
-        def block_grad(block: slice, logits: Tensor, ref_logits: Tensor) -> Tensor:
-            # The gap minus its mean under p is log p - log q - KL.
-            z = transformed(logits, bias, ctx.transform, lse.dtype)
-            gap = z - transformed(ref_logits, ref_bias, ctx.ref_transform, lse.dtype)
-            slope = ctx.transform.slope(z)
-            p = z.sub_(lse[block, None]).exp_()
-            return gap.sub_(mean_gap[block, None]).mul_(p).mul_(grad_kl[block, None]).mul_(slope)
+        given = KLGradients(lse, mean_gap, grad_kl)
+        softmax = softmax_for(hidden.device.type)
+
+        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
+            values, ref_values = products
+            policy = HeadProducts(values, bias, ctx.transform)
+            reference = HeadProducts(ref_values, ref_bias, ctx.ref_transform)
+            return softmax.kl_gradient(policy, reference, rows_of(given, chunk), hidden.dtype, grad_bias)
 
         heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
-        return *head_gradients(ctx, heads, lse.dtype, block_grad), None, None, None
-
-
-def _log_prob_grad(
-    z: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    transform: LogitTransform,
-    grad_log_probs: Tensor,
-    entropy: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Compute the gradient with respect to `hidden @ weight.T` for a block of tokens; `z` is overwritten.
-
-    d log_prob / dz = onehot - p;    d entropy / dz = -p (log p + entropy)
-    """
-    slope = transform.slope(z)
-    log_p = z.sub_(lse[:, None])
-    if entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
-    else:
-        value, grad_value = entropy
-        p = log_p.exp()
-        grad = log_p.add_(value[:, None]).mul_(grad_value[:, None]).add_(grad_log_probs[:, None])
-        grad = grad.mul_(p).neg_()
-    grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(grad.dtype))
-    return grad.mul_(slope)
+        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked products of hidden states and a head's weight, so that full logits are never held.
 
-Matrix products run on chunks of tokens, whose size follows from a byte budget; softmax runs on blocks of a
-chunk that fit the cache. `fused_log_probs` builds on both.
+Matrix products run on chunks of tokens, whose size follows from a byte budget; `models/head` takes the
+softmax of a chunk. `fused_log_probs` builds on both.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,6 @@ from verl.distributed.device import is_gpu
 
 CHUNK_BYTES = 256 << 20  # logits held at once; next to the weight's gradient the largest part of the peak
 CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
-BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
-BLOCK_ELEMENTS_CUDA = 1 << 26
 PRODUCT_ROWS = 1 << 14  # rows of the weight's gradient per half-precision product, summed in float32
 
 
@@ -56,18 +54,6 @@ def autocast_head(head: HeadLogits) -> HeadLogits:
     return head._replace(hidden=head.hidden.to(dtype), weight=head.weight.to(dtype))
 
 
-def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype) -> Tensor:
-    """Return a float32 copy of a block of head products with bias and transform applied."""
-    z = logits.to(dtype, copy=True)
-    if bias is not None:
-        z.add_(bias)
-    if transform.softcap is not None:
-        z.mul_(transform.scale / transform.softcap).tanh_()
-        return z.mul_(transform.softcap / transform.temperature)
-    factor = transform.scale / transform.temperature
-    return z if factor == 1.0 else z.mul_(factor)
-
-
 def chunk_rows(heads: Sequence[HeadLogits], chunk_bytes: int | None) -> int:
     """Return the number of tokens whose logits of all heads together fit the budget; at least one."""
     budget = chunk_bytes or (CHUNK_BYTES_CUDA if is_gpu(heads[0].hidden.device) else CHUNK_BYTES)
@@ -81,7 +67,7 @@ def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list
         head.hidden.new_empty(min(rows, num_tokens), len(head.weight), dtype=_logits_dtype(head.hidden))
         for head in heads
     ]
-    for start, stop in _spans(num_tokens, rows):
+    for start, stop in spans(num_tokens, rows):
         products = [
             _product(head.hidden[start:stop], head.weight, buffer[: stop - start])
             for head, buffer in zip(heads, buffers, strict=True)
@@ -89,18 +75,17 @@ def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list
         yield slice(start, stop), products
 
 
-def blocks(chunk: slice, weight: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the blocks of a chunk, each as a slice of all tokens and as a slice of the chunk."""
-    rows = max(1, (BLOCK_ELEMENTS_CUDA if is_gpu(weight.device) else BLOCK_ELEMENTS) // len(weight))
-    for first, last in _spans(chunk.stop - chunk.start, rows):
-        yield slice(chunk.start + first, chunk.start + last), slice(first, last)
+def spans(length: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def head_gradients(
     ctx: Any,  # of an autograd function with these three inputs first; has `rows`, the size of a chunk
     heads: Sequence[HeadLogits],  # of the policy first; the others' products are needed too
     accurate: torch.dtype,  # of sums over chunks
-    block_grad: Callable[..., Tensor],  # (tokens, products of heads) to gradient of the first product
+    # (tokens, products of heads, gradient of the bias to add to) to gradient of the first product, in the
+    # dtype of `hidden`
+    chunk_grad: Callable[[slice, Sequence[Tensor], Tensor | None], Tensor],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of the policy's hidden states, weight and bias."""
     hidden, weight, bias, _ = heads[0]
@@ -114,12 +99,7 @@ def head_gradients(
         grad_weight = torch.zeros_like(weight, dtype=weight.dtype if single else accurate)
 
     for chunk, products in chunks(heads, ctx.rows):
-        for block, part in blocks(chunk, weight):
-            grad = block_grad(block, *(product[part] for product in products))
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            products[0][part] = grad
-        grads = products[0].to(hidden.dtype)
+        grads = chunk_grad(chunk, products, grad_bias)
         if grad_hidden is not None:
             torch.mm(grads, weight, out=grad_hidden[chunk])
         if grad_weight is not None:
@@ -144,9 +124,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:  # total +
     if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
         return
-    for start, stop in _spans(len(total), PRODUCT_ROWS):
+    for start, stop in spans(len(total), PRODUCT_ROWS):
         total[start:stop].add_(torch.mm(left[:, start:stop].t(), right))
-
-
-def _spans(length: int, step: int) -> list[tuple[int, int]]:
-    return [(start, min(start + step, length)) for start in range(0, length, step)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # of logits, see `models/logit_chunks.py`
-BLOCK_BYTES = {"cpu": 4 * (2 << 20), "cuda": 4 * (256 << 20)}  # four float32 tensors of a softmax
+BLOCK_BYTES = {"cpu": 4 * (2 << 20), "cuda": 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
 
 

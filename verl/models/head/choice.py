@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the head's softmax for a device."""
+
+import importlib.util
+import logging
+from functools import cache
+
+from verl.distributed.device import is_gpu
+from verl.models.head.eager_softmax import EagerSoftmax
+from verl.models.head.interface import HeadSoftmax
+
+logger = logging.getLogger(__name__)
+
+
+@cache  # so that a missing package is reported once
+def softmax_for(device_type: str) -> HeadSoftmax:
+    """Return the Triton kernels on GPUs and torch operations on CPUs."""
+    if not is_gpu(device_type):
+        return EagerSoftmax()
+    if importlib.util.find_spec("triton") is None:
+        logger.warning(
+            "The softmax of the LM head runs without its kernels, several times slower: they need `triton`,"
+            " which CUDA builds of torch require: repair the installation with `pip install triton`"
+        )
+        return EagerSoftmax()
+    from verl.models.head.triton_softmax import TritonSoftmax  # noqa: PLC0415 - CPUs need no triton
+
+    return TritonSoftmax()

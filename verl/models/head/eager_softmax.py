@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The softmax over a chunk of head products in torch operations, on blocks that stay in the cache."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from verl.distributed.device import is_gpu
+from verl.models.head.interface import (
+    HeadProducts,
+    KLGradients,
+    KLStatistics,
+    LogProbGradients,
+    LogProbStatistics,
+    rows_of,
+)
+from verl.models.logit_chunks import LogitTransform, spans
+
+BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
+BLOCK_ELEMENTS_CUDA = 1 << 22  # two tensors of 16 MiB stay in the L2 cache of an A100 or H100
+
+
+class EagerSoftmax:
+    """`HeadSoftmax` in torch operations; the reference for the kernels."""
+
+    def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
+        for rows in _blocks(policy.values):
+            log_probs, lse, entropy, sum_squares = rows_of(results, rows)
+            z = _logits(policy, rows, lse.dtype)
+            target_logits = z.gather(1, targets[rows, None])[:, 0]
+            largest = z.amax(1)
+            z.sub_(largest[:, None])
+            unnormalised = z.exp()
+            total = unnormalised.sum(1)
+            lse.copy_(largest + total.log())
+            log_probs.copy_(target_logits - lse)
+            if sum_squares is not None:
+                sum_squares.copy_((torch.linalg.vector_norm(unnormalised, dim=1) / total).square_())
+            if entropy is not None:
+                entropy.copy_(total.log() - unnormalised.mul_(z).sum(1) / total)
+
+    def log_prob_gradient(
+        self,
+        policy: HeadProducts,
+        targets: Tensor,
+        given: LogProbGradients,
+        dtype: torch.dtype,
+        grad_bias: Tensor | None,
+    ) -> Tensor:
+        def block_gradient(rows: slice) -> Tensor:
+            z = _logits(policy, rows, given.lse.dtype)
+            return _log_prob_gradient(z, targets[rows], rows_of(given, rows), policy.transform)
+
+        return _overwrite(policy.values, block_gradient, dtype, grad_bias)
+
+    def kl(self, policy: HeadProducts, reference: HeadProducts, results: KLStatistics) -> None:
+        for rows in _blocks(policy.values):
+            kl, lse, mean_gap = rows_of(results, rows)
+            z = _logits(policy, rows, lse.dtype)
+            y = _logits(reference, rows, lse.dtype)
+            largest, ref_largest = z.amax(1), y.amax(1)
+            z.sub_(largest[:, None])
+            y.sub_(ref_largest[:, None])
+            gap = z - y
+            unnormalised = z.exp_()
+            total, ref_total = unnormalised.sum(1), y.exp_().sum(1)
+            mean = gap.mul_(unnormalised).sum(1) / total
+            # For close models the logarithm of the quotient rounds less than a difference of logarithms.
+            kl.copy_(mean - (total / ref_total).log())
+            lse.copy_(largest + total.log())
+            mean_gap.copy_(mean + (largest - ref_largest))
+
+    def kl_gradient(
+        self,
+        policy: HeadProducts,
+        reference: HeadProducts,
+        given: KLGradients,
+        dtype: torch.dtype,
+        grad_bias: Tensor | None,
+    ) -> Tensor:
+        def block_gradient(rows: slice) -> Tensor:
+            # The gap minus its mean under p is log p - log q - KL.
+            lse, mean_gap, grad_kl = rows_of(given, rows)
+            z = _logits(policy, rows, lse.dtype)
+            gap = z - _logits(reference, rows, lse.dtype)
+            slope = policy.transform.slope(z)
+            p = z.sub_(lse[:, None]).exp_()
+            return gap.sub_(mean_gap[:, None]).mul_(p).mul_(grad_kl[:, None]).mul_(slope)
+
+        return _overwrite(policy.values, block_gradient, dtype, grad_bias)
+
+
+def _blocks(values: Tensor) -> Iterator[slice]:
+    elements = BLOCK_ELEMENTS_CUDA if is_gpu(values.device) else BLOCK_ELEMENTS
+    for first, last in spans(len(values), max(1, elements // values.shape[1])):
+        yield slice(first, last)
+
+
+def _logits(products: HeadProducts, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a block of head products with bias and transform applied."""
+    values, bias, (scale, softcap, temperature) = products
+    z = values[rows].to(dtype, copy=True)
+    if bias is not None:
+        z.add_(bias)
+    if softcap is not None:
+        z.mul_(scale / softcap).tanh_()
+        return z.mul_(softcap / temperature)
+    factor = scale / temperature
+    return z if factor == 1.0 else z.mul_(factor)
+
+
+def _overwrite(
+    values: Tensor, block_gradient: Callable[[slice], Tensor], dtype: torch.dtype, grad_bias: Tensor | None
+) -> Tensor:
+    for rows in _blocks(values):
+        gradient = block_gradient(rows)
+        if grad_bias is not None:
+            grad_bias += gradient.sum(0)
+        values[rows] = gradient
+    return values.to(dtype)
+
+
+def _log_prob_gradient(
+    z: Tensor, targets: Tensor, given: LogProbGradients, transform: LogitTransform
+) -> Tensor:
+    """Compute the gradient with respect to `hidden @ weight.T` for a block of tokens; `z` is overwritten.
+
+    d log_prob / dz = onehot - p;    d entropy / dz = -p (log p + entropy)
+    """
+    lse, grad_log_probs, entropy, grad_entropy = given
+    slope = transform.slope(z)
+    log_p = z.sub_(lse[:, None])
+    if entropy is None or grad_entropy is None:
+        gradient = log_p.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        p = log_p.exp()
+        gradient = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
+        gradient = gradient.mul_(p).neg_()
+    gradient.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(gradient.dtype))
+    return gradient.mul_(slope)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The softmax over a chunk of head products: the tensors it reads and writes.
+
+`eager_softmax` implements it in torch operations, `triton_softmax` in kernels that read a chunk once.
+"""
+
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from verl.models.logit_chunks import LogitTransform
+
+Columns = TypeVar("Columns", bound=NamedTuple)
+
+
+class HeadProducts(NamedTuple):
+    """Products of M tokens with a head's weight, and the bias and transform that make them logits."""
+
+    values: Tensor  # (M, V), a contiguous part of a chunk
+    bias: Tensor | None  # (V,)
+    transform: LogitTransform
+
+
+class LogProbStatistics(NamedTuple):
+    """Results for M tokens, (M,) each; None where not requested."""
+
+    log_probs: Tensor  # of the targets
+    lse: Tensor  # logarithm of the sum of the exponentials of all logits
+    entropy: Tensor | None
+    sum_squares: Tensor | None  # of the probabilities
+
+
+class LogProbGradients(NamedTuple):
+    """Gradients of M tokens' results, (M,) each, with the results that they need."""
+
+    lse: Tensor
+    log_probs: Tensor  # gradient
+    entropy: Tensor | None  # value; None if the entropy has no gradient
+    grad_entropy: Tensor | None
+
+
+class KLStatistics(NamedTuple):
+    """The KL divergence of M tokens, (M,) each, with p of the policy and q of the reference."""
+
+    kl: Tensor  # below zero only by rounding
+    lse: Tensor  # of the policy
+    mean_gap: Tensor  # sum over the vocabulary of p (policy's logit - reference's logit)
+
+
+class KLGradients(NamedTuple):
+    """Gradients of M tokens' divergence, (M,) each, with the statistics that they need."""
+
+    lse: Tensor
+    mean_gap: Tensor
+    kl: Tensor  # gradient
+
+
+class HeadSoftmax(Protocol):
+    """Statistics of softmax(logits), written into given tensors, and gradients with respect to products.
+
+    Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
+    memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
+    """
+
+    def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None: ...
+
+    def log_prob_gradient(
+        self,
+        policy: HeadProducts,
+        targets: Tensor,
+        given: LogProbGradients,
+        dtype: torch.dtype,
+        grad_bias: Tensor | None,
+    ) -> Tensor: ...
+
+    def kl(self, policy: HeadProducts, reference: HeadProducts, results: KLStatistics) -> None: ...
+
+    def kl_gradient(
+        self,
+        policy: HeadProducts,
+        reference: HeadProducts,
+        given: KLGradients,
+        dtype: torch.dtype,
+        grad_bias: Tensor | None,
+    ) -> Tensor: ...
+
+
+def rows_of(columns: Columns, rows: slice) -> Columns:
+    """Return the same named tuple of some of the tokens."""
+    return columns._make(None if column is None else column[rows] for column in columns)
