@@ -91,7 +91,7 @@ config: $(INSTALLED)      ## regenerate the files that list every option
 	mv examples/sft.yaml.new examples/sft.yaml
 	$(RUN) -m verl.trainer.main --print-options > docs/options.md.new
 	mv docs/options.md.new docs/options.md
-	$(RUN) -m verl.config.renamed_keys docs/migration/verl.md
+	$(RUN) -m verl.config.hints.renamed_keys docs/migration/verl.md
 
 docs: $(INSTALLED)        ## build the documentation in site/; a broken link is an error
 	$(RUN) -m mkdocs build --strict

@@ -145,11 +145,17 @@ def test_options_without_a_usable_default_must_be_set():
             " `data.mini_rollout_batch_size=2`",
         ),
         (
-            ["data.max_response_length=8000"],
+            ["data.max_response_length=8000", "worker.rollout.enable_chunked_prefill=false"],
             "`worker.rollout.max_num_batched_tokens` (8192) must be at least"
             " `data.max_prompt_length` + `data.max_response_length` (8512)",
         ),
         (["worker.rollout.max_model_len=1000"], "`worker.rollout.max_model_len` (1000) must be at least"),
+        (
+            ["worker.rollout.max_num_seqs=9000"],
+            "`worker.rollout.max_num_seqs` (9000) must be at most"
+            " `worker.rollout.max_num_batched_tokens` (8192)",
+        ),
+        (["worker.rollout.max_num_seqs=0"], "`worker.rollout.max_num_seqs` must be at least 1"),
         (["worker.actor.fsdp.fsdp_size=4"], "must be divisible by `worker.actor.fsdp.fsdp_size` (4)"),
         (
             ["data.min_pixels=9", "data.max_pixels=4"],
@@ -291,6 +297,7 @@ def test_a_group_of_one_is_the_first_problem_and_hides_what_follows_from_it(mini
         "worker.rollout.n=1",
         "worker.actor.global_batch_size=1",  # with n=1 neither ranks nor micro batches divide it
         "data.max_response_length=8000",
+        "worker.rollout.enable_chunked_prefill=false",
     )
 
     assert [problem.split("`")[1] for problem in problems] == [

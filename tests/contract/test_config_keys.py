@@ -166,7 +166,7 @@ SECTIONS = {
         "gpu_memory_utilization": 0.6,
         "ignore_eos": False,
         "enforce_eager": False,
-        "enable_chunked_prefill": False,
+        "enable_chunked_prefill": True,  # EasyR1: false, which vLLM does not support officially
         "tensor_parallel_size": 2,
         "max_model_len": None,
         "max_num_batched_tokens": 8192,

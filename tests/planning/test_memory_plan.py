@@ -74,9 +74,16 @@ def test_offloaded_models_wait_in_host_memory():
     )["ref"]
 
     assert here.device_bytes - away.device_bytes == 3 * GIB  # of the actor: 1 of weights, 2 of moments
-    # The engine sleeps there with 2 GiB in both.
-    assert here.host["offloaded"] == 2 * GIB
-    assert away.host["offloaded"] == 5 * GIB
+    assert "offloaded" not in here.host
+    assert away.host["offloaded"] == 3 * GIB
+
+
+def test_only_engines_that_keep_their_weights_hold_them_in_host_memory_while_they_sleep():
+    discards = phases_of(make_config())["old"]
+    keeps = phases_of(make_config({"worker.actor.model.lora.rank": 8}))["old"]
+
+    assert "offloaded" not in discards.host
+    assert keeps.host["offloaded"] == 2 * GIB
 
 
 def test_the_engine_takes_its_share_of_a_gpu_while_it_samples():

@@ -15,6 +15,10 @@ SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown na
     *("stop", "stop_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
 )
 
+# Sequences at once, unless set. On a GPU each takes 8 to 12 bytes for each word of the vocabulary: float32
+# logits, and counts of sampled tokens.
+GPU_SEQUENCES, CPU_SEQUENCES = 512, 256
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -42,7 +46,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = option(0.6, "GPU memory fraction while awake.", minimum=0.01, maximum=1.0)
     ignore_eos: bool = option(False, "Continue sampling after the EOS token; for benchmarks.")
     enforce_eager: bool = option(False, "Disable CUDA graphs: faster to start, slower to sample.")
-    enable_chunked_prefill: bool = option(False, "Let the engine split the prefill of long prompts.")
+    enable_chunked_prefill: bool = option(True, "Let the engine split the prefill of long prompts.")
     tensor_parallel_size: int = option(2, "Ranks per engine.", minimum=1)
     max_model_len: int | None = option(
         None, "Maximum tokens per sequence; null is the sum of maximum prompt and response length.", minimum=1
@@ -79,11 +83,27 @@ class RolloutConfig:
     num_frames: int = option(81, "Frames of generated videos.")
     height: int = option(480, "Height of generated videos in pixels.")
     width: int = option(832, "Width of generated videos in pixels.")
+    max_num_seqs: int | None = option(
+        None,
+        "Maximum sequences the engine samples at once; null is 512 on GPUs and 256 on CPU, and at most"
+        " `max_num_batched_tokens`.",
+        minimum=1,
+    )
+
+    def sequences_at_once(self, on_gpu: bool) -> int:
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return min(GPU_SEQUENCES if on_gpu else CPU_SEQUENCES, self.max_num_batched_tokens)
 
     def problems(self, path: str) -> Iterator[str]:
         if self.name == "hf" and self.tensor_parallel_size != 1:
             size = self.tensor_parallel_size
             yield f"`{path}.tensor_parallel_size` must be 1 with `{path}.name=hf`, got {size}"
+        if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
+            yield (
+                f"`{path}.max_num_seqs` ({self.max_num_seqs}) must be at most"
+                f" `{path}.max_num_batched_tokens` ({self.max_num_batched_tokens})"
+            )
         for name in self.val_override_config:
             nearest = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, n=1, cutoff=0.8)
             if nearest and name not in SAMPLING_PARAMETERS:

@@ -152,8 +152,8 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
         process += VLLM_BYTES if engine.options.name == "vllm" else 0
         if machine.device == "cpu":
             device["engine"] = engine.weights(policy) + engine.cpu_cache(policy)
-        else:
-            offloaded += engine.weights(policy)  # it sleeps with its weights in host memory
+        elif engine.options.name == "hf" or run.models[0].model.lora.is_used:
+            offloaded += engine.weights(policy)  # kept while it sleeps; vLLM discards what a sync brings back
     host: Parts = {"process": process}
     if offloaded:
         host["offloaded"] = offloaded

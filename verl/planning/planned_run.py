@@ -28,7 +28,6 @@ from verl.planning.memory_model import MicroBatch, ModelShape
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
-VLLM_CPU_SEQUENCES = 256  # that its cache on CPU is made for, see `workers/rollout/vllm_rollout_spmd.py`
 MAX_CPU_CACHE = GIB
 
 
@@ -110,7 +109,7 @@ class PlannedEngine:
             prompts = max(1, self.options.max_num_batched_tokens // self.max_prompt_length)
             return min(prompts, self.prompts) * self.options.n * self.max_sequence_length * token
         sequence = (-(-self.max_model_len // 128) + 1) * 128 * token
-        return max(4 * sequence, min(VLLM_CPU_SEQUENCES * sequence, MAX_CPU_CACHE))
+        return max(4 * sequence, min(self.options.sequences_at_once(on_gpu=False) * sequence, MAX_CPU_CACHE))
 
     def sampling(self, policy: ModelShape, machine: Machine) -> Parts:
         """Memory in addition to the models while it samples and while it receives their weights."""

@@ -81,6 +81,7 @@ class FSDPWorker(ModelWorker):
             self._init_reward_model()
         self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
         self.engine.sleep()  # training has the device until the first `sync_weights`
+        self.tower_is_synced = False
 
     def _init_reference(self) -> None:
         # a policy with adapters is its own reference, without them; else the reference is a frozen copy
@@ -169,8 +170,12 @@ class FSDPWorker(ModelWorker):
             if self.engine.takes_adapter:
                 self.engine.sync_adapter(self.policy.adapter_tensors())
             else:
-                tensors = self.policy.engine_tensors(torch_dtype(self.config.rollout.dtype))
+                # a frozen tower does not change: the engine has it since the first sync, if sleep keeps it
+                with_tower = not (self.engine.keeps_weights and self.tower_is_synced)
+                dtype = torch_dtype(self.config.rollout.dtype)
+                tensors = self.policy.engine_tensors(dtype, with_tower=with_tower)
                 self.engine.sync_weights(self.hub_names.convert(tensors))
+                self.tower_is_synced = True
         self.engine.wake()
 
     @register(Dispatch.ALL, phase="sleep")
@@ -273,6 +278,7 @@ class FSDPWorker(ModelWorker):
         return {"engine_rng": self.engine.rng_state()} if model is self.policy else {}
 
     def _restore(self, model: ShardedModel, restored: Restored) -> None:
+        self.tower_is_synced = False
         if model is self.policy and restored.extra is not None:
             self.engine.set_rng_state(restored.extra["engine_rng"])
 

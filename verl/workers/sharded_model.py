@@ -121,15 +121,21 @@ class ShardedModel:
         assert self.adapter is not None, f"{self.role} has no adapters"
         return self._forward(BaseForward)
 
-    def engine_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def engine_tensors(self, dtype: torch.dtype, *, with_tower: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor of each weight; every rank iterates to the end.
 
-        Weights are cast to `dtype` before they are gathered, unless adapters are folded in.
+        Weights are cast to `dtype` before they are gathered, unless adapters are folded in. Those of a frozen
+        vision tower are left out on request.
         """
+        tower = None if with_tower or self.tower is None else model_type_of(self.model.config).vision_tower
+
+        def is_wanted(name: str) -> bool:
+            return tower is None or not name.startswith(f"{tower}.")
+
         if self.adapter is None:
-            return full_named_tensors(self.model, dtype)
-        adapter = self.adapter
-        return fold(full_named_tensors(self.model), adapter.scale, has_magnitude=adapter.use_dora)
+            return full_named_tensors(self.model, dtype, is_wanted)
+        tensors = full_named_tensors(self.model, select=is_wanted)
+        return fold(tensors, self.adapter.scale, has_magnitude=self.adapter.use_dora)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         # collective

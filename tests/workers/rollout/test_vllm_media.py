@@ -4,6 +4,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoProcessor
 
 from tests.workers.rollout.media import embedded, largest_media_difference, media_requests
@@ -16,9 +17,11 @@ from tests.workers.rollout.reference import (
     setup_of,
 )
 from verl.data.media.loader import DecodedMedia
+from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.vllm_sleep import loose_tensors
 
 pytestmark = pytest.mark.heavy
 
@@ -60,6 +63,30 @@ def test_features_give_the_log_probs_of_their_pixels_after_each_sync(family):
 
         largest, differences = largest_media_difference(model, processor, requests, responses)
         assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}
+
+
+def test_a_frozen_tower_stays_from_the_first_sync(family):
+    engine, model, processor = family
+    requests = media_requests(processor.tokenizer)
+    engine.sync_weights(hub_tensors(model))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for parameter in model.model.language_model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    memory = {
+        name: tensor for name, tensor in model.state_dict().items() if not name.startswith("model.visual.")
+    }
+    assert len(memory) < len(model.state_dict())
+
+    engine.sync_weights(HubNames(model.config).convert(memory.items()))
+
+    responses = collect(engine, requests, SamplingOptions(n=2, max_tokens=12))
+    largest, _ = largest_media_difference(model, processor, requests, responses)
+    assert largest < 1e-4
+    assert all(name.endswith("_scale_cpu") for name in loose_tensors(engine.model))  # in host memory
+    some = [(name, tensor) for name, tensor in hub_tensors(model) if "patch_embed" not in name]
+    with pytest.raises(RuntimeError, match=r"did not reach parameters .*visual\.patch_embed"):
+        engine.sync_weights(some)
 
 
 def test_media_tokens_are_never_sampled(family):

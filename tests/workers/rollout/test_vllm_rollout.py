@@ -20,8 +20,10 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout import vllm_inputs
+from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.vllm_sleep import loose_tensors
 
 pytestmark = pytest.mark.heavy
 
@@ -226,6 +228,58 @@ def test_a_tied_head_is_consumed_and_left_out(qwen2):
     assert largest_difference(model, text_requests(), collect(engine, text_requests())) < 1e-4
 
 
+@torch.no_grad()
+def logits_of_bf16_engine(path, monkeypatch):
+    """Logits that a bfloat16 engine samples from, and those of the same hidden states in float32."""
+    engine = build_rollout_engine(rollout_config(dtype="bf16"), setup_of(path))
+    model = load_model(path)
+    model.get_output_embeddings().weight.mul_(6)  # logits as large as those of trained models
+    engine.sync_weights(hub_tensors(model))
+    assert engine.model.lm_head.weight.dtype == torch.bfloat16
+    seen = []
+    compute = engine.model.compute_logits
+
+    def record(hidden_states, *args, **kwargs):
+        logits = compute(hidden_states, *args, **kwargs)
+        seen.append((hidden_states.clone(), logits.clone()))
+        return logits
+
+    monkeypatch.setattr(engine.model, "compute_logits", record)
+    collect(engine, text_requests(), SamplingOptions(n=4, max_tokens=16))
+    head = engine.model.lm_head.weight.float()
+    engine.close()
+    hidden, logits = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    return logits, hidden.float() @ head.t()[:, : logits.shape[-1]]
+
+
+def test_the_head_of_gpus_gives_float32_logits_of_bfloat16_weights(tmp_path, single_process, monkeypatch):
+    path = save_tiny_model(tmp_path, "deepseek")  # a head of its own
+    rounded, exact = logits_of_bf16_engine(path, monkeypatch)
+    rounding = (rounded - exact).abs()
+
+    monkeypatch.setattr(vllm_inputs, "_head_dtype", lambda _: "float32")
+    logits, exact = logits_of_bf16_engine(path, monkeypatch)
+
+    assert exact.abs().max() > 16
+    assert rounding.max() > 0.03  # half of bfloat16's spacing from 16 to 32 is 0.0625
+    torch.testing.assert_close(logits, exact, atol=1e-4, rtol=1e-5)
+
+
+def test_prompts_in_parts_have_the_log_probs_of_whole_ones(tmp_path, single_process):
+    path = save_tiny_model(tmp_path, "qwen2")
+    model = load_model(path)
+    # the budget of a step is a third of the longest prompt
+    options = dict(enable_chunked_prefill=True, max_num_batched_tokens=64)
+    engine = build_rollout_engine(rollout_config(**options), setup_of(path))
+    engine.sync_weights(hub_tensors(model))
+    requests = [RolloutRequest(str(length), [40 + i % 50 for i in range(length)]) for length in (200, 70, 3)]
+
+    difference = largest_difference(model, requests, collect(engine, requests))
+    engine.close()
+
+    assert difference < 1e-4
+
+
 @pytest.mark.parametrize("family", ["deepseek", "gemma3", "qwen3_moe"])
 def test_log_probs_equal_the_models_after_each_sync(family, tmp_path, single_process):
     # deepseek: a head of its own; gemma3: sliding windows; qwen3_moe: experts joined in memory
@@ -239,6 +293,8 @@ def test_log_probs_equal_the_models_after_each_sync(family, tmp_path, single_pro
         change_weights(model, seed)
         engine.sync_weights(hub_tensors(model))
         differences.append(largest_difference(model, text_requests(), collect(engine, text_requests())))
+    loose = loose_tensors(engine.model)  # sleep would discard them
     engine.close()
 
     assert max(differences) < 1e-4
+    assert all(name.endswith("_scale_cpu") for name in loose)  # in host memory

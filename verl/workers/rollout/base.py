@@ -81,6 +81,7 @@ class RolloutEngine(Protocol):
     dtype: torch.dtype  # of its weights
     takes_embeddings: bool  # reads `EmbeddedMedia`
     takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
+    keeps_weights: bool  # during `sleep`; then a later sync leaves out weights that are never trained
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
@@ -108,7 +109,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free device memory for training until `wake`."""
+        """Free device memory for training until `wake`; without `keeps_weights` a sync has to follow."""
         ...
 
     def rng_state(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class EngineSetup:
     tokenizer_path: str | None = None  # tokenizer and processor, if not in `model_path`
     trust_remote_code: bool = False
     override_config: Mapping[str, Any] = field(default_factory=dict)  # replaces options of the model's config
-    takes_embeddings: bool = False  # pass media as `EmbeddedMedia`, if the engine takes them
+    takes_embeddings: bool = False  # a frozen tower: pass media as `EmbeddedMedia`, if the engine takes them
     adapter: EngineAdapter | None = None  # synced by `sync_adapter`; None: whole weights are synced
 
 

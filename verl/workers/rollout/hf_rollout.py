@@ -55,6 +55,7 @@ class HFRollout:
             )
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
         self.takes_embeddings = self.takes_adapter = False
+        self.keeps_weights = False  # a sync builds the model again
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
         trust: Any = {"trust_remote_code": setup.trust_remote_code}

@@ -5,7 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
+from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
@@ -18,10 +20,10 @@ from verl.workers.rollout.base import (
     media_token_ids,
 )
 from verl.workers.rollout.lora_sync import adapter_arguments
+from verl.workers.rollout.vllm_sleep import sleep_arguments
 
 logger = get_logger(__name__)
 
-CPU_SEQUENCES = 256  # sequences that the CPU cache has room for; vLLM runs that many at once
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
 READS_EMBEDDINGS = (0, 32)  # the first vLLM that was checked for it
 VIDEO_FACTS = {  # read by vLLM for an embedded video, in addition to features and grid
@@ -45,6 +47,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         distributed_executor_backend="external_launcher",
         max_model_len=config.max_model_len or setup.max_length,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.sequences_at_once(is_gpu(setup.device)),
         enable_chunked_prefill=config.enable_chunked_prefill,
         enable_prefix_caching=True,
         enforce_eager=config.enforce_eager,
@@ -56,8 +59,11 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments |= adapter_arguments(setup.adapter)
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
-    if setup.override_config:
-        arguments["hf_overrides"] = partial(_overridden, overrides=dict(setup.override_config))
+    head_dtype = _head_dtype(setup.device)
+    if setup.override_config or head_dtype:
+        arguments["hf_overrides"] = partial(
+            _overridden, overrides=dict(setup.override_config), head_dtype=head_dtype
+        )
     if config.limit_images and media_token_ids(hf_config):
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
@@ -70,29 +76,45 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
 def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
     arguments = dict(
         gpu_memory_utilization=config.gpu_memory_utilization,
-        enable_sleep_mode=True,
         disable_custom_all_reduce=True,  # shares memory between processes, which sleep mode frees
+        **sleep_arguments(),
     )
+    if config.tensor_parallel_size > 1:
+        # the fused all-reduce of FlashInfer shares memory between processes as well
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if hasattr(hf_config.get_text_config(), "num_experts"):
         # other backends reorder the experts' weights, which `load_weights` overwrites
         arguments["moe_backend"] = "triton"
     return arguments
 
 
-def _overridden(hf_config: Any, overrides: dict[str, Any]) -> Any:
+def _head_dtype(device: str) -> str | None:
+    # None is the dtype of the weights: on CPU the trainer rounds its logits too, and vLLM would convert the
+    # whole head at each step, which makes sampling 2.6 times slower (35 M parameters, vocabulary 32,000)
+    return "float32" if is_gpu(device) else None
+
+
+def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | None) -> Any:
+    if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
+        return hf_config
     apply_overrides(hf_config, overrides)
+    if head_dtype is not None:
+        # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
+        # tower build their head from the nested config
+        hf_config.head_dtype = hf_config.get_text_config().head_dtype = head_dtype
     return hf_config
 
 
 def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
-    """Size of a cache for `CPU_SEQUENCES` sequences, at most 1 GiB, but always enough for four."""
+    """Size of a cache for the sequences at once, at most 1 GiB, but always enough for four."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * heads * head_dim * torch_dtype(config.dtype).itemsize
     blocks_of_sequence = -(-max_model_len // 128) + 1  # vLLM's CPU cache has blocks of 128 tokens
     sequence_bytes = blocks_of_sequence * 128 * token_bytes
-    return max(4 * sequence_bytes, min(CPU_SEQUENCES * sequence_bytes, MAX_CPU_CACHE_BYTES))
+    sequences = config.sequences_at_once(on_gpu=False)
+    return max(4 * sequence_bytes, min(sequences * sequence_bytes, MAX_CPU_CACHE_BYTES))
 
 
 def reads_embeddings(version: str, hf_config: Any) -> bool:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.distributed.device import is_gpu
+
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
 SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENT = {
@@ -28,6 +30,13 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # processes share the cores as OMP_NUM_THREADS says
     "TORCH_COMPILE_DISABLE": "1",  # compiles small helpers for seconds at the first step otherwise
+}
+GPU_ENVIRONMENT = {
+    # FlashInfer's wheels hold no compiled sampler: the first request with top-p or top-k would need nvcc, and
+    # would draw from torch's CUDA generator. vLLM's own kernel takes a seed for each request instead.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # its all-reduce exchanges memory handles between processes, of which each sees one GPU only
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 
 
@@ -43,7 +52,7 @@ def set_environment(device: str) -> None:
     """Set vLLM's environment variables, except for those set by the user."""
     # not the user's choice: with multiprocessing the engine would leave this process
     required = {"VLLM_ENABLE_V1_MULTIPROCESSING": ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]}
-    defaults = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    defaults = ENVIRONMENT | (GPU_ENVIRONMENT if is_gpu(device) else CPU_ENVIRONMENT)
     os.environ.update({name: os.environ.get(name, value) for name, value in defaults.items()} | required)
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     for name, value in single.items():
@@ -52,8 +61,8 @@ def set_environment(device: str) -> None:
 
 def choose_device(device: str) -> None:
     """Have the next engine take this process's current GPU."""
-    if device == "cuda":
-        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
+    if is_gpu(device):
+        os.environ["LOCAL_RANK"] = str(torch.get_device_module(device).current_device())
 
 
 def check_version(found: str) -> None:
@@ -70,7 +79,7 @@ def apply_patches(device: str) -> None:
     inspect_models_here()
     keep_buffers_of_empty_models()
     keep_process_group()
-    if device != "cpu":
+    if is_gpu(device):
         return
     keep_linear_weights_on_cpu()
     keep_expert_weights_on_cpu()
@@ -268,6 +277,15 @@ def scale_logits(model: Any) -> LogitScale:
 
     model.compute_logits = compute_scaled_logits
     return scale
+
+
+def check_sampling(vllm_config: Any) -> None:
+    """Raise `RuntimeError` if vLLM would sample from other logits than those of `scale_logits`."""
+    # vLLM 0.32 can give each tensor-parallel rank a part of the batch, by another method of the module
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+        raise RuntimeError(
+            "vLLM's `enable_batch_sharded_sampling` is on: its log-probs would be those of unscaled logits"
+        )
 
 
 def drain(engine: Any) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
+from verl.models.registry import model_type_of
 from verl.workers.model_builder import read_config
-from verl.workers.rollout import lora_sync, vllm_patches, weight_sync
+from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
     EngineSetup,
     FinishedResponse,
@@ -59,16 +61,26 @@ class VLLMRollout:
         with preserved_rng(setup.device), vllm_patches.preserved_threads():
             self.llm = vllm.LLM(**engine_arguments(config, setup, self.hf_config))
         self.engine = self.llm.llm_engine
+        vllm_patches.check_sampling(self.engine.vllm_config)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.scale = vllm_patches.scale_logits(self.model)
+        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        self.level = vllm_sleep.KEPT
+        if is_gpu(self.device):
+            self.level = vllm_sleep.sleep_level(self.runner, takes_adapter=self.takes_adapter)
+        self.keeps_weights = self.level == vllm_sleep.KEPT
         self.asleep: set[str] = set()
+        # vLLM has a tower at the top, transformers below the model
+        tower = model_type_of(self.hf_config).vision_tower if setup.takes_embeddings else None
+        self.tower_name = None if tower is None else tower.rpartition(".")[2]
+        self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
         """Sample responses and yield them as they finish; closing the iterator early aborts the others."""
-        assert self.synced, "weights must be synced before a rollout: the engine starts with random ones"
+        assert self.synced, "weights must be synced before a rollout: the engine has random or discarded ones"
         self.wake()
         self.scale.temperature = 1.0 if sampling.is_greedy else sampling.temperature
         pending: dict[str, tuple[Any, int]] = {}  # uid and sample of each unfinished request
@@ -83,7 +95,11 @@ class VLLMRollout:
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._new_weights():
-            weight_sync.load_into(self.model, named_tensors, self.hf_config, self.dtype)
+            loaded = weight_sync.load_into(
+                self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
+            )
+            if self.tower_name is not None:
+                self.tower |= {name for name in loaded if name.startswith(f"{self.tower_name}.")}
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.adapter is not None, "the engine was built for whole weights"
@@ -95,11 +111,16 @@ class VLLMRollout:
         self._wake("kv_cache")
 
     def sleep(self) -> None:
-        """Free the cache and move the weights to host memory; no effect on CPU."""
-        if self.device == "cuda" and not self.asleep:
-            vllm_patches.drain(self.engine)
-            self.llm.sleep(level=1)
-            self.asleep = {"weights", "kv_cache"}
+        """Free the cache and the weights, which are lost unless `keeps_weights`; no effect on CPU."""
+        if not is_gpu(self.device) or self.asleep:
+            return
+        vllm_patches.drain(self.engine)
+        self.copies = [] if self.keeps_weights else vllm_sleep.host_copies(self.model)
+        self.llm.sleep(level=self.level)
+        self.asleep = {"weights", "kv_cache"}
+        if not self.keeps_weights:
+            self.tower.clear()
+            self.synced = False
 
     def rng_state(self) -> dict[str, Any]:
         return self.rng.state()
@@ -112,9 +133,13 @@ class VLLMRollout:
         self.engine.engine_core.shutdown()
 
     def _wake(self, tag: str) -> None:
-        if tag in self.asleep:
-            self.llm.wake_up(tags=[tag])
-            self.asleep.discard(tag)
+        if tag not in self.asleep:
+            return
+        vllm_sleep.release_cache(self.device)
+        self.llm.wake_up(tags=[tag])
+        self.asleep.discard(tag)
+        if tag == "weights" and not self.keeps_weights:
+            vllm_sleep.restore(self.copies, self.runner)
 
     @contextmanager
     def _new_weights(self) -> Iterator[None]:

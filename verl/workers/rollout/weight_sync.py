@@ -5,7 +5,7 @@ Names come as on the hub (`verl.models.hub_names.HubNames.convert`), which every
 shards full tensors over its tensor-parallel ranks itself.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -32,16 +32,25 @@ def engine_weights(
 
 
 def load_into(
-    model: Any, named_tensors: Iterable[tuple[str, Tensor]], hf_config: Any, dtype: torch.dtype
-) -> None:
-    """Load trained weights into vLLM's module; every parameter must get a value."""
+    model: Any,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    hf_config: Any,
+    dtype: torch.dtype,
+    *,
+    frozen: Set[str] = frozenset(),
+) -> set[str]:
+    """Load trained weights into vLLM's module and return the parameters that got a value.
+
+    These must be all, or all but `frozen`, which an earlier sync loaded.
+    """
     weights = engine_weights(named_tensors, hf_config, dtype)
-    loaded = model.load_weights(weights)
+    loaded = set(model.load_weights(weights))
     for _ in weights:  # a loader may stop early, but gathering is collective
         pass
-    missing = {name for name, _ in model.named_parameters()} - set(loaded)
-    if missing:
+    missing = {name for name, _ in model.named_parameters()} - loaded
+    if missing and missing != frozen:
         raise RuntimeError(f"weight sync did not reach parameters of the rollout engine: {sorted(missing)}")
+    return loaded
 
 
 def clear_caches(engine: Any) -> None:
