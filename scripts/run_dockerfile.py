@@ -80,7 +80,7 @@ def run_inside(
     script = " && ".join([*mounts, f"exec chroot {root} /bin/sh -c {shlex.quote(inner)}"])
     unshare = ["unshare", "--mount", "--propagation", "private"]
     passed = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "http", "HTTP"))}
-    environment = passed | {"HOME": "/root", "PATH": f"{VENV}/bin:{SYSTEM_PATH}"} | variables
+    environment = {**passed, "HOME": "/root", "PATH": f"{VENV}/bin:{SYSTEM_PATH}", **variables}
     if not environment.get("PIP_EXTRA_INDEX_URL"):
         environment.pop("PIP_EXTRA_INDEX_URL", None)
     finished = subprocess.run([*unshare, "sh", "-c", script], env=environment)
