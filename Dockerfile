@@ -13,7 +13,9 @@
 #     docker build -t easy-verl-cpu --build-arg EXTRA=cpu --build-arg PACKAGES=torch==2.13.0 \
 #         --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 #
-# `make docker-check` runs the steps in order in an empty Debian root, without Docker, with the packages for CPUs.
+# `make docker-check` runs every RUN and COPY in order in an empty Debian root, without Docker, with the packages for
+# CPUs, then the command, the imports and the doctor inside. Not run anywhere yet: `docker build` itself, the image
+# python:3.12-slim (Debian's Python 3.11 stands in for it), the packages for GPUs.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 
