@@ -7,12 +7,13 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := $(if $(HAS_GPU),gpu,cpu),dev
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DOCKER_ROOT ?= /tmp/verl_docker_root
 
 # Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -58,6 +59,14 @@ test-faults: $(INSTALLED) ## runs whose workers, disks and inputs fail; writes a
 
 test-gpu: $(INSTALLED)    ## tests that need CUDA
 	$(RUN) -m pytest -m gpu tests/gpu
+
+gpu-check: $(INSTALLED)   ## the first hour on a GPU, part by part; CHECK=--tiny runs it on the CPU
+	PYTHON=$(RUN) bash scripts/gpu_check.sh $(CHECK)
+
+docker-check:             ## run the steps of the Dockerfile without Docker, as root, with the packages for CPUs
+	test -d $(DOCKER_ROOT) || debootstrap --variant=minbase --include=python3-dev,python3-venv,ca-certificates \
+	  bookworm $(DOCKER_ROOT)
+	$(PYTHON) scripts/run_dockerfile.py $(DOCKER_ROOT) --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0
 
 style: $(INSTALLED)       ## format
 	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks

@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-prob pass and update on one device: fraction of its matmul peak, tokens per second, peak memory.
 
-    python benchmarks/gpu_update.py [--prompts 8 --responses 8 --prompt-length 512 --response-length 1024]
+    python benchmarks/gpu_update.py [--shape 7b --prompts 8 --responses 8 --prompt-length 512]
     python benchmarks/gpu_update.py --tiny --device cpu
 
-A model with the shape of Qwen2.5-VL-3B and random weights, FSDP2 on one rank, packed rows, the fused head,
-the PPO loss and AdamW: the trainer's own code without its processes. Needs torch and transformers only. The
-last line is JSON.
+A model with the shape of Qwen2.5-VL-3B or 7B and random weights, FSDP2 on one rank, packed rows, the fused
+head, the PPO loss and AdamW: the trainer's own code without its processes. Not measured: the engine, rewards,
+traffic between ranks.
+
+Each pass runs with a copy of the prompt for each response (`log_probs`, `update`) and, as
+`worker.actor.share_prompt` does by default, with one for all (`shared_*`). Tokens are those of the responses
+and a prompt for each of them in both cases. MFU counts necessary operations: no recomputed activations, and
+one pass of a shared prompt. Weights are float32 with AdamW if they fit the device, else bfloat16 with
+`adamw_bf16`, else with `adamw_8bit`.
+
+Needs torch and transformers only. The last line is JSON.
 """
 
 import argparse
+import itertools
 import json
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +43,11 @@ from verl.algorithms.aggregation import aggregate_loss, count_denominators
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from verl.distributed.device import backend_of, resolve_device, synchronize, to_device
 from verl.distributed.fsdp import clip_grad_norm, make_mesh, shard_model
+from verl.models.attention.layouts import SharedLayout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.flops import FlopsCounter, peak_flops
 from verl.models.fused_log_probs import TokenLogProbs
+from verl.models.hub_names import meta_model
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.registry import prepare_model
 from verl.optim.build import OPTIMIZERS, build_optimizer
@@ -45,20 +57,30 @@ SPECIAL = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }  # fmt: skip
+ROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])
+VISION = dict(
+    depth=32, num_heads=16, hidden_size=1280, intermediate_size=3420, patch_size=14, window_size=112,
+    fullatt_block_indexes=[7, 15, 23, 31], tokens_per_second=2,
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-vl-3b": dict(
+    "3b": dict(
         text_config=dict(
             vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
             num_attention_heads=16, num_key_value_heads=2, max_position_embeddings=128000,
-            tie_word_embeddings=True, use_sliding_window=False,
-            rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
+            tie_word_embeddings=True, use_sliding_window=False, rope_parameters=ROPE,
         ),
-        vision_config=dict(
-            depth=32, num_heads=16, hidden_size=1280, intermediate_size=3420, out_hidden_size=2048,
-            patch_size=14,
-            window_size=112, fullatt_block_indexes=[7, 15, 23, 31], tokens_per_second=2,
-        ),
+        vision_config=VISION | dict(out_hidden_size=2048),
         tie_word_embeddings=True,
+        **SPECIAL,
+    ),
+    "7b": dict(
+        text_config=dict(
+            vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+            num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=128000,
+            tie_word_embeddings=False, use_sliding_window=False, rope_parameters=ROPE,
+        ),
+        vision_config=VISION | dict(out_hidden_size=3584),
+        tie_word_embeddings=False,
         **SPECIAL,
     ),
     "tiny": dict(
@@ -76,6 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         image_token_id=500, video_token_id=501, vision_start_token_id=502, vision_end_token_id=503,
     ),
 }  # fmt: skip
+PASSES = ("log_probs", "update", "shared_log_probs", "shared_update")
 TINY = dict(
     shape="tiny", prompts=2, responses=2, prompt_length=24, response_length=16, image_tokens=(2, 3),
     micro_tokens=64, repeats=1, matmul_size=256,
@@ -103,6 +126,36 @@ class OptimSettings:
     lr_factors: dict[str, float] = field(default_factory=dict)
 
 
+class Storage(NamedTuple):
+    """Number types of weights and optimizer state: `Storage("float32", "adamw", 16)`."""
+
+    weights: str
+    optimizer: str
+    bytes_per_parameter: int  # weight, gradient, moments
+
+
+STORAGES = (  # the largest that fits is taken
+    Storage("float32", "adamw", 16),
+    Storage("bfloat16", "adamw_bf16", 10),
+    Storage("bfloat16", "adamw_8bit", 6),
+)
+# Of 16,384 tokens: checkpointed activations, chunks of logits, gathered blocks, the head's gradient, images.
+WORKING_BYTES = 18 << 30
+
+
+class Group(NamedTuple):
+    """A prompt with its images, and its responses."""
+
+    prompt: Tensor  # (P,)
+    positions: Tensor  # (4, P)
+    responses: list[Tensor]
+    pixels: Tensor | None  # of all images of the prompt
+
+    def num_tokens(self, is_shared: bool) -> int:
+        copies = 1 if is_shared else len(self.responses)
+        return copies * len(self.prompt) + sum(map(len, self.responses))
+
+
 class MicroBatch(NamedTuple):
     """A packed micro batch."""
 
@@ -111,7 +164,8 @@ class MicroBatch(NamedTuple):
     rows: Tensor  # (M,): index of the packed token before each target
     response_mask: Tensor  # (B, R)
     responses: ResponseTokens  # the ones of the mask
-    lengths: list[int]  # tokens of each row
+    lengths: list[int]  # tokens of each row, its prompt included
+    omitted: list[int]  # tokens of the prompts that rows share with the row before
     grids: list[tuple[int, int, int]]  # sizes of the encoded images: once per prompt
 
 
@@ -124,21 +178,38 @@ class Work(NamedTuple):
     response_tokens: int
 
 
-def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
+def choose_storage(options: argparse.Namespace, parameters: int, memory: float) -> Storage:
+    """The options' number types, or the largest that fit `memory` bytes next to the activations."""
+    fitting = [
+        one for one in STORAGES
+        if options.weights in ("auto", one.weights) and options.optimizer in ("auto", one.optimizer)
+    ] or [Storage(options.weights, options.optimizer, 16)]  # fmt: skip
+    fits = [one for one in fitting if one.bytes_per_parameter * parameters + WORKING_BYTES <= memory]
+    return (fits or fitting[-1:])[0]
+
+
+def device_bytes(device: torch.device) -> float:
+    """Memory of the device; a CPU counts as large enough."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+
+
+def build(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Storage]:
     """Build a sharded model with random weights that takes packed rows."""
     config = AutoConfig.for_model("qwen2_5_vl", **SHAPES[options.shape])
+    parameters = sum(weight.numel() for weight in meta_model(config).parameters())
+    storage = choose_storage(options, parameters, device_bytes(device))
     torch.manual_seed(0)
     with device:
-        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, options.weights))
+        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, storage.weights))
     if options.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     prepare_model(model)
     shard_model(model, make_mesh(1, -1, device.type), ShardSettings())
-    return model
+    return model, storage
 
 
-def make_micro_batches(config: Any, options: argparse.Namespace, device: torch.device) -> list[MicroBatch]:
-    """Fill micro batches with whole groups up to the token limit; response lengths are evenly spaced."""
+def make_groups(config: Any, options: argparse.Namespace) -> list[Group]:
+    """Make prompts and responses of random tokens; response lengths are evenly spaced."""
     generator = torch.Generator().manual_seed(1)
     shortest = options.min_response_length or options.response_length
     count = options.prompts * options.responses
@@ -147,35 +218,23 @@ def make_micro_batches(config: Any, options: argparse.Namespace, device: torch.d
         .round()
         .int()[torch.randperm(count, generator=generator)]
     )
-    groups = lengths.view(options.prompts, options.responses).tolist()
-    batches, waiting = [], []
-    for group in groups:
-        if (
-            waiting
-            and sum(map(row_tokens(options), waiting)) + row_tokens(options)(group) > options.micro_tokens
-        ):
-            batches.append(pack_groups(config, waiting, options, generator, device))
-            waiting = []
-        waiting.append(group)
-    return [*batches, pack_groups(config, waiting, options, generator, device)]
+    return [
+        make_group(config, options, group, generator)
+        for group in lengths.view(options.prompts, options.responses).tolist()
+    ]
 
 
-def row_tokens(options: argparse.Namespace) -> Callable[[list[int]], int]:
-    """Return a function that counts the tokens of a group from its response lengths, prompts included."""
-    return lambda group: sum(group) + len(group) * options.prompt_length
-
-
-def pack_groups(
-    config: Any,
-    groups: list[list[int]],
-    options: argparse.Namespace,
-    generator: torch.Generator,
-    device: torch.device,
-) -> MicroBatch:
-    """Pack prompts and responses into one row; a prompt's images are encoded once for all its responses."""
-    merge, vision = config.vision_config.spatial_merge_size, config.vision_config
+def image_grid(config: Any, options: argparse.Namespace) -> tuple[int, int, int]:
+    merge = config.vision_config.spatial_merge_size
     height, width = options.image_tokens
-    grid = (1, height * merge, width * merge)
+    return 1, height * merge, width * merge
+
+
+def make_group(
+    config: Any, options: argparse.Namespace, lengths: list[int], generator: torch.Generator
+) -> Group:
+    grid, vision = image_grid(config, options), config.vision_config
+    height, width = options.image_tokens
     image = [
         config.vision_start_token_id,
         *[config.image_token_id] * (height * width),
@@ -188,45 +247,76 @@ def pack_groups(
             f" {options.images * len(image)}"
         )
     ordinary = min(SHAPES[options.shape]["image_token_id"], 500)
-    prompt_grids = torch.tensor([grid] * options.images).reshape(-1, 3)
-    position_ids = position_ids_for("qwen2_5_vl")
-    ids, positions, order = [], [], []
+    text = torch.randint(ordinary, (num_text,), generator=generator)
+    prompt = torch.cat([torch.tensor(image * options.images, dtype=torch.int64), text])
+    grids = torch.tensor([grid] * options.images).reshape(-1, 3)
+    positions = position_ids_for("qwen2_5_vl")(
+        prompt, MropeConstants.from_config(config), image_grid_thw=grids
+    )  # (4, P)
+    responses = [torch.randint(ordinary, (length,), generator=generator) for length in lengths]
+    patches = options.images * grid[1] * grid[2], 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(*patches, generator=generator) if options.images else None
+    return Group(prompt, positions, responses, pixels)
+
+
+def make_micro_batches(
+    config: Any, options: argparse.Namespace, device: torch.device, *, is_shared: bool
+) -> list[MicroBatch]:
+    """Fill micro batches with whole groups up to the token limit."""
+    batches: list[MicroBatch] = []
+    waiting: list[Group] = []
+    for group in make_groups(config, options):
+        tokens = sum(one.num_tokens(is_shared) for one in (*waiting, group))
+        if waiting and tokens > options.micro_tokens:
+            batches.append(pack_groups(config, options, waiting, device, is_shared))
+            waiting = []
+        waiting.append(group)
+    return [*batches, pack_groups(config, options, waiting, device, is_shared)]
+
+
+def pack_groups(
+    config: Any, options: argparse.Namespace, groups: list[Group], device: torch.device, is_shared: bool
+) -> MicroBatch:
+    """Pack prompts and responses into one row; a prompt's images are encoded once for all its responses."""
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    rows: list[Tensor] = []
+    order: list[int] = []  # the image of each image in the row
+    size = last = 0
     for number, group in enumerate(groups):
-        prompt = torch.cat([
-            torch.tensor(image * options.images, dtype=torch.int64),
-            torch.randint(ordinary, (num_text,), generator=generator),
-        ])  # fmt: skip
-        known = position_ids(
-            prompt, MropeConstants.from_config(config), image_grid_thw=prompt_grids
-        )  # (4, P)
-        for length in group:
-            ids.append(torch.cat([prompt, torch.randint(ordinary, (length,), generator=generator)]))
-            positions.append(torch.cat([known, continue_positions(known[:, -1], length)], 1))
-            order.extend(range(number * options.images, (number + 1) * options.images))
-    responses = torch.tensor([length for group in groups for length in group])
-    lengths = responses + options.prompt_length
-    ends = lengths.cumsum(0)
-    rows = torch.cat(
-        [torch.arange(end - size - 1, end - 1) for end, size in zip(ends, responses, strict=True)]
-    )
-    line = torch.cat(ids)
-    inputs = {
-        "input_ids": line[None],
-        "position_ids": torch.cat(positions, 1)[:, None],  # (4, 1, N)
-        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
+        for index, response in enumerate(group.responses):
+            if not (is_shared and index):
+                ids.append(group.prompt)
+                positions.append(group.positions)
+                order += range(number * options.images, (number + 1) * options.images)
+                size += len(group.prompt)
+                last = size - 1
+            ids.append(response)
+            positions.append(continue_positions(group.positions[:, -1], len(response)))
+            # The prompt's last token predicts a response's first.
+            rows.append(torch.cat([torch.tensor([last]), torch.arange(size, size + len(response) - 1)]))
+            size += len(response)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.cat(ids)[None].to(device),
+        "position_ids": torch.cat(positions, 1)[:, None].to(device),  # (4, 1, N)
     }
+    lengths = [len(group.prompt) + len(one) for group in groups for one in group.responses]
+    if is_shared:
+        sizes = [(len(group.prompt), [len(one) for one in group.responses]) for group in groups]
+        inputs["packed_layout"] = SharedLayout.of(sizes, device)
+    else:
+        inputs["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+    grid = image_grid(config, options)
     if options.images:
-        count = len(groups) * options.images
-        pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
-        inputs["pixel_values"] = torch.randn(count * grid[1] * grid[2], pixels, generator=generator)
-        inputs["image_grid_thw"] = torch.tensor([grid] * count)
-    inputs = {key: value.to(device) for key, value in inputs.items()}
-    if options.images:
+        inputs["pixel_values"] = torch.cat([group.pixels for group in groups]).to(device)
+        inputs["image_grid_thw"] = torch.tensor([grid] * (len(groups) * options.images)).to(device)
         inputs["image_order"] = order
-    mask = (torch.arange(int(responses.max())) < responses[:, None]).long()  # (B, R)
-    tensors = to_device((line[rows + 1], rows, mask, ResponseTokens.of(mask)), device)
-    grids = [grid] * (len(groups) * options.images)
-    return MicroBatch(inputs, *tensors, lengths.tolist(), grids)
+    responses = [response for group in groups for response in group.responses]
+    num_tokens = torch.tensor([len(response) for response in responses])
+    mask = (torch.arange(int(num_tokens.max())) < num_tokens[:, None]).long()  # (B, R)
+    tensors = to_device((torch.cat(responses), torch.cat(rows), mask, ResponseTokens.of(mask)), device)
+    omitted = [len(group.prompt) for group in groups for _ in group.responses[1:]] if is_shared else []
+    return MicroBatch(inputs, *tensors, lengths, omitted, [grid] * (len(groups) * options.images))
 
 
 def run(model: nn.Module, batch: MicroBatch, with_entropy: bool = False) -> TokenLogProbs:
@@ -276,8 +366,11 @@ def count_work(model: nn.Module, batches: Sequence[MicroBatch], device: torch.de
     forward = training = 0.0
     for batch in batches:
         responses = int(batch.response_mask.sum())
-        forward += counter.forward(batch.lengths, num_response_tokens=responses, grids=batch.grids)
+        # A shared prompt runs once; each response attends to all of it, as to a prompt of its own.
+        omitted = counter.text.forward(batch.omitted, 0)
+        forward += counter.forward(batch.lengths, num_response_tokens=responses, grids=batch.grids) - omitted
         training += counter.training(batch.lengths, num_response_tokens=responses, grids=batch.grids)
+        training -= 3 * omitted
     tokens = sum(sum(batch.lengths) for batch in batches)
     return Work(forward, training, tokens, sum(int(batch.response_mask.sum()) for batch in batches))
 
@@ -324,56 +417,73 @@ def reset_peak(device: torch.device) -> None:
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     ceiling = matmul_ceiling(device, options.matmul_size)
-    model = build(options, device)
-    optimizer = build_optimizer(model, OptimSettings(options.optimizer))
-    batches = make_micro_batches(model.config, options, device)
-    work = count_work(model, batches, device)
-    datasheet = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    model, storage = build(options, device)
+    optimizer = build_optimizer(model, OptimSettings(storage.optimizer))
+    repeated, shared = (
+        make_micro_batches(model.config, options, device, is_shared=is_shared) for is_shared in (False, True)
+    )
+    work = count_work(model, repeated, device)
+    old = {name: log_probs(model, batches) for name, batches in (("", repeated), ("shared_", shared))}
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "shape": options.shape,
+        "weights": storage.weights,
+        "optimizer": storage.optimizer,
+        "checkpointing": options.checkpointing,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "micro_batches": len(batches),
+        "micro_batches": len(repeated),
         "tokens": work.tokens,
         "response_tokens": work.response_tokens,
         "ceiling_tflops": ceiling / 1e12,
         "weights_gib": peak_gib(device),
+        # largest difference of a log-prob when the prompt is shared
+        "shared_difference": float((torch.cat(old["shared_"]) - torch.cat(old[""])).abs().max()),
     }
-    old = log_probs(model, batches)
-    passes = {
-        "log_probs": (lambda: log_probs(model, batches), work.forward_flops),
-        "update": (lambda: update(model, optimizer, batches, old), work.training_flops),
-    }
-    for name, (run, flops) in passes.items():
-        reset_peak(device)
-        seconds = seconds_of(run, device, options.repeats)
-        result[name] = {
-            "seconds": seconds,
-            "tokens_per_s": work.tokens / seconds,
-            "tflops": flops / seconds / 1e12,
-            "share_of_ceiling": flops / seconds / ceiling,
-            "mfu": None if datasheet is None else flops / seconds / datasheet,
-            "peak_gib": peak_gib(device),
+    for prefix, batches in (("", repeated), ("shared_", shared)):
+        done = count_work(model, batches, device)
+        passes = {
+            "log_probs": (partial(log_probs, model, batches), done.forward_flops),
+            "update": (partial(update, model, optimizer, batches, old[prefix]), done.training_flops),
         }
+        for name, (run, flops) in passes.items():
+            result[prefix + name] = time_pass(run, flops, ceiling, work.tokens, device, options.repeats)
     return result
+
+
+def time_pass(
+    run: Callable[[], Any], flops: float, ceiling: float, tokens: int, device: torch.device, repeats: int
+) -> dict[str, Any]:
+    """Time a pass and relate it to the device's measured and published peaks."""
+    datasheet = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    reset_peak(device)
+    seconds = seconds_of(run, device, repeats)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "tflops": flops / seconds / 1e12,
+        "share_of_ceiling": flops / seconds / ceiling,
+        "mfu": None if datasheet is None else flops / seconds / datasheet,
+        "peak_gib": peak_gib(device),
+    }
 
 
 def print_table(result: dict[str, Any]) -> None:
     print(
         f"{result['device']}, torch {result['torch']}; {result['shape']},"
-        f" {result['parameters'] / 1e6:.1f} M parameters"
+        f" {result['parameters'] / 1e6:.1f} M parameters in {result['weights']}, {result['optimizer']},"
+        f" {'with' if result['checkpointing'] else 'without'} checkpointing"
     )
     print(
         f"{result['tokens']} tokens in {result['micro_batches']} micro batches;"
         f" matmul ceiling {result['ceiling_tflops']:.3g} TFLOP/s"
     )
-    print(f"{'':<12}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'of ceiling':>12}{'MFU':>7}{'peak GiB':>10}")
-    for name in ("log_probs", "update"):
+    print(f"{'':<18}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'of ceiling':>12}{'MFU':>7}{'peak GiB':>10}")
+    for name in PASSES:
         row = result[name]
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.0%}"
         print(
-            f"{name:<12}{row['seconds']:>9.3f}{row['tokens_per_s']:>11.0f}{row['tflops']:>9.3g}"
+            f"{name:<18}{row['seconds']:>9.3f}{row['tokens_per_s']:>11.0f}{row['tflops']:>9.3g}"
             f"{row['share_of_ceiling']:>12.0%}{mfu:>7}{row['peak_gib']:>10.1f}"
         )
 
@@ -382,7 +492,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-vl-3b")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="3b")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--responses", type=int, default=8, help="responses per prompt")
     parser.add_argument("--prompt-length", type=int, default=512, help="tokens, including image tokens")
@@ -396,14 +506,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=1, help="images per prompt; 0 uses text only")
     parser.add_argument("--image-tokens", type=int, nargs=2, default=(16, 16), metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens per micro batch")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    parser.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute activations in backward; without it, 16,384 tokens of the 3B shape save 75 GiB",
+    )
     parser.add_argument(
         "--weights",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="dtype of the stored weights",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of the stored weights; auto takes the larger one that fits the device",
     )
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
+    parser.add_argument("--optimizer", choices=("auto", *OPTIMIZERS), default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--matmul-size", type=int, default=8192)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")

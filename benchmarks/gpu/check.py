@@ -69,7 +69,7 @@ class Part:
 ENGINE = ("log_probs_difference_mean", "sync_1_gb_per_s", "generate_tokens_per_s")
 CASES = ("plain", "reserved", "head", "top_p", "lora", "moe")  # of `engine`
 PARTS = (  # in order of value
-    Part("kernels", 240, ("attention_grouped_heads_tflops", "head_update_over_product")),
+    Part("kernels", 240, ("attention_grouped_heads_tflops", "head_update_s", "eager_head_update_s")),
     Part("memory", 240, ("load_pinned_gb_per_s", "moved_load_gb_per_s", "moved_offload_gb_per_s")),
     Part("tests", 480, ("passed", "failed", "skipped")),
     Part("update", 420, ("update_mfu", "shared_update_mfu", "update_peak_gib")),

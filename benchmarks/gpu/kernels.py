@@ -6,6 +6,7 @@
 Needs torch and transformers only.
 """
 
+import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,8 @@ from torch import Tensor
 from benchmarks.gpu.part import Place, Report, largest_difference, run_part
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, ShardPlan, shard_plan
+from verl.models import fused_log_probs
+from verl.models.attention.flash_packages import PACKAGES
 from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
@@ -32,7 +35,10 @@ from verl.models.attention.partial_attention import (
 )
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout
+from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, use_kernels
 from verl.models.fused_log_probs import linear_log_probs
+from verl.models.head.choice import softmax_for
+from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.logit_chunks import HeadLogits
 
 RING = 4
@@ -107,6 +113,42 @@ def grouped_heads(report: Report, place: Place, sizes: Sizes) -> None:
         report.figure(f"attention_{name}_heads_tflops", flops / seconds / 1e12)
 
 
+def attention_kernels(report: Report, place: Place, sizes: Sizes) -> None:
+    """Each installed package's kernels give what torch's give, in a pack and behind shared prompts."""
+    lengths = [sizes.row] * (sizes.tokens // sizes.row)
+    packed = PackedLayout.of(boundaries(lengths), place.device)
+    shared = SharedLayout.of([(sizes.row // 2, [sizes.row // 4] * 2)] * len(lengths), place.device)
+    inputs = attention_inputs(place, sizes, sizes.tokens)
+    weights = place.random(1, sizes.tokens, sizes.heads, sizes.head_dim, seed=3)
+    expected: dict[str, list[Tensor]] = {}
+    for name, choice in installed_kernels(place).items():
+        previous = use_kernels(choice)
+        try:
+            for pattern, layout in (("packed", packed), ("shared", shared)):
+
+                def step(layout: Layout = layout) -> list[Tensor]:
+                    return with_gradients(
+                        lambda *tensors: layout.attend(*tensors, sizes.rule), inputs, weights
+                    )
+
+                found = step()
+                gap = largest_difference(found, expected.setdefault(pattern, found))
+                report.at_most(f"{name} kernels equal torch's, {pattern}", gap, place.tolerance)
+                report.figure(f"attention_{name}_{pattern}_s", place.seconds(step))
+        finally:
+            use_kernels(previous)
+
+
+def installed_kernels(place: Place) -> dict[str, KernelChoice]:
+    """Torch's kernels, then those of each package that supports the GPU."""
+    choices = {"torch": KernelChoice((TorchKernel(),))}
+    if place.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(place.device)
+        installed = [package for package in PACKAGES if package.problem(capability) is None]
+        choices |= {package.name: KernelChoice((package(),), is_required=True) for package in installed}
+    return choices
+
+
 def shared_prompts(report: Report, place: Place, sizes: Sizes) -> None:
     """Responses behind one copy of their prompt give what they give behind a copy each."""
     prompts, prompt, n, response = sizes.group
@@ -151,7 +193,7 @@ def shared_prompts(report: Report, place: Place, sizes: Sizes) -> None:
 def ring_of_four(report: Report, place: Place, sizes: Sizes) -> None:
     """The partial kernels of four ring ranks, called in one process, give attention over the whole."""
     ranks = [SequenceParallel(ring_size=RING, index=index) for index in range(RING)]
-    plans = [shard_plan(sizes.ring, rank, place.device) for rank in ranks]
+    plans = [shard_plan(sizes.ring, rank) for rank in ranks]
     layouts = [RingLayout.of(plan, rank, place.device) for plan, rank in zip(plans, ranks, strict=True)]
     whole = SharedLayout.of([(group.prompt, group.responses) for group in sizes.ring], place.device)
     inputs = [
@@ -160,10 +202,11 @@ def ring_of_four(report: Report, place: Place, sizes: Sizes) -> None:
     ]
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     weights = place.random(*inputs[0].shape, seed=3)
-    scale = sizes.rule.scale
 
-    expected = with_gradients(lambda *tensors: attend_calls(*tensors, whole.calls, scale), leaves, weights)
-    found = attend_in_ring(inputs, weights, plans, layouts, scale)
+    expected = with_gradients(
+        lambda *tensors: attend_calls(*tensors, whole.calls, sizes.rule), leaves, weights
+    )
+    found = attend_in_ring(inputs, weights, plans, layouts, sizes.rule)
     report.at_most("a ring of four equals one rank", largest_difference(found, expected), place.tolerance)
 
 
@@ -172,26 +215,27 @@ def attend_in_ring(
     weights: Tensor,
     plans: Sequence[ShardPlan],
     layouts: Sequence[RingLayout],
-    scale: float,
+    rule: AttentionRule,
 ) -> list[Tensor]:
     """Output and gradients of all ranks of a ring, which read each other's keys directly."""
-    results = [torch.zeros(tensor.shape, device=tensor.device) for tensor in (inputs[0], *inputs)]
+    device = inputs[0].device
+    results = [torch.zeros(tensor.shape, device=device) for tensor in (inputs[0], *inputs)]
     for plan, layout in zip(plans, layouts, strict=True):
-        mine, kept = plan.local, ~plan.is_padding
+        mine, kept = plan.local.to(device), ~plan.is_padding.to(device)
         query = inputs[0][mine]
         out = torch.zeros(query.shape, device=query.device)
         lse = torch.full((query.shape[1], len(query)), float("-inf"), device=query.device)
-        sources = [(plans[rank].local, calls) for rank, calls in enumerate(layout.calls)]
+        sources = [(plans[rank].local.to(device), calls) for rank, calls in enumerate(layout.calls)]
         for theirs, calls in sources:
             for call in calls:
-                add_attention(out, lse, call, query, inputs[1][theirs], inputs[2][theirs], scale)
+                add_attention(out, lse, call, query, inputs[1][theirs], inputs[2][theirs], rule)
         results[0][mine[kept]] = out[kept]
         out, grad_query = out.to(query.dtype), torch.zeros(query.shape, device=query.device)
         for theirs, calls in sources:
             key, value = inputs[1][theirs], inputs[2][theirs]
             grads = [grad_query, *(torch.zeros(key.shape, device=key.device) for _ in range(2))]
             for call in calls:
-                add_gradients(grads, call, weights[mine], (query, key, value, out, lse), scale)
+                add_gradients(grads, call, weights[mine], (query, key, value, out, lse), rule)
             for total, part in zip(results[2:], grads[1:], strict=True):
                 total.index_add_(0, theirs, part)
         results[1][mine[kept]] = grad_query[kept]
@@ -216,7 +260,7 @@ def single_queries(report: Report, place: Place, sizes: Sizes) -> None:
         scores = torch.einsum("qhd,khd->hqk", query, key) * sizes.rule.scale
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
-    found = with_gradients(lambda *tensors: attend_calls(*tensors, [call], sizes.rule.scale), inputs, weights)
+    found = with_gradients(lambda *tensors: attend_calls(*tensors, [call], sizes.rule), inputs, weights)
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
     expected = with_gradients(plain, exact, weights.float())
     report.at_most("rows of one query and of none", largest_difference(found, expected), place.tolerance)
@@ -256,7 +300,7 @@ def head_values(report: Report, place: Place, sizes: Sizes) -> None:
 
 
 def head_time(report: Report, place: Place, sizes: Sizes) -> None:
-    """Seconds of the head next to those of its product alone."""
+    """Seconds of the head, with its kernels and with torch operations, next to those of its product alone."""
     inputs, targets = head_inputs(place, sizes, sizes.head_tokens)
     hidden, weight = (tensor.detach() for tensor in inputs)
     rows = max(1, (1 << 28) // sizes.vocabulary)  # of logits that fit
@@ -269,20 +313,36 @@ def head_time(report: Report, place: Place, sizes: Sizes) -> None:
         for part in hidden.split(rows):
             torch.mm(part, weight.t())
 
-    seconds = {
-        "head_product_s": place.seconds(product, 3),
-        "head_log_probs_s": place.seconds(forward, 3),
-        "head_update_s": place.seconds(lambda: fused_head(inputs, targets), 3),
-    }
-    for name, value in seconds.items():
-        report.figure(name, value)
-    report.figure("head_log_probs_over_product", seconds["head_log_probs_s"] / seconds["head_product_s"])
-    report.figure("head_update_over_product", seconds["head_update_s"] / seconds["head_product_s"])
+    product_s = place.seconds(product, 3)
+    report.figure("head_product_s", product_s)
+    for name, softmax in (("head", softmax_for(place.device.type)), ("eager_head", EagerSoftmax())):
+        with unittest.mock.patch.object(fused_log_probs, "softmax_for", lambda _, one=softmax: one):
+            forward_s = place.seconds(forward, 3)
+            update_s = place.seconds(lambda: fused_head(inputs, targets), 3)
+        report.figure(f"{name}_log_probs_s", forward_s)
+        report.figure(f"{name}_log_probs_over_product", forward_s / product_s)
+        report.figure(f"{name}_update_s", update_s)
+        report.figure(f"{name}_update_over_product", update_s / product_s)
+
+
+def head_softmax(report: Report, place: Place, sizes: Sizes) -> None:
+    """The device's kernels of the head give what torch operations give."""
+    inputs, targets = head_inputs(place, sizes, sizes.checked_tokens)
+    report.figure("head_softmax", type(softmax_for(place.device.type)).__name__)
+    found = fused_head(inputs, targets)
+    with unittest.mock.patch.object(fused_log_probs, "softmax_for", lambda _: EagerSoftmax()):
+        expected = fused_head(inputs, targets)
+    gap = largest_difference(found, expected)
+    report.at_most("kernels of the head equal torch operations", gap, place.tolerance)
+
+
+ATTENTION_STEPS = (grouped_heads, attention_kernels, shared_prompts, ring_of_four, single_queries)
+HEAD_STEPS = (head_values, head_softmax, head_time)
 
 
 def work(report: Report, place: Place, case: str) -> None:
     sizes = TINY if place.tiny else Sizes()
-    for step in (grouped_heads, shared_prompts, ring_of_four, single_queries, head_values, head_time):
+    for step in ATTENTION_STEPS + HEAD_STEPS:
         report.attempt(step, place, sizes)
 
 

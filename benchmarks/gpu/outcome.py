@@ -63,6 +63,15 @@ def read_update(output: str) -> Outcome:
         for key, value in row.items() if value is not None
     }  # fmt: skip
     mfu, laws = found["update"]["mfu"], []
+    difference = found["shared_difference"]
+    laws.append(
+        {
+            "name": "log-probs with shared and repeated prompts",
+            "found": difference,
+            "bound": "<= 0.05",
+            "passed": difference <= 0.05,
+        }
+    )
     if mfu is not None:
         passed = mfu >= ASKED_MFU
         laws.append({"name": "MFU of the update", "found": mfu, "bound": f">= {ASKED_MFU}", "passed": passed})

@@ -14,16 +14,19 @@ from packaging.requirements import Requirement
 from tests.helpers.training import ROOT
 from verl.cli.doctor import (
     Level,
+    check_compiler,
     check_disk,
+    check_fabric,
     check_gpus,
     check_imports,
     check_ray,
     check_shared_memory,
     is_built_for,
     main,
+    run_checks,
     unmet,
 )
-from verl.distributed.gpus import Gpu, read_gpus
+from verl.distributed.gpus import QUERY, Gpu, old_driver, read_gpus
 
 
 def unused_port():
@@ -117,6 +120,67 @@ def test_gpus_without_a_torch_for_them_fail():
     assert finding.level is Level.FAIL and "'easy-verl[gpu]'" in finding.remedy
     assert check_gpus([], "cuda", 1)[0].level is Level.FAIL
     assert check_gpus([], "auto", 1)[0].level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "reason"),
+    [
+        ("550.54.15", "13.0", "driver 550.54.15 is older than 580, which CUDA 13.0 needs"),
+        ("580.65", "13.0", None),
+        ("550.54.15", "12.8", None),
+        ("unknown", "13.0", None),
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch_is_named(driver, cuda, reason):
+    assert old_driver(driver, cuda) == reason
+
+
+def answer_as_driver(folder, monkeypatch, answers):
+    """Put an `nvidia-smi` first in PATH that answers these queries and fails on others."""
+    program = folder / "nvidia-smi"
+    cases = "".join(f'  --query-gpu={query}) echo "{answer}" ;;\n' for query, answer in answers.items())
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}  *) exit 6 ;;\nesac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("answers", "level"),
+    [({"fabric.state": "Completed"}, "OK"), ({"fabric.state": "In Progress"}, "FAIL"), ({}, "OK")],
+)
+def test_gpus_that_wait_for_their_fabric_fail(tmp_path, monkeypatch, answers, level):
+    answer_as_driver(tmp_path, monkeypatch, answers)
+
+    finding = check_fabric()
+
+    assert finding.level == level
+    assert ("In Progress" in finding.found) is (level == "FAIL")
+
+
+def test_a_machine_with_gpus_needs_a_c_compiler_and_the_headers_of_python(tmp_path, monkeypatch):
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert check_compiler().level is Level.OK and "nvcc is not needed" in check_compiler().found
+
+    (tmp_path / "Python.h").unlink()
+    assert check_compiler().level is Level.FAIL and "Python.h" in check_compiler().found
+    (tmp_path / "gcc").unlink()
+    assert check_compiler().found.startswith("no C compiler; no ")
+    monkeypatch.setenv("CC", "a-compiler")
+    assert check_compiler().found.startswith("no C compiler (CC=a-compiler)")
+
+
+def test_the_checks_of_a_gpu_are_made_where_the_driver_lists_one(tmp_path, monkeypatch):
+    answer_as_driver(tmp_path, monkeypatch, {QUERY: "NVIDIA H200, 143771, 0, 580.159"})
+
+    names = [finding.name for finding in run_checks("hf", None, tries_imports=False)]
+
+    at = names.index("gpus")
+    assert names[at + 1 : at + 4] == ["gpu fabric", "c compiler", "attention"]
 
 
 def test_an_import_that_fails_is_named_with_its_reason():

@@ -65,6 +65,34 @@ def test_on_a_bare_machine_kernels_run_and_other_parts_name_the_missing_packages
     assert "memory: SKIPPED: not installed: " in table
 
 
+CHEAP = ("memory", "update", "engine.head")
+OTHERS = [
+    part.name for part in check.PARTS if part.name not in (*CHEAP, "kernels", "tests")
+]  # `tests` run anyway
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "names", [CHEAP, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["cheap", "others"]
+)
+def test_every_part_passes_on_the_cpu(tmp_path, names):
+    status = check.main(["--tiny", "--only", ",".join(names), "--out", str(tmp_path)])
+
+    found = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
+    assert status == 0, (tmp_path / "gpu_check.txt").read_text() + (tmp_path / "gpu_check.log").read_text()[
+        -4000:
+    ]
+    assert [(part["name"], part["status"]) for part in found] == [(name, "PASS") for name in names]
+    headlines = {part.name: part.headline for part in check.PARTS}
+    for part in found:
+        assert part["laws"] or part["name"] == "update"
+        assert all(
+            key in part["figures"]
+            for key in headlines[part["name"]]
+            if not key.endswith(("mfu", "pinned_gb_per_s"))
+        )
+
+
 class Program(check.Part):
     """A part that runs a line of Python."""
 
@@ -165,7 +193,9 @@ def test_gpu_tests_without_a_package_are_skipped_and_others_fail(tmp_path):
 
 @pytest.mark.parametrize(("mfu", "verdicts"), [(0.5, [True]), (0.4, [False]), (None, [])])
 def test_an_update_is_held_against_the_asked_mfu(mfu, verdicts):
-    found = read_update(json.dumps({"device": "NVIDIA H100", "update": {"mfu": mfu, "seconds": 2.0}}))
+    row = {"mfu": mfu, "seconds": 2.0}
 
-    assert [law["passed"] for law in found.laws] == verdicts
+    found = read_update(json.dumps({"device": "NVIDIA H100", "shared_difference": 0.01, "update": row}))
+
+    assert [law["passed"] for law in found.laws] == [True, *verdicts]
     assert found.figures["update_seconds"] == 2.0

@@ -21,6 +21,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -35,7 +36,7 @@ from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError
 from verl.config.trainer import RunConfig
-from verl.distributed.gpus import Gpu, list_gpus
+from verl.distributed.gpus import Gpu, list_gpus, old_driver, unready_fabric
 from verl.planning.device_defaults import load_run_config
 from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
 from verl.rewards.sandbox.runner import detect
@@ -53,6 +54,7 @@ MIN_DISK_GIB, LOW_DISK_GIB = 1, 50  # a checkpoint of a 3B model with its optimi
 MIN_FILES, LOW_FILES = 1024, 8192  # file descriptors: Ray and a store of shared files take hundreds
 LOW_MEMORY_GIB = 4
 FULL_FOR_RAY = 0.95  # share of a disk from which Ray treats it as full
+ATTENTION_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 IMPORTS = ("torch", "transformers", "ray", "vllm")
 IMPORT_TIMEOUT_S = 300
 REPAIR = "from verl.utils.cuda_builds import repair_cuda_builds; repair_cuda_builds()"
@@ -123,7 +125,12 @@ def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -
     if tries_imports:
         yield check_imports()
     device, num_gpus = ("auto", 0) if trainer is None else (trainer.device, trainer.n_gpus_per_node)
-    yield from check_gpus(list_gpus(), device, num_gpus)
+    gpus = list_gpus()
+    yield from check_gpus(gpus, device, num_gpus)
+    if gpus and device != "cpu":
+        yield check_fabric()
+        yield check_compiler()
+        yield check_attention_packages()
     yield check_threads()
     yield check_memory()
     yield check_shared_memory()
@@ -224,7 +231,8 @@ def check_gpus(gpus: Sequence[Gpu], device: str, num_wanted: int) -> list[Findin
         return [Finding("gpus", Level.FAIL, found, f"pip install '{NAME}[gpu]' into a new environment")]
     if not torch.cuda.is_available():
         remedy = "a newer driver (`nvidia-smi` shows its CUDA version), or unset CUDA_VISIBLE_DEVICES"
-        return [Finding("gpus", Level.FAIL, f"{found}; torch sees none", remedy)]
+        reason = old_driver(driver, torch.version.cuda) or "torch sees none"
+        return [Finding("gpus", Level.FAIL, f"{found}; {reason}", remedy)]
     findings = [Finding("gpus", Level.OK, found)]
     if torch.cuda.device_count() < num_wanted:
         remedy = "lower `trainer.n_gpus_per_node`, or unset CUDA_VISIBLE_DEVICES"
@@ -255,6 +263,34 @@ def is_built_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
         if capability == version or (is_later and number == digits):
             return True
     return False
+
+
+def check_fabric() -> Finding:
+    """Check that GPUs behind NVSwitch are joined; until then CUDA fails with error 802."""
+    waiting = unready_fabric()
+    remedy = "systemctl start nvidia-fabricmanager, in the driver's version"
+    return judge("gpu fabric", f"state {waiting}" if waiting else "ready, or none", remedy, fails=waiting)
+
+
+def check_compiler() -> Finding:
+    """Check for what Triton builds the launchers of its kernels with; kernels themselves need no compiler."""
+    named = os.environ.get("CC")
+    compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [
+        *([] if compiler else [f"no C compiler (CC={named})" if named else "no C compiler"]),
+        *([] if header.is_file() else [f"no {header}"]),
+    ]
+    found = "; ".join(missing) or f"{compiler}; nvcc is not needed"
+    remedy = "apt-get install gcc libc6-dev python3-dev, or those of your Python; Triton fails without them"
+    return judge("c compiler", found, remedy, fails=missing)
+
+
+def check_attention_packages() -> Finding:
+    """Report which packages with attention kernels are installed; none is needed."""
+    installed = [f"{name} {found}" for name in ATTENTION_PACKAGES if (found := find_version(name))]
+    found = ", ".join(installed) or "none installed; torch's own FlashAttention 2 is used"
+    return Finding("attention", Level.OK, found)
 
 
 def _check_memory(gpus: Sequence[Gpu]) -> Finding:

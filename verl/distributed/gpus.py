@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 QUERY = "name,memory.total,memory.used,driver_version"
 TIMEOUT_S = 60
+OLDEST_DRIVERS = {13: 580, 12: 525}  # by the generation of CUDA that torch was built for
+FABRIC_READY = {"Completed", "N/A", "[N/A]", "Not Supported", "[Not Supported]"}
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of CUDA, of CUDA in WSL, of ROCm
 
 
@@ -21,12 +23,32 @@ class Gpu(NamedTuple):
 
 def list_gpus() -> list[Gpu]:
     """Return the GPUs of this machine; empty if `nvidia-smi` is missing or fails."""
-    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    return read_gpus(_ask_driver(QUERY))
+
+
+def unready_fabric() -> list[str]:
+    """Return the states of GPUs that wait for the fabric manager of NVSwitch; CUDA fails until then."""
+    # Older drivers do not know the question; then there is no answer.
+    states = (line.strip() for line in _ask_driver("fabric.state").splitlines())
+    return [state for state in states if state and state not in FABRIC_READY]
+
+
+def old_driver(driver: str, cuda: str) -> str | None:
+    """Return why a driver such as "550.54" cannot run programs for CUDA "13.0", or None."""
+    needed = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    found = driver.partition(".")[0]
+    if found.isdigit() and int(found) < needed:
+        return f"driver {driver} is older than {needed}, which CUDA {cuda} needs"
+    return None
+
+
+def _ask_driver(query: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired):
-        return []
-    return read_gpus(answer.stdout) if answer.returncode == 0 else []
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
 
 
 def shows_gpu() -> bool:
