@@ -48,6 +48,7 @@ class Engine:
     """Takes weights and drops them; counts what it was sent."""
 
     takes_adapter = takes_embeddings = False
+    keeps_weights = False
     dtype = torch.bfloat16
 
     def __init__(self, takes_adapter: bool) -> None:

@@ -52,8 +52,8 @@ class RunOptions(ModelRunOptions):
     has_full_kl_in_rewards: bool  # the KL over the vocabulary is computed with the old log-probs
     has_sum_squares: bool  # so are the sums of squared probabilities
     rollout_correction: RolloutCorrectionConfig
-    corrects_in_update: bool  # nothing computes the log-probs before
     accuracy_key: str  # key of the reward function that `prime` learns from
+    corrects_in_update: bool = False  # nothing computes the log-probs before
 
 
 class ActorUpdate(NamedTuple):
