@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -169,6 +170,35 @@ def test_fake_tensors_pass_the_kernels_without_a_launch_and_nothing_as_large_as_
     names = [name for name, _ in outputs.made]
     for kernel in KERNELS:
         assert names.count(f"verl.{kernel}.default") == 3  # chunks
+
+
+class ChunksAtCasts(TorchDispatchMode):
+    """Counts the chunks of logits that are alive whenever a tensor of the weight's shape is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.chunks, self.alive = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].shape == (VOCABULARY, HIDDEN):
+            self.alive.append(sum(chunk() is not None for chunk in self.chunks))
+        result = function(*args, **kwargs or {})
+        if function is torch.ops.aten.new_empty.default and result.shape[-1] == VOCABULARY:
+            self.chunks.append(weakref.ref(result.untyped_storage()))
+        return result
+
+
+def test_the_chunk_is_free_before_the_sum_of_the_weights_gradient_is_cast():
+    hidden = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(ROWS, dtype=torch.int64)
+
+    with ChunksAtCasts() as casts:
+        result = linear_log_probs(HeadLogits(hidden, weight), targets, chunk_bytes=2 * VOCABULARY * 15)
+        result.log_probs.sum().backward()
+
+    assert len(casts.chunks) == 2  # there and back
+    assert casts.alive == [0]
 
 
 @pytest.mark.parametrize("operator", KERNELS)

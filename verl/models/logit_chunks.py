@@ -18,6 +18,11 @@ CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
 PRODUCT_ROWS = 1 << 14  # rows of the weight's gradient per half-precision product, summed in float32
 
 
+# (tokens, products of heads, gradient of the bias to add to) to gradient of the first head's products, in the
+# dtype of its hidden states
+ChunkGradient = Callable[[slice, Sequence[Tensor], Tensor | None], Tensor]
+
+
 class LogitTransform(NamedTuple):
     """The transform of head products: `softcap * tanh(scale * x / softcap) / temperature`."""
 
@@ -83,9 +88,7 @@ def head_gradients(
     ctx: Any,  # of an autograd function with these three inputs first; has `rows`, the size of a chunk
     heads: Sequence[HeadLogits],  # of the policy first; the others' products are needed too
     accurate: torch.dtype,  # of sums over chunks
-    # (tokens, products of heads, gradient of the bias to add to) to gradient of the first product, in the
-    # dtype of `hidden`
-    chunk_grad: Callable[[slice, Sequence[Tensor], Tensor | None], Tensor],
+    chunk_grad: ChunkGradient,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of the policy's hidden states, weight and bias."""
     hidden, weight, bias, _ = heads[0]
@@ -98,15 +101,27 @@ def head_gradients(
         single = len(hidden) <= ctx.rows
         grad_weight = torch.zeros_like(weight, dtype=weight.dtype if single else accurate)
 
-    for chunk, products in chunks(heads, ctx.rows):
+    _add_gradients(heads, ctx.rows, chunk_grad, grad_hidden, grad_weight, grad_bias)
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)  # the chunk's memory is free again
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _add_gradients(
+    heads: Sequence[HeadLogits],
+    rows: int,
+    chunk_grad: ChunkGradient,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    hidden, weight, *_ = heads[0]
+    for chunk, products in chunks(heads, rows):
         grads = chunk_grad(chunk, products, grad_bias)
         if grad_hidden is not None:
             torch.mm(grads, weight, out=grad_hidden[chunk])
         if grad_weight is not None:
             _add_product(grad_weight, grads, hidden[chunk])
-    if grad_weight is not None:
-        grad_weight = grad_weight.to(weight.dtype)
-    return grad_hidden, grad_weight, grad_bias
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
