@@ -19,18 +19,14 @@ from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.tokenizer import load_processor, load_tokenizer
-from verl.distributed.device import backend_of, is_gpu, set_device, set_seed
+from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
-from verl.models.attention.flash_packages import choose_kernels
-from verl.models.attention.varlen_kernels import use_kernels
+from verl.models.attention.flash_packages import select_kernels
 from verl.models.family import register_family
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.utils.rank_logger import get_logger
 from verl.workers.sharded_model import ModelSetup, ShardedModel
-
-logger = get_logger(__name__)
 
 MICRO_BATCH_OPTIONS = {  # by phase: the option that its peak memory depends on
     "old": "worker.actor.micro_batch_size_per_device_for_experience",
@@ -128,10 +124,7 @@ class ModelWorker(Worker):
         self.set_axis(
             "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
         )
-        kernels = choose_kernels(actor.attention_kernel, self.device)
-        use_kernels(kernels)
-        if is_gpu(self.device):
-            logger.info("attention kernels: %s", ", ".join(kernel.name for kernel in kernels.kernels))
+        select_kernels(actor.attention_kernel, self.device)
         self._load_tokenizer(actor.model)
         sp = SequenceParallel.build(
             range(self.world_size), actor.ulysses_size, actor.ring_size, feature_chunks
