@@ -72,6 +72,10 @@ class ModelConfig:
     )
     override_config: dict[str, Any] = option(dict, "Fields of the model config to override.")
     enable_gradient_checkpointing: bool = option(True, "Recompute activations in backward to save memory.")
+    compile_blocks: bool = option(
+        False,
+        "Compile the blocks of the language model (torch.compile): a slower start, faster steps on GPUs.",
+    )
     trust_remote_code: bool = option(False, "Allow Python code that comes with the model; off for security.")
     freeze_vision_tower: bool = option(False, "Train only the language model.")
     train_modules: list[str] = option(

@@ -47,6 +47,18 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
         set_attention(model, ATTENTION, VISION_ATTENTION)
 
 
+def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:
+    """Compile the blocks of the language model, all of which share their code; call it before FSDP.
+
+    The forward is compiled rather than the block, so that FSDP's hooks and checkpointing stay outside. Sizes
+    are symbolic, and attention runs between the compiled parts: neither depends on the sequences' lengths.
+    """
+    blocks = model.get_decoder().layers
+    assert isinstance(blocks, nn.ModuleList), "a language model has a list of blocks"
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
+
+
 def defer_head(model: PreTrainedModel) -> None:
     """Replace the class of the output embedding by `DeferringHead`; its parameters stay."""
     head = model.get_output_embeddings()

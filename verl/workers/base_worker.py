@@ -19,10 +19,9 @@ from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.tokenizer import load_processor, load_tokenizer
-from verl.distributed.device import backend_of, is_gpu, set_device, set_seed
+from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
-from verl.models.attention.flash_packages import choose_kernels
-from verl.models.attention.varlen_kernels import use_kernels
+from verl.models.attention.flash_packages import select_kernels
 from verl.models.family import register_family
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -123,10 +122,7 @@ class ModelWorker(Worker):
         self.set_axis(
             "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
         )
-        kernels = choose_kernels(actor.attention_kernel, self.device)
-        use_kernels(kernels)
-        if is_gpu(self.device):
-            logger.info("attention kernels: %s", ", ".join(kernel.name for kernel in kernels.kernels))
+        select_kernels(actor.attention_kernel, self.device)
         self._load_tokenizer(actor.model)
         sp = SequenceParallel.build(
             range(self.world_size), actor.ulysses_size, actor.ring_size, feature_chunks

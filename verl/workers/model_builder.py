@@ -26,6 +26,7 @@ from verl.models.family import register_family
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
+from verl.models.monkey_patch import compile_blocks
 from verl.models.registry import prepare_model
 from verl.models.scalar_head import (
     SCORE_BIAS,
@@ -82,6 +83,8 @@ def build_model(
             empty.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         empty.requires_grad_(False)
+    if model.compile_blocks:
+        compile_blocks(empty)
     shard_model(empty, mesh, fsdp)
     _fill(empty, source, fsdp, mesh, torch.device(device))
     empty.train(trainable)

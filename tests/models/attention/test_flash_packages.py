@@ -5,6 +5,7 @@ The signatures are those of flash-attn 2.8, of the operators that flash-attn-3 r
 `flash_attn.cute` in flash-attn-4.
 """
 
+import logging
 import sys
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from verl.models.attention.flash_packages import (
     FlashAttention3,
     FlashAttention4,
     choose_kernels,
+    select_kernels,
 )
 from verl.models.attention.kernels import AttentionRule, RowRun, Rows
 from verl.models.attention.layouts import PackedLayout, SharedLayout
@@ -260,3 +262,16 @@ def test_an_old_flash_attn_is_left_out_by_name(monkeypatch):
     assert [kernel.name for kernel in choose_kernels("auto", torch.device("cuda")).kernels] == ["torch"]
     with pytest.raises(RuntimeError, match=r"flash-attn 2\.6\.3 is too old"):
         choose_kernels("flash", torch.device("cuda"))
+
+
+def test_the_selected_kernels_are_those_of_the_process_and_are_logged(monkeypatch, caplog):
+    installed(monkeypatch, ["flash-attn 3"], (9, 0))
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    previous = use_kernels(varlen_kernels.DEFAULT)
+
+    with caplog.at_level("INFO"):
+        select_kernels("auto", torch.device("cuda"))
+    selected = use_kernels(previous)
+
+    assert [kernel.name for kernel in selected.kernels] == ["flash-attn 3", "torch"]
+    assert "attention kernels: flash-attn 3, torch" in caplog.text

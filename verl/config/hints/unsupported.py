@@ -24,7 +24,9 @@ INERT = {  # accept every value; completes "no effect: ..."
     "enable_rank0_init": "rank 0 always reads the weights and sends them to the others",
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
     "padding_free": "sequences are always packed, with the same result",
-    "use_torch_compile": "log-probs come from a fused function that is not compiled",
+    "use_torch_compile": (
+        "log-probs come from a fused function; set `worker.actor.model.compile_blocks` to compile the model"
+    ),
     "worker.critic.ulysses_size": _ONE_DIVISION,
     "worker.ref.ulysses_size": _ONE_DIVISION,
     "worker.ref.cached_embeds_dir": "`worker.actor.cached_embeds_dir` serves every model",

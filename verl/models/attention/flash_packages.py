@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.distributed.device import is_gpu
 from verl.models.attention.kernels import Rows
 from verl.models.attention.varlen_kernels import (
     GPUKernel,
@@ -21,9 +22,13 @@ from verl.models.attention.varlen_kernels import (
     TorchKernel,
     VarlenKernel,
     longest_of,
+    use_kernels,
     window_of,
     without_keys,
 )
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
 
 OPTION = "`worker.actor.attention_kernel`"
 
@@ -190,6 +195,14 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tenso
 
 
 PACKAGES = (FlashAttention3, FlashAttention2, FlashAttention4)  # in order of preference
+
+
+def select_kernels(name: str, device: torch.device) -> None:
+    """Use the kernels of the option `attention_kernel` in this process, and log them on rank 0."""
+    choice = choose_kernels(name, device)
+    use_kernels(choice)
+    if is_gpu(device):
+        logger.info("attention kernels: %s", ", ".join(kernel.name for kernel in choice.kernels))
 
 
 def choose_kernels(name: str, device: torch.device) -> KernelChoice:

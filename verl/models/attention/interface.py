@@ -8,6 +8,7 @@ packed sequences: `packed_layout` in language models, `cu_seq_lens_q` in vision 
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -25,6 +26,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 
 
+@torch.compiler.disable  # a compiled block would be compiled again for each layout
 def packed_attention(
     module: nn.Module,
     query: Tensor,  # (1, H, N, D); keys and values (1, Hkv, N, D)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled blocks: equal to eager ones, not compiled again for other lengths."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoConfig
+
+from tests.helpers.distributed import run_distributed
+from verl.config.model import FSDPConfig, ModelConfig
+from verl.distributed.fsdp import full_named_tensors, make_mesh
+from verl.models import monkey_patch
+from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.hub_names import auto_class
+from verl.models.registry import prepare_model
+from verl.models.tiny import save_tiny_model
+from verl.workers import model_builder
+
+KINDS = [  # whose results have strides of their own
+    ([5, 9], None),
+    ([9], None),
+    ([8, 4, 2, 6], SharedLayout.of([(8, [4, 2]), (6, [])])),
+]
+LENGTHS = [
+    ([7, 3, 20], None),
+    ([50, 1, 9], None),
+    ([31], None),
+    ([9, 5, 3, 7], SharedLayout.of([(9, [5, 3]), (7, [])])),
+]
+
+
+def results(model, lengths, layout):
+    """Log-probs and gradients of packed sequences."""
+    ids = torch.randint(200, (sum(lengths),), generator=torch.Generator().manual_seed(sum(lengths)))
+    layout = layout or PackedLayout.of(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    model.zero_grad()
+    found = model(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        packed_layout=layout,
+        read=lambda logits: logits.log_probs(ids.roll(-1), torch.arange(len(ids)), 1.0),
+    )
+    found.log_probs.sum().backward()
+    return [found.log_probs.detach()] + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def prepared(folder):
+    model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
+    prepare_model(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_equal_eager_ones_and_are_not_compiled_again_for_other_lengths(tmp_path):
+    folder = save_tiny_model(tmp_path, "qwen2", num_hidden_layers=3)
+    eager, compiled = prepared(folder), prepared(folder)
+    monkey_patch.compile_blocks(compiled, backend="aot_eager")
+    graphs = []
+
+    for lengths, layout in KINDS + LENGTHS:
+        expected = [tensor.clone() for tensor in results(eager, lengths, layout)]
+        for left, right in zip(results(compiled, lengths, layout), expected, strict=True):
+            assert (left - right).abs().max() <= 2e-6 * right.abs().max()
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    assert graphs[0] > 0, "blocks were compiled"
+    assert graphs[len(KINDS) - 1 :] == [graphs[-1]] * (1 + len(LENGTHS))
+
+
+def sharded_differences(rank, world_size, folder):
+    """Run a model that is compiled and sharded, and one that is only sharded."""
+    found = []
+    original = monkey_patch.compile_blocks
+    model_builder.compile_blocks = lambda model: original(model, backend="aot_eager")
+    for is_compiled in (False, True):
+        config = ModelConfig(model_path=folder, compile_blocks=is_compiled)
+        fsdp = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")
+        mesh = make_mesh(world_size, -1, "cpu")
+        model = model_builder.build_model(config, fsdp, mesh=mesh, device="cpu", trainable=True)
+        log_probs, *grads = results(model, [5, 9], None)
+        found.append([log_probs, *(grad.full_tensor() for grad in grads)])
+        names = [name for name, _ in full_named_tensors(model)]
+        assert not [name for name in names if "_orig_mod" in name]
+    assert counters["stats"]["unique_graphs"] > 0
+    return max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.heavy
+def test_compiled_blocks_are_sharded_like_eager_ones(tmp_path):
+    folder = str(save_tiny_model(tmp_path, "qwen2", num_hidden_layers=2))
+
+    for difference in run_distributed(sharded_differences, 2, folder):
+        assert difference <= 2e-6
