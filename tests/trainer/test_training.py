@@ -235,10 +235,15 @@ def test_an_image_run_on_a_tensor_parallel_engine_samples_with_equal_log_probs(t
     arguments = quickstart_arguments(
         tmp_path, tmp_path / "model", "trainer.max_steps=2", "trainer.debug=true"
     )
-    metrics = train(tmp_path / "run", *arguments, "worker.actor.global_batch_size=4")
+    one_update = ["worker.actor.global_batch_size=4", "algorithm.use_kl_loss=true"]
+    metrics = train(tmp_path / "run", *arguments, *one_update)
 
     assert [metrics[step]["rollout/log_probs_diff_max"] < 1e-4 for step in (1, 2)] == [True, True]
     assert metrics[1]["actor/grad_norm"] > 0
+    assert "timing_s/old" not in metrics[1]  # the log-probs of the only update are the old ones
+    assert metrics[1]["rollout_corr/kl"] == pytest.approx(metrics[1]["rollout/kl"], abs=1e-6)
+    row = pq.read_table(step_files(tmp_path / "run")[1]).to_pylist()[0]
+    assert np.allclose(row["old_log_probs"], row["rollout_log_probs"], atol=1e-4)
 
 
 @pytest.mark.slow  # one more run; tests/faults has it too

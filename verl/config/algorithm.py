@@ -77,6 +77,11 @@ class RolloutCorrectionConfig:
         choices=("ppo_clip", "reinforce"),
     )
 
+    @property
+    def is_of_batch(self) -> bool:
+        """True if it must be known for the whole batch before the update."""
+        return self.rollout_rs is not None or self.rollout_is_batch_normalize
+
     def problems(self, path: str) -> Iterator[str]:
         try:
             parse_bounds(self.rollout_is_threshold, f"{path}.rollout_is_threshold")
@@ -156,6 +161,12 @@ class AlgorithmConfig:
     def needs_ref_log_probs(self) -> bool:
         # The KL over the whole vocabulary runs both models and reads no log-probs of the reference.
         return self.use_reference and self.kl_penalty != "full"
+
+    @property
+    def reads_old_log_probs(self) -> bool:
+        """True if the advantages depend on the old log-probs; an estimator of a file may read them."""
+        has_penalty = not self.disable_kl and not self.use_kl_loss
+        return has_penalty or "sum_squared_probs" in self.needs or is_extension(self.adv_estimator)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -56,6 +56,24 @@ class PPOConfig(RunTree):
         return self.algorithm.needs_ref_log_probs
 
     @property
+    def has_old_pass(self) -> bool:
+        """True if a forward pass before the update computes the old log-probs.
+
+        Without it they are those of the update itself, the only one of a rollout batch, or the engine's.
+        """
+        algorithm, actor = self.algorithm, self.worker.actor
+        correction = algorithm.rollout_correction
+        return not correction.bypass_mode and (
+            self.data.rollout_batch_size != actor.global_batch_size
+            or actor.ppo_epochs > 1
+            or self.trainer.critic_warmup > 0  # steps without an update
+            or actor.selects_tokens
+            or actor.adaptive_entropy.enabled
+            or algorithm.reads_old_log_probs
+            or correction.is_of_batch
+        )
+
+    @property
     def use_critic(self) -> bool:
         return self.algorithm.use_critic
 

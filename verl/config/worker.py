@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.extensions import is_extension
 from verl.config.model import (
     TINY,
     FSDPConfig,
@@ -102,6 +103,11 @@ class ActorConfig(PolicyConfig):
     diffusion: bool = option(False, "The model generates images or videos.")
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
     scheduler: str = option("", "Noise schedule of diffusion.")
+
+    @property
+    def selects_tokens(self) -> bool:
+        """True if the loss chooses among all tokens of a mini batch; one of a file may."""
+        return self.loss_type in ("clip_cov", "kl_cov") or is_extension(self.loss_type)
 
     def problems(self, path: str) -> Iterator[str]:
         yield from super().problems(path)

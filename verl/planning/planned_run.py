@@ -159,10 +159,12 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     # Three tensors of int64 over sequences, eight of float32 over responses.
     batch_bytes = sequences * (8 * 3 * length + 4 * 8 * response)
     roles = config.trained_roles
+    skipped = () if config.has_old_pass else ("old",)
+    models = _ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference, skipped)
     return PlannedRun(
         config.trainer,
         RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
-        tuple(_ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference)),
+        tuple(models),
         batch_bytes,
         PlannedEngine(rollout, engine_prompts, prompt, length, config.max_model_len),
     )
@@ -184,14 +186,20 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
 
 
 def _ppo_models(
-    worker: WorkerConfig, roles: dict[str, TrainedModelConfig], sequences: int, dp_size: int, has_ref: bool
+    worker: WorkerConfig,
+    roles: dict[str, TrainedModelConfig],
+    sequences: int,
+    dp_size: int,
+    has_ref: bool,
+    skipped: tuple[str, ...],  # phases
 ) -> Iterator[PlannedModel]:
     actor, ref, rows, shares = worker.actor, worker.ref, sequences // dp_size, worker.actor.share_prompt
     for role, section in roles.items():
         model = section.model if section.model.model_path is not None else actor.model  # prime may have none
         mini_batch = section.global_batch_size * worker.rollout.n // dp_size
         log_probs = _pass(LOG_PROB_PHASES[role], role, section, rows, shares)
-        passes = (log_probs, _pass(f"update_{role}", role, section, mini_batch, shares, is_update=True))
+        update = _pass(f"update_{role}", role, section, mini_batch, shares, is_update=True)
+        passes = tuple(each for each in (log_probs, update) if each.phase not in skipped)
         head = "scalar" if role == "critic" else "causal"
         yield PlannedModel(role, model, section.fsdp, section.offload, passes, section.optim, head)
         if model.lora.is_used:

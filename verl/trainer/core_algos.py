@@ -94,7 +94,15 @@ def correct_rollouts(
         added["kept_mask"] = rejection_mask(*arguments)
     if correction.importance_sampling is not None:
         added["rollout_is_weights"] = importance_weights(*arguments)
-    return batch.merge(added), correction_metrics(*arguments)
+    return batch.merge(added), measure_mismatch(batch, options)
+
+
+def measure_mismatch(batch: DataProto, options: RolloutCorrectionConfig) -> dict[str, float]:
+    """Measure the mismatch between the engine that sampled and the trainer, and the effect of `options`."""
+    tensors = batch.batch
+    mask = tensors["response_mask"]
+    correction = RolloutCorrection.of(options)
+    return correction_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask, correction)
 
 
 def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:

@@ -18,6 +18,7 @@ from verl.trainer.core_algos import (
     compute_advantages,
     correct_rollouts,
     entropy_estimate,
+    measure_mismatch,
     mixed_seed,
     resample_by_score,
 )
@@ -69,12 +70,13 @@ class RayPPOTrainer(TrainingLoop):
             collected = self.collector.collect(self.run_state.step)  # scored on CPU from here on
         batch, scoring, metrics = self.balancer.spread(collected)
 
-        batch = self.run_forward_passes(batch, timer)  # old_log_probs, ref_log_probs, values
+        batch = self.run_forward_passes(batch, timer)  # ref_log_probs, values, mostly old_log_probs
         batch, reward_metrics = self.reward(batch, scoring, timer)  # token_level_scores
         with timer("adv"):
             batch, advantage_metrics = self.estimate_advantages(batch)  # advantages, returns
         self.check(batch)
-        metrics |= reward_metrics | advantage_metrics | self.update(batch, timer)
+        batch, update_metrics = self.update(batch, timer)
+        metrics |= reward_metrics | advantage_metrics | update_metrics
 
         with timer("keep_rollouts"):
             self.rollout_log.keep(batch, self.run_state.step)
@@ -85,7 +87,7 @@ class RayPPOTrainer(TrainingLoop):
         config, workers = self.config, self.workers
         if config.algorithm.rollout_correction.bypass_mode:
             batch = batch.merge({"old_log_probs": batch.batch["rollout_log_probs"]})
-        else:
+        elif config.has_old_pass:
             with timer("old"):
                 batch = batch.merge(workers.compute_log_probs(batch))  # old_log_probs
         if config.needs_ref_log_probs:
@@ -113,16 +115,17 @@ class RayPPOTrainer(TrainingLoop):
         algorithm, state = self.config.algorithm, self.run_state
         metrics = {}
         batch, kl_metrics = apply_kl_penalty(batch, state.kl_controller)  # token_level_rewards
-        if not algorithm.rollout_correction.bypass_mode:
+        if self.config.has_old_pass:
             batch, metrics = correct_rollouts(batch, algorithm.rollout_correction)  # weights, kept_mask
         batch = compute_advantages(batch, algorithm)  # advantages, returns
-        state.entropy_controller.update(entropy_estimate(batch))
+        if "old_log_probs" in batch.batch:
+            state.entropy_controller.update(entropy_estimate(batch))
         if algorithm.use_pf_ppo:
             batch = resample_by_score(batch, algorithm.pf_ppo, self.config.data.seed, state.step)
             batch = self.balancer.spread_rows(batch)
         return batch, metrics | kl_metrics
 
-    def update(self, batch: DataProto, timer: StageTimer) -> Metrics:
+    def update(self, batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Update every model that this step trains."""
         config, state = self.config, self.run_state
         metrics: Metrics = {}
@@ -132,8 +135,12 @@ class RayPPOTrainer(TrainingLoop):
         if state.step >= config.trainer.critic_warmup:
             with timer("update_actor"):
                 seed = mixed_seed(config.data.seed, state.step)
-                metrics |= self.workers.update_actor(batch, state.entropy_controller.coef, seed)[0]
-        return metrics  # equal on all ranks
+                results = self.workers.update_actor(batch, state.entropy_controller.coef, seed)
+            metrics |= results[0].metrics  # equal on all ranks
+            if "old_log_probs" not in batch.batch:
+                batch = batch.merge(DataProto.concat([result.log_probs for result in results]))
+                metrics |= measure_mismatch(batch, config.algorithm.rollout_correction)
+        return batch, metrics
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         return compute_batch_metrics(batch, self.run_state.step)

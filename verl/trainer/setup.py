@@ -94,7 +94,7 @@ def running_trainer(
         shared = ModelRunOptions(
             pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
-        options = ppo_options(shared, data, algorithm, config.models)
+        options = ppo_options(shared, data, algorithm, config.models, has_old_pass=config.has_old_pass)
         workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, trainer.worker_timeout_s)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
@@ -172,9 +172,15 @@ def num_rows(loaders: Loaders) -> int:
 
 
 def ppo_options(
-    shared: ModelRunOptions, data: DataConfig, algorithm: AlgorithmConfig, models: Collection[str]
+    shared: ModelRunOptions,
+    data: DataConfig,
+    algorithm: AlgorithmConfig,
+    models: Collection[str],
+    *,
+    has_old_pass: bool,
 ) -> RunOptions:
     """Collect the options outside `worker` that the workers read; `models` are the run's roles."""
+    correction = algorithm.rollout_correction
     use_reference = "ref" in models
     has_kl_loss = use_reference and algorithm.use_kl_loss
     has_full_kl = use_reference and algorithm.kl_penalty == FULL
@@ -188,7 +194,8 @@ def ppo_options(
         kl_loss=KLLoss(algorithm.kl_penalty, algorithm.kl_coef) if has_kl_loss else None,
         has_full_kl_in_rewards=has_full_kl and not has_kl_loss,
         has_sum_squares="sum_squared_probs" in algorithm.needs,
-        rollout_correction=algorithm.rollout_correction,
+        rollout_correction=correction,
+        corrects_in_update=not has_old_pass and (correction.bypass_mode or correction.rollout_is is not None),
         accuracy_key=algorithm.prime_accuracy_key,
     )
 

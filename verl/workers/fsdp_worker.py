@@ -8,7 +8,7 @@ uses onto the device; the work itself is in `roles/`, `rollout/` and `model_buil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
@@ -52,7 +52,15 @@ class RunOptions(ModelRunOptions):
     has_full_kl_in_rewards: bool  # the KL over the vocabulary is computed with the old log-probs
     has_sum_squares: bool  # so are the sums of squared probabilities
     rollout_correction: RolloutCorrectionConfig
+    corrects_in_update: bool  # nothing computes the log-probs before
     accuracy_key: str  # key of the reward function that `prime` learns from
+
+
+class ActorUpdate(NamedTuple):
+    """Results of one rank."""
+
+    metrics: dict[str, float]  # equal on all ranks
+    log_probs: DataProto | None  # `old_log_probs` of this rank's rows, if the batch came without
 
 
 class FSDPWorker(ModelWorker):
@@ -106,7 +114,7 @@ class FSDPWorker(ModelWorker):
             **self._sizes(),
             kl_loss=options.kl_loss,
             reference=self.reference_forward,
-            bypass_correction=RolloutCorrection.of(correction) if correction.bypass_mode else None,
+            correction=RolloutCorrection.of(correction) if options.corrects_in_update else None,
             is_reinforce=correction.loss_type == "reinforce",
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
@@ -256,8 +264,8 @@ class FSDPWorker(ModelWorker):
         return metrics | self._mfu(self.critic_model, batch, seconds, num_response_tokens=0)
 
     @register(Dispatch.SHARD, phase="update_actor")
-    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> dict[str, float]:
-        """Update the policy on this rank's share of every mini batch; the metrics are equal on all ranks."""
+    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> ActorUpdate:
+        """Update the policy on this rank's share of every mini batch."""
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
         reference = self.reference_model if self.actor.reads_reference else None
@@ -267,7 +275,9 @@ class FSDPWorker(ModelWorker):
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
         responses = int(batch.batch["response_mask"].sum())
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
-        return metrics | memory_metrics(self.options.device) | self._encoded_media()
+        metrics |= memory_metrics(self.options.device) | self._encoded_media()
+        own = self.actor.own_log_probs
+        return ActorUpdate(metrics, None if own is None else DataProto.from_dict({"old_log_probs": own}))
 
     def _extra_state(self, model: ShardedModel) -> dict[str, Any]:
         return {"engine_rng": self.engine.rng_state()} if model is self.policy else {}

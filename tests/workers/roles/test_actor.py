@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import free_port, run_distributed
+from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import ActorConfig
 from verl.distributed.fsdp import make_mesh
@@ -37,7 +38,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, **options):
+def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, correction=None, **options):
     options = {
         "global_batch_size": 4,
         "micro_batch_size_per_device_for_update": 3,
@@ -56,7 +57,13 @@ def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, **options):
         ActorConfig(**options),
         PackedForward(model, model.config, None, "cpu"),
         dist.group.WORLD,
-        ActorTraining(optimizer, scheduler, max_response_length=RESPONSE_LENGTH, kl_loss=kl_loss),
+        ActorTraining(
+            optimizer,
+            scheduler,
+            max_response_length=RESPONSE_LENGTH,
+            kl_loss=kl_loss,
+            correction=correction,
+        ),
     )
 
 
@@ -254,3 +261,39 @@ def test_all_ranks_skip_the_update_that_one_of_them_spoils_and_log_the_same(fold
         assert unchanged
         assert taken["actor/skipped_updates"] == 0
     assert results[0][2] == results[1][2]
+
+
+@pytest.mark.parametrize("loss_type", ["default", "gspo", "cispo", "sapo", "gpg", "dppo_kl"])
+def test_one_update_without_old_log_probs_equals_a_pass_before_it_bit_for_bit(folder, loss_type):
+    sizes = {
+        "micro_batch_size_per_device_for_update": 2,
+        "micro_batch_size_per_device_for_experience": 2,
+        "loss_type": loss_type,
+        "entropy_coef": 0.1,
+    }
+    correction = RolloutCorrection(importance_sampling="sequence")
+    batch = make_batch(4)
+    sampled = {"rollout_log_probs": batch.batch["old_log_probs"] - 0.01 * batch.batch["advantages"].abs()}
+    batch = batch.select([name for name in batch.batch.keys() if name != "old_log_probs"], [])  # noqa: SIM118
+    before, alone = make_actor(folder, **sizes), make_actor(folder, **sizes, correction=correction)
+    old = before.compute_log_probs(batch, temperature=0.7).log_probs
+    mask = batch.batch["response_mask"]
+    weights_before = importance_weights(old, sampled["rollout_log_probs"], mask, correction)
+
+    expected = before.update(
+        batch.merge({"old_log_probs": old, "rollout_is_weights": weights_before}), temperature=0.7
+    )
+    found = alone.update(batch.merge(sampled), temperature=0.7)
+
+    assert found == expected
+    assert same_weights(weights(alone), weights(before))
+    assert torch.equal(alone.own_log_probs, old)
+    assert before.own_log_probs is None
+
+
+def test_several_updates_need_the_log_probs_from_before_the_first(folder):
+    batch = make_batch(8)
+    batch = batch.select([name for name in batch.batch.keys() if name != "old_log_probs"], [])  # noqa: SIM118
+
+    with pytest.raises(AssertionError, match="from before the first"):
+        make_actor(folder).update(batch, temperature=1.0)

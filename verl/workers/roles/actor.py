@@ -21,8 +21,8 @@ from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForwar
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
-UPDATE_KEYS = [*FORWARD_KEYS, "old_log_probs", "advantages"]
-OPTIONAL_KEYS = ["row_ids", "ref_log_probs", "rollout_is_weights"]
+UPDATE_KEYS = [*FORWARD_KEYS, "advantages"]
+OPTIONAL_KEYS = ["old_log_probs", "row_ids", "ref_log_probs", "rollout_is_weights", "rollout_log_probs"]
 REINFORCE = "gpg"  # the loss without a ratio
 
 
@@ -39,7 +39,7 @@ class ActorTraining(Training):
 
     kl_loss: KLLoss | None = None  # None leaves the reference out of the loss
     reference: PackedForward | None = None  # read only for the KL over the whole vocabulary
-    bypass_correction: RolloutCorrection | None = None  # weights for the difference to `old_log_probs`
+    correction: RolloutCorrection | None = None  # weights computed here, with the update's log-probs
     is_reinforce: bool = False  # REINFORCE instead of `loss_type`
 
 
@@ -62,6 +62,7 @@ class DataParallelPPOActor:
     ) -> None:
         self.config, self.forward, self.group, self.training = config, forward, group, training
         self.selection = None
+        self.own_log_probs: Tensor | None = None  # (B, R) float32 on CPU, of an update without old ones
         self.full_kl_reference = None
         if training is not None:
             if training.kl_loss is not None and training.kl_loss.kind == FULL:
@@ -118,8 +119,10 @@ class DataParallelPPOActor:
         """Update the policy: an optimizer step for each mini batch and PPO epoch; collective over all ranks.
 
         Args:
-            batch: This rank's sequences in the order of the mini batches, with `advantages`,
-                `old_log_probs`, for a KL loss `ref_log_probs`, and for a weighted one `rollout_is_weights`.
+            batch: This rank's sequences in the order of the mini batches, with `advantages`, for a KL loss
+                `ref_log_probs`, for a weighted one `rollout_is_weights`, for `ActorTraining.correction`
+                `rollout_log_probs`, and `old_log_probs`. A batch that is one mini batch of one epoch may
+                lack these: they equal the log-probs of the update, left in `own_log_probs`.
             temperature: Divides the logits, as for `old_log_probs`.
             entropy_coef: Weight of the entropy bonus; None is the option's.
             seed: For losses that select tokens at random; another in every step.
@@ -127,7 +130,8 @@ class DataParallelPPOActor:
         assert self.training is not None, "the reference is never updated"
         keys = UPDATE_KEYS + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
-        updater = self.updater
+        updater, is_own = self.updater, "old_log_probs" not in batch.batch
+        self.own_log_probs = None
         for number, mini_batch in enumerate(updater.mini_batches(batch.select(keys, OBJECT_KEYS)), 1):
             if self.selection is not None:
                 selected = self.selection.add_to(mini_batch.batch, temperature, seed * 1_000_003 + number)
@@ -135,6 +139,9 @@ class DataParallelPPOActor:
             for micro_batch in mini_batch.micro_batches():
                 updater.backward(self._loss(micro_batch, mini_batch, temperature, coef))
             updater.step()
+            if is_own:
+                assert number == 1, "further updates need the log-probs from before the first"
+                self.own_log_probs = mini_batch.log_probs()
         metrics = updater.finish()
         metrics |= {"actor/entropy_loss": metrics["actor/entropy"], "actor/entropy_coef": coef}
         return metrics | ({"actor/kl_coef": self.training.kl_loss.coef} if self.training.kl_loss else {})
@@ -149,6 +156,8 @@ class DataParallelPPOActor:
             micro_batch.rows, temperature, with_entropy=True, reference=self.full_kl_reference
         )
         assert result.entropy is not None, "requested above"
+        if "old_log_probs" not in tensors:
+            mini_batch.computed.append(result.log_probs.detach())
         policy = self._policy_loss(result.log_probs, tensors)
         loss = self._aggregate(policy.per_token, mask, mini_batch)
         metrics.add_loss("actor/pg_loss", loss)
@@ -172,15 +181,15 @@ class DataParallelPPOActor:
 
     def _policy_loss(self, log_probs: Tensor, tensors: dict[str, Tensor]) -> PolicyLoss:
         # of each token, with importance weights of the batch or of the bypass mode
-        mask, old = tensors["response_mask"], tensors["old_log_probs"]
+        mask, current = tensors["response_mask"], log_probs.detach()
+        old = tensors.get("old_log_probs", current)
         policy = self.policy_loss(
             PolicyLossInputs(
                 log_probs, old, tensors["advantages"], mask, tensors.get("selected"), **self.loss_options
             )
         )
         weights = tensors.get("rollout_is_weights")
-        if self.training is not None and self.training.bypass_correction is not None:
-            spec = self.training.bypass_correction
-            current = log_probs.detach()
-            weights = importance_weights(current, old, mask, spec) * rejection_mask(current, old, mask, spec)
+        if self.training is not None and self.training.correction is not None:
+            arguments = current, tensors["rollout_log_probs"], mask, self.training.correction
+            weights = importance_weights(*arguments) * rejection_mask(*arguments)
         return weighted(policy, weights, mask)

@@ -8,7 +8,7 @@ and gradients are summed.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,11 @@ class MiniBatch:
     metrics: MetricSums
     forward: PackedForward
     schedule: MicroBatchSchedule
+    computed: list[Tensor] = field(default_factory=list)  # log-probs of each micro batch, (b, R)
+
+    def log_probs(self) -> Tensor:
+        """Return the log-probs that the update computed: (B, R) on CPU; collective."""
+        return self.schedule.join(self.computed, self.forward.device)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         self.forward.model.train()
