@@ -31,6 +31,7 @@ import torch
 import torchao  # noqa: F401 - before the device exists: its first import looks at all devices
 from torch import Tensor
 
+from tests.virtual import mistakes
 from tests.virtual.device import TYPE, install, start_processes
 from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
 from tests.virtual.shapes import SHAPES, Setup
@@ -314,6 +315,8 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
     start_processes(setup.rank, spec["ranks"])
     substitute()
     mark_micro_batches(tally)
+    if spec.get("mistake"):
+        getattr(mistakes, spec["mistake"])()
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -373,6 +376,7 @@ def main() -> None:
         if child == 0:
             answer(line)
         os.waitpid(child, 0)
+    os._exit(0)  # nothing is left to be done, and torch takes its time
 
 
 if __name__ == "__main__":
