@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from tests.virtual.measure import PhaseReport
 
-MAX_COPIES = 4  # from the host in a micro batch: its rows, its media, its layout, and tensors of the loss
+MAX_COPIES = 8  # from the host in a micro batch: its rows, layouts, images and their grids
 SHARDING = "FSDP"  # with `enable_cpu_offload` it copies shards in, and waits for gradients on their way out
 
 
@@ -22,9 +22,7 @@ def _phase_problems(name: str, phase: PhaseReport) -> Iterator[str]:
         yield f"{name}: in a micro batch the host sends {copies.total()} tensors: {_listed(copies)}"
 
 
-def different_order(
-    first: Mapping[str, PhaseReport], second: Mapping[str, PhaseReport]
-) -> str | None:
+def different_order(first: Mapping[str, PhaseReport], second: Mapping[str, PhaseReport]) -> str | None:
     """Name the first collective that two ranks do not issue alike; None if there is none."""
     for name, phase in first.items():
         orders = phase.order, second[name].order

@@ -150,9 +150,7 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
 
     path = str(folder)
     plain = ModelConfig(model_path=path, enable_gradient_checkpointing=setup.checkpointing)
-    policy = replace(
-        plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower
-    )
+    policy = replace(plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower)
     common: dict[str, Any] = dict(
         global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring),
         micro_batch_size_per_device_for_update=setup.rows_at_once,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes that a CPU does not show are found on a virtual GPU, and named."""
 
+import re
+
 import pytest
 
 from tests.virtual.checks import different_order, problems
@@ -53,7 +55,7 @@ def test_a_collective_that_only_some_ranks_issue_is_named(cluster):
         for setup in (with_images, without)
     )
 
-    assert "old: collective" in (different_order(first, second) or "")
+    assert re.match(r"old: (collective|one rank issues 6 collectives)", different_order(first, second) or "")
 
 
 def test_heads_that_do_not_divide_are_named(cluster):
@@ -62,5 +64,7 @@ def test_heads_that_do_not_divide_are_named(cluster):
 
 
 def test_ranks_that_do_not_divide_into_shards_are_named(cluster):
-    with pytest.raises(VirtualClusterError, match=r"`fsdp.fsdp_size` \(3\) must divide the number of processes"):
+    with pytest.raises(
+        VirtualClusterError, match=r"`fsdp.fsdp_size` \(3\) must divide the number of processes"
+    ):
         cluster.measure("tiny", Setup(fsdp_size=3), 8)

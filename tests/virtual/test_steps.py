@@ -57,7 +57,9 @@ def test_ranks_with_other_rows_issue_the_same_collectives(cluster, name):
     shape, options, others = PAIRS[name]
 
     first, second = (
-        cluster.measure(shape, Setup(updates=1, rank=rank, response_lengths=lengths, **given), 8)
+        cluster.measure(
+            shape, Setup(updates=1, rank=rank, response_lengths=lengths, rows_at_once=8, **given), 8
+        )
         for rank, lengths, given in ((0, (512, 300), options), (5, (20, 77), options | others))
     )
 
