@@ -24,7 +24,8 @@ from tests.helpers.optimizers import (
 )
 from verl.checkpoint.sharded import load_shards
 from verl.config.model import OptimConfig
-from verl.distributed.fsdp import load_optimizer, local_part, make_mesh, offload_optimizer
+from verl.distributed.fsdp import local_part, make_mesh
+from verl.distributed.offload import Offloader
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 
@@ -55,11 +56,17 @@ def on_two(rank: int, world_size: int, target: Path) -> dict[str, Any]:
         update(*parts, range(2, 4))
         torch.manual_seed(7)
         resumed = make_parts(strategy)
+        offloader = Offloader(
+            resumed[0], "cpu", optimizer=resumed[1], offloads_weights=True, offloads_state=True
+        )
+        with offloader.loaded():
+            pass
         load_shards(target / strategy, *resumed)
-        offload_optimizer(resumed[1])
-        load_optimizer(resumed[1], "cpu")
+        offloader.settle()
         torch.manual_seed(8)  # what else a run draws must not matter
-        update(*resumed, range(2, 4))
+        for step in (2, 3):
+            with offloader.loaded(with_optimizer=True):
+                update(*resumed, range(step, step + 1))
         torch.manual_seed(rank)
         copies = make_parts(strategy, fsdp_size=1)
         update(*copies, range(4))

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import random
 
 import numpy as np
@@ -11,6 +12,7 @@ from verl.distributed.device import (
     memory_metrics,
     resident_bytes,
     resolve_device,
+    set_device,
     set_seed,
     to_device,
 )
@@ -30,6 +32,20 @@ def test_another_device_is_refused():
 def test_cuda_without_a_gpu_is_refused_with_the_remedy():
     with pytest.raises(RuntimeError, match=r"found torch .* set trainer.device=cpu"):
         resolve_device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpus_of_other_machines_are_used_when_asked_for_and_never_ignored_silently():
+    assert resolve_device("cuda", cluster_gpus=8) == "cuda"
+    assert resolve_device("cpu", cluster_gpus=8) == "cpu"
+    with pytest.raises(RuntimeError, match=r"has 8: set trainer.device=cuda .*, or trainer.device=cpu"):
+        resolve_device("auto", cluster_gpus=8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_rank_on_a_node_without_a_gpu_says_which_node():
+    with pytest.raises(RuntimeError, match=rf"{os.uname().nodename} has torch .* repair that node"):
+        set_device("cuda", local_rank=0)
 
 
 def test_gloo_serves_cpu_tensors_on_every_device():

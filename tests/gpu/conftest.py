@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests marked `gpu(n)` are skipped where there are fewer CUDA devices."""
+"""Every test takes a `device`, so that CI runs on the CPU what a GPU runs.
+
+Tests marked `gpu(n)` are skipped where there are fewer CUDA devices.
+"""
 
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+def device(request):
+    return request.param
 
 
 @pytest.hookimpl(tryfirst=True)

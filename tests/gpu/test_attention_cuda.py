@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed attention and fused log-probabilities on CUDA kernels against the CPU in float32."""
+"""Packed attention and fused log-probabilities on a device's kernels against the CPU in float32."""
 
 import pytest
 import torch
@@ -8,11 +8,6 @@ from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.fused_log_probs import linear_log_probs
 from verl.models.logit_chunks import HeadLogits, LogitTransform
-
-pytestmark = [
-    pytest.mark.gpu(1),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 LENGTHS = [5, 5, 1, 140, 140, 77]
 RULES = [
@@ -44,10 +39,10 @@ def assert_close(ours, theirs, tolerance):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_attention_on_cuda_equals_the_cpu(dtype, rule):
-    rounded = attention_results("cuda", dtype, rule)
+def test_attention_equals_float32_on_the_cpu(device, dtype, rule):
+    rounded = attention_results(device, dtype, rule)
 
-    # The CPU computes in float32 what CUDA computes from the same rounded inputs.
+    # The CPU computes in float32 what the device computes from the same rounded inputs.
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, heads, sum(LENGTHS), 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
     tensors = [tensor.float().requires_grad_() for tensor in tensors]
@@ -71,15 +66,15 @@ def shared_results(device, dtype, working):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_attention_behind_shared_prompts_on_cuda_equals_the_cpu(dtype):
-    ours = shared_results("cuda", dtype, dtype)
+def test_attention_behind_shared_prompts_equals_float32_on_the_cpu(device, dtype):
+    ours = shared_results(device, dtype, dtype)
 
     assert_close(ours, shared_results("cpu", dtype, torch.float32), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_bytes", [None, 1 << 16])
-def test_log_probs_on_cuda_equal_the_cpu(dtype, chunk_bytes):
+def test_log_probs_equal_float32_on_the_cpu(device, dtype, chunk_bytes):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(99, 64, generator=generator).to(dtype),
@@ -87,19 +82,18 @@ def test_log_probs_on_cuda_equal_the_cpu(dtype, chunk_bytes):
     )
     targets = torch.randint(1000, (99,), generator=generator)
     results = []
-    for device, working in (("cuda", dtype), ("cpu", torch.float32)):
-        inputs = [tensor.to(device, working).requires_grad_() for tensor in (hidden, weight)]
+    for place, working in ((device, dtype), ("cpu", torch.float32)):
+        inputs = [tensor.to(place, working).requires_grad_() for tensor in (hidden, weight)]
         result = linear_log_probs(
             HeadLogits(*inputs, transform=LogitTransform(temperature=0.7)),
-            targets.to(device),
+            targets.to(place),
             with_entropy=True,
             chunk_bytes=chunk_bytes,
         )
         loss = result.log_probs.sum() + result.entropy.sum()
-        results.append([*result, *torch.autograd.grad(loss, inputs)])
+        found = [result.log_probs, result.entropy, *torch.autograd.grad(loss, inputs)]
+        results.append([tensor.detach() for tensor in found])
 
-    assert_close(
-        [tensor.detach() for tensor in results[0]],
-        [tensor.detach() for tensor in results[1]],
-        TOLERANCE[dtype],
-    )
+    # The CPU also rounds the logits of half precision: 2**-4 where they are 16 to 32.
+    is_rounded = device == "cpu" and dtype != torch.float32
+    assert_close(*results, 0.1 if is_rounded else TOLERANCE[dtype])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a GPU beside a sharded policy: weight sync, sleep and wake, and a whole run of the command."""
+"""vLLM on the device of a sharded policy: weight sync, sleep and wake, and a whole run of the command."""
 
 import importlib.util
 import math
@@ -12,7 +12,7 @@ from tests.helpers.training import QUICKSTART, quickstart_arguments, train
 from verl.models.tiny import save_tiny_model
 
 pytestmark = [
-    pytest.mark.gpu(1),
+    pytest.mark.heavy,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -71,7 +71,7 @@ def sync_sleep_wake(folder, device):
                 result: TokenLogProbs = policy(
                     input_ids=line[None], position_ids=torch.arange(len(line), device=device)[None],
                     cu_seqlens=torch.tensor([0, len(line)], dtype=torch.int32, device=device),
-                    targets=line[rows + 1], target_rows=rows,
+                    read=lambda logits, line=line, rows=rows: logits.log_probs(line[rows + 1], rows, 1.0),
                 )  # fmt: skip
             found[uid] = result.log_probs.tolist()
         return found
@@ -100,9 +100,9 @@ def sync_sleep_wake(folder, device):
 
 
 @pytest.fixture(scope="module")
-def engine_story(tmp_path_factory):
+def engine_story(tmp_path_factory, device):
     folder = save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
-    return run_alone(sync_sleep_wake, folder, "cuda")
+    return run_alone(sync_sleep_wake, folder, device, device=device)
 
 
 def mean_difference(answers, by_policy):
@@ -128,14 +128,21 @@ def test_log_probs_of_engine_and_policy_agree_after_each_sync(engine_story):
     assert mean_difference(moved, first_by_policy) > 0.1  # the weights did change
 
 
-def test_sleep_gives_the_engines_memory_back(engine_story):
+def test_sleep_gives_the_engines_memory_back(engine_story, device):
     *_, freed = engine_story
 
-    assert freed > 1000 * MIB  # a fifth of the smallest GPU that vLLM runs on, less what cannot be given back
+    # a fifth of the smallest GPU that vLLM runs on, less what cannot be given back
+    assert freed > 1000 * MIB if device == "cuda" else freed == 0
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
-def test_a_tiny_run_trains_and_the_engine_agrees_with_the_trainer(family, tmp_path, monkeypatch):
+RUNS = [
+    pytest.param("cpu", "qwen2_5_vl"),
+    *(pytest.param("cuda", family, marks=pytest.mark.gpu(1)) for family in ("qwen2", "qwen2_5_vl")),
+]
+
+
+@pytest.mark.parametrize(("device", "family"), RUNS)
+def test_a_tiny_run_trains_and_the_engine_agrees_with_the_trainer(device, family, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(QUICKSTART))
     from shapes import write_questions
 
@@ -144,7 +151,7 @@ def test_a_tiny_run_trains_and_the_engine_agrees_with_the_trainer(family, tmp_pa
     write_questions(tmp_path, "train", 16, seed=1, with_images=with_images)
     write_questions(tmp_path, "val", 4, seed=2, with_images=with_images)
     options = [
-        "trainer.device=cuda", "trainer.n_gpus_per_node=1", "trainer.max_steps=2",
+        f"trainer.device={device}", "trainer.n_gpus_per_node=1", "trainer.max_steps=2",
         "worker.rollout.dtype=bf16",
         "worker.rollout.gpu_memory_utilization=0.2", "worker.actor.fsdp.mp_param_dtype=bf16",
         "algorithm.disable_kl=false", "algorithm.use_kl_loss=true",
@@ -156,4 +163,4 @@ def test_a_tiny_run_trains_and_the_engine_agrees_with_the_trainer(family, tmp_pa
         assert metrics[step]["rollout/log_probs_diff_mean"] < 0.05
         assert math.isfinite(metrics[step]["actor/grad_norm"])
         assert metrics[step]["actor/skipped_updates"] == 0
-    assert metrics[1]["perf/max_memory_allocated_gb"] > 0
+    assert (metrics[1]["perf/max_memory_allocated_gb"] > 0) is (device == "cuda")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of one GPU, packed and sharded, against the padded float32 reference on the CPU."""
+"""The update of one device, packed and sharded, against the padded float32 reference on the CPU."""
 
 import math
 
@@ -20,12 +20,10 @@ from tests.equivalence.test_update import (
     padded_log_probs,
     reference_update,
 )
-from tests.gpu.alone import run_alone
+from tests.gpu.alone import run_apart
 from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-
-pytestmark = pytest.mark.gpu(1)
 
 # Of log-probs, in nats, and of the whole gradient, beside its norm. bfloat16 keeps 8 bits.
 TOLERANCE = {"fp32": (1e-4, 1e-4), "bf16": (0.1, 0.2)}
@@ -101,11 +99,11 @@ def case(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE))
-def test_log_probs_loss_and_gradients_equal_the_padded_reference(case, dtype):
+def test_log_probs_loss_and_gradients_equal_the_padded_reference(case, dtype, device):
     kind, root, expected_log_probs, (expected, expected_metrics) = case
     of_log_probs, of_gradients = TOLERANCE[dtype]
 
-    run_alone(update_once, root, kind, dtype, "cuda")
+    run_apart(update_once, root, kind, dtype, device, device=device)
 
     log_probs, gradients, metrics = torch.load(root / f"{dtype}.pt")
     assert (log_probs - expected_log_probs).abs().max() < of_log_probs

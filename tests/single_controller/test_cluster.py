@@ -57,6 +57,7 @@ assert connect(num_cpus=2, num_gpus=2)
 with RayWorkerGroup(ResourcePool(1, 2, "cuda"), OddWorker) as group:
     group.shout("from a worker")
     print("DEVICES", sorted(group.variable("CUDA_VISIBLE_DEVICES")), group.variable("LOCAL_RANK"))
+    print("ALLOCATOR", *group.variable("PYTORCH_CUDA_ALLOC_CONF"))
     print("PIDS", *[info.pid for info in group.infos], flush=True)
     group.sleep(600)
 """
@@ -126,6 +127,7 @@ def test_worker_output_reaches_the_console_with_its_rank(interrupted):
 
 def test_each_process_of_a_cuda_pool_sees_one_gpu_as_its_device_zero(interrupted):
     assert "DEVICES ['0', '1'] ['0', '0']" in interrupted  # Ray hands out numbers; no GPU is touched
+    assert "ALLOCATOR expandable_segments:True expandable_segments:True" in interrupted
 
 
 def test_too_few_cpus_is_an_error_with_found_needed_and_remedy(ray_session):

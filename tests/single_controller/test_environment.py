@@ -9,10 +9,8 @@ import torch.nn.functional as F
 
 from tests.single_controller.workers import EchoWorker
 from verl.single_controller.dispatch import Dispatch, register
-from verl.single_controller.ray.environment import CPU_CACHES
+from verl.single_controller.ray.environment import CPU_CACHES, allocator_settings
 from verl.single_controller.worker import Worker
-
-pytestmark = pytest.mark.heavy
 
 MIB = 1 << 20
 
@@ -33,6 +31,7 @@ class Multiplier(Worker):
         return multiply(range(129, 401)) - before
 
 
+@pytest.mark.heavy
 def test_a_cpu_rank_does_not_grow_with_new_shapes(make_group):
     # With the libraries' own bounds it grows by about 170 MiB where the CPU multiplies bf16 by oneDNN.
     (growth,) = make_group(Multiplier, processes=1).growth()
@@ -40,6 +39,7 @@ def test_a_cpu_rank_does_not_grow_with_new_shapes(make_group):
     assert growth < 60 * MIB
 
 
+@pytest.mark.heavy
 def test_a_cache_size_set_by_the_user_is_kept(make_group, monkeypatch):
     name = next(iter(CPU_CACHES))
     monkeypatch.setenv(name, "7")
@@ -47,3 +47,13 @@ def test_a_cache_size_set_by_the_user_is_kept(make_group, monkeypatch):
     (environment,) = make_group(EchoWorker, "hello", processes=1).environment()
 
     assert environment[name] == "7"
+
+
+def test_segments_of_a_gpu_grow_unless_the_user_set_its_allocator():
+    def setting(**environment):
+        return allocator_settings(environment)["PYTORCH_CUDA_ALLOC_CONF"]
+
+    assert setting() == setting(PYTORCH_CUDA_ALLOC_CONF="") == "expandable_segments:True"
+    assert setting(PYTORCH_CUDA_ALLOC_CONF="backend:native") == "backend:native"
+    # where torch takes the new name, vLLM 0.26 must still see it
+    assert setting(PYTORCH_ALLOC_CONF="max_split_size_mb:64") == "max_split_size_mb:64"

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 import ray
 from ray.util import placement_group_table
@@ -40,6 +42,23 @@ def test_a_cluster_of_others_is_left_alone_until_the_run_was_checked(config):
         with prepared_run(config, planned_ppo) as (_, pool, processes):
             assert len(processes.handles) == pool.world_size == 2
         assert processes.handles == [] and ray.is_initialized()
+    finally:
+        ray.shutdown()
+
+
+def test_gpus_of_a_cluster_are_used_from_a_machine_without_one(config):
+    def on(device):
+        return replace(config, trainer=replace(config.trainer, device=device))
+
+    connect(num_cpus=2, num_gpus=2)  # as of another machine: torch finds none here
+    try:
+        with pytest.raises(ValueError, match="refused"), prepared_run(on("cuda"), planned_ppo, check=refuse):
+            raise AssertionError("the run was not checked")
+        with (
+            pytest.raises(RuntimeError, match=r"has 2: set trainer\.device=cuda"),
+            prepared_run(on("auto"), planned_ppo, check=refuse),
+        ):
+            raise AssertionError("the GPUs were ignored")
     finally:
         ray.shutdown()
 

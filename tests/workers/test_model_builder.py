@@ -12,13 +12,8 @@ from transformers import AutoConfig
 
 from tests.helpers.distributed import run_distributed
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
-from verl.distributed.fsdp import (
-    clip_grad_norm,
-    full_named_tensors,
-    loaded_on_device,
-    make_mesh,
-    sharded_parameters,
-)
+from verl.distributed.fsdp import clip_grad_norm, full_named_tensors, make_mesh, sharded_parameters
+from verl.distributed.offload import Offloader
 from verl.models.hub_names import auto_class
 from verl.models.monkey_patch import plain_attention
 from verl.models.tiny import save_tiny_model
@@ -118,7 +113,10 @@ def details(rank: int, world_size: int, vision: Path, tied: Path) -> dict[str, o
     ids = text(2)
     with torch.no_grad(), plain_attention(changed):
         first = logits(changed, ids)
-        with loaded_on_device(changed, "cpu", offload_params=True):
+        offloader = Offloader(changed, "cpu", offloads_weights=True)
+        with offloader.loaded():
+            pass
+        with offloader.loaded():
             second = logits(changed, ids)
     return {
         "frozen": sorted(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between CPU and CUDA: device selection, backends, memory readings, seeds."""
 
+import os
 import random
 import resource
 import sys
@@ -20,15 +21,25 @@ GPUS = {"cuda"}  # types of device with memory of their own
 GIB = 1024**3
 
 
-def resolve_device(name: str) -> str:
-    """Return "cuda" or "cpu" for `trainer.device`; "auto" is CUDA if there is a GPU."""
+def resolve_device(name: str, cluster_gpus: int = 0) -> str:
+    """Return "cuda" or "cpu" for `trainer.device`; "auto" is CUDA if this machine has a GPU.
+
+    `cluster_gpus` counts the GPUs of the Ray cluster: "cuda" runs on them from a machine without one.
+    """
     if name not in ("auto", "cuda", "cpu"):
         raise ValueError(f"`trainer.device` must be one of ['auto', 'cuda', 'cpu'], got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not cluster_gpus and not torch.cuda.is_available():
         raise RuntimeError(
             "`trainer.device` (cuda) needs a GPU and a CUDA build of torch,"
             f" found torch {torch.__version__} and no usable GPU:"
             " set trainer.device=cpu or repair the installation"
+        )
+    if name == "auto" and cluster_gpus and not torch.cuda.is_available():
+        # The config has the defaults for CPU by now, and the GPUs would idle unnoticed.
+        raise RuntimeError(
+            f"`trainer.device` (auto) finds no usable GPU on this machine (torch {torch.__version__}),"
+            f" but the cluster has {cluster_gpus}: set trainer.device=cuda to train on them, or"
+            " trainer.device=cpu"
         )
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +58,12 @@ def set_device(device: str, local_rank: int) -> torch.device:
     """Make one GPU the current device of this process and return it."""
     if device == "cpu":
         return torch.device("cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "`trainer.device` (cuda) needs a GPU and a CUDA build of torch on every node,"
+            f" {os.uname().nodename} has torch {torch.__version__} and no usable GPU:"
+            " set trainer.device=cpu or repair that node"
+        )
     # Ray usually makes only a worker's own GPU visible; that is device 0 on every rank.
     module = torch.get_device_module(device)
     index = local_rank % module.device_count()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 models: meshes, sharding, full tensors, gradient clipping, offloading.
+"""FSDP2 models: meshes, sharding, full tensors, gradient clipping.
 
 Read parameters through `sharded_parameters`: after a forward pass FSDP2 may leave gathered parameters in
 their place.
@@ -7,7 +7,6 @@ their place.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +21,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from verl.distributed.device import empty_cache, is_gpu
+from verl.distributed.device import is_gpu
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -225,54 +223,3 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
         shards, scale = [local_part(grad) for grad in grads], max_norm / (norm + 1e-6)
         torch._foreach_mul_(shards, scale)  # pyright: ignore[reportPrivateImportUsage] - torch's own code calls it
     return norm
-
-
-def offload_model(model: nn.Module) -> None:
-    sharded_parameters(model)
-    model.to("cpu")
-    empty_cache("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load_model(model: nn.Module, device: torch.device | str) -> None:
-    model.to(device)
-
-
-def offload_optimizer(optimizer: Optimizer) -> None:
-    _move_state(optimizer, "cpu")
-    empty_cache("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load_optimizer(optimizer: Optimizer, device: torch.device | str) -> None:
-    _move_state(optimizer, device)
-
-
-def _move_state(optimizer: Optimizer, device: torch.device | str) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for key, value in optimizer.state.get(param, {}).items():
-                # Only fused kernels read step counters on the device.
-                if value.dim() > 0 or group.get("fused"):
-                    optimizer.state[param][key] = value.to(device)
-
-
-@contextmanager
-def loaded_on_device(
-    model: nn.Module,
-    device: torch.device | str,
-    *,
-    offload_params: bool,  # False with `enable_cpu_offload`: FSDP2 then moves the model itself
-    optimizer: Optimizer | None = None,
-    offload_optimizer_state: bool = False,
-) -> Iterator[None]:
-    """Keep the model and the optimizer on the device inside the block, and offload them afterwards."""
-    try:
-        if offload_params:
-            load_model(model, device)
-        if optimizer is not None and offload_optimizer_state:
-            load_optimizer(optimizer, device)
-        yield
-    finally:
-        if offload_params:
-            offload_model(model)
-        if optimizer is not None and offload_optimizer_state:
-            offload_optimizer(optimizer)

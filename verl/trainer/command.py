@@ -150,7 +150,7 @@ class TrainingCommand(Generic[C]):
 
 def check_run(trainer: RunConfig) -> None:
     """Check devices, loggers and the checkpoint to resume from, before anything is loaded."""
-    if trainer.device == "cuda" and not shows_gpu():
+    if trainer.device == "cuda" and not shows_gpu() and not joins_cluster():
         raise RuntimeError(
             "`trainer.device` (cuda) needs a GPU, and this machine shows none: set `trainer.device=cpu`, or"
             " `auto` for any machine"
@@ -175,11 +175,16 @@ def check_cores(trainer: RunConfig) -> None:
     problem = None if trainer.device == "cuda" else trainer.core_problem()
     if problem is None or (trainer.device == "auto" and list_gpus()):
         return
-    # Imported here because only a run that is too large needs Ray this early.
+    if not joins_cluster():
+        raise RuntimeError(problem)
+
+
+def joins_cluster() -> bool:
+    """Return whether the run joins a cluster, whose other machines may have more cores and GPUs."""
+    # Imported here because only a run that this machine alone cannot hold needs Ray this early.
     from verl.single_controller.ray.cluster import has_cluster  # noqa: PLC0415
 
-    if not has_cluster():
-        raise RuntimeError(problem)
+    return has_cluster()
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:

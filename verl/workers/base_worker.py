@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that hold models: building them, checkpoints, profiles, and errors of memory."""
+"""Worker processes that hold models: building them, checkpoints and profiles."""
 
 import os
 from collections.abc import Iterator
@@ -25,20 +25,8 @@ from verl.models.family import register_family
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
+from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.sharded_model import ModelSetup, ShardedModel
-
-MICRO_BATCH_OPTIONS = {  # by phase: the option that its peak memory depends on
-    "old": "worker.actor.micro_batch_size_per_device_for_experience",
-    "ref": "worker.actor.micro_batch_size_per_device_for_experience",
-    "validation": "worker.actor.micro_batch_size_per_device_for_experience",
-    "update_actor": "worker.actor.micro_batch_size_per_device_for_update",
-    "values": "worker.critic.micro_batch_size_per_device_for_experience",
-    "update_critic": "worker.critic.micro_batch_size_per_device_for_update",
-    "process_rewards": "worker.prime.micro_batch_size_per_device_for_experience",
-    "prime_ref": "worker.prime.micro_batch_size_per_device_for_experience",
-    "update_prime": "worker.prime.micro_batch_size_per_device_for_update",
-    "reward_model": "worker.reward_model.micro_batch_size_per_device",
-}
 
 
 @dataclass(frozen=True)
@@ -56,9 +44,11 @@ class ModelRunOptions:
 class ModelWorker(Worker):
     """One process of a group, with one device and shards of models.
 
-    A subclass calls `_prepare` before it loads its models with `_build_model`. Models with an optimizer are
-    saved.
+    A subclass sets `config`, its section `worker`, and calls `_prepare` before it loads its models with
+    `_build_model`. Models with an optimizer are saved.
     """
+
+    config: Any
 
     def __init__(self, options: ModelRunOptions) -> None:
         super().__init__()
@@ -69,8 +59,13 @@ class ModelWorker(Worker):
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method; profiles and out-of-memory errors name its phase."""
-        with record_function(phase), explained_out_of_memory(phase):
+        with record_function(phase), explained_out_of_memory(phase, self.config):
             return super().execute(name, phase, *args, **kwargs)
+
+    def stream(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with explained_out_of_memory(phase, self.config):
+            for item in super().stream(name, phase, *args, **kwargs):  # noqa: UP028 - Ray sends values into generators
+                yield item
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
@@ -237,15 +232,3 @@ class StepProfiler:
         partial = path.with_name(f".{os.getpid()}.{path.name}")  # the suffix selects the compression
         recorded.export_chrome_trace(str(partial))
         partial.replace(path)
-
-
-@contextmanager
-def explained_out_of_memory(phase: str) -> Iterator[None]:
-    """Add the option that lowers a phase's memory to an out-of-memory error."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        option = MICRO_BATCH_OPTIONS.get(phase)
-        advice = f"set `{option}` to a smaller number" if option else "leave more of the GPU free"
-        error.add_note(f"{phase}: {advice}; `--dry-run` prints the memory of each phase")
-        raise

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.data.media.loader import MediaData, MediaLoader
-from verl.distributed.fsdp import full_named_tensors, loaded_on_device, make_mesh, torch_dtype
+from verl.distributed.device import is_gpu
+from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
+from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_layers
@@ -60,7 +62,7 @@ class ShardedModel:
         head: str = "causal",  # `causal`, or `scalar` for values and scores
     ) -> None:
         """Build, shard, load and check the model; collective over all ranks."""
-        self.role, self.fsdp, self.offload, self.setup = role, fsdp, offload, setup
+        self.role, self.fsdp, self.setup = role, fsdp, setup
         option = f"worker.{role}.model"
         self.model: PreTrainedModel = build_model(
             model,
@@ -77,6 +79,15 @@ class ShardedModel:
         if optim is not None:
             self.optimizer = build_optimizer(self.model, optim, f"worker.{role}.optim")
             self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
+        # With `enable_cpu_offload` FSDP itself keeps weights, gradients and moments in host memory.
+        moves = is_gpu(setup.device) and not fsdp.enable_cpu_offload
+        self.offloader = Offloader(
+            self.model,
+            setup.device,
+            optimizer=self.optimizer,
+            offloads_weights=moves and offload.offload_params,
+            offloads_state=moves and offload.offload_optimizer,
+        )
         self.tower = self._frozen_tower() if model.freeze_vision_tower else None
         self.forward = self._forward(PackedForward)
         self.flops = FlopsCounter(self.model.config, device=setup.device)
@@ -130,13 +141,7 @@ class ShardedModel:
 
     def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
         """Load the model, and its optimizer if requested, onto the device inside the block."""
-        return loaded_on_device(
-            self.model,
-            self.setup.device,
-            offload_params=self.offload.offload_params and not self.fsdp.enable_cpu_offload,
-            optimizer=self.optimizer if with_optimizer else None,
-            offload_optimizer_state=self.offload.offload_optimizer,
-        )
+        return self.offloader.loaded(with_optimizer=with_optimizer)
 
     def snapshot(
         self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
@@ -157,4 +162,6 @@ class ShardedModel:
         """Resume from `folder/role`, saved by any number of ranks."""
         if self.tower is not None:
             self.tower.forget()
-        return load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
+        restored = load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
+        self.offloader.settle()
+        return restored

@@ -49,7 +49,7 @@ def packed_attention(
     layout = packed_layout if cu_seq_lens_q is None else PackedLayout.of(cu_seq_lens_q, query.device)
     if layout is None:
         raise NotImplementedError(
-            f"{name} got no sequence boundaries: call the prepared model with `cu_seqlens` and `targets`;"
+            f"{name} got no sequence boundaries: call the prepared model with `cu_seqlens` and `read`;"
             " a model that does not pass keyword arguments on to attention cannot be packed"
         )
     causal = bool(module.is_causal if is_causal is None else is_causal)

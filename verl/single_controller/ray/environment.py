@@ -5,6 +5,7 @@ import os
 import random
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 
 import ray
@@ -20,6 +21,12 @@ PORTS = range(20000, 32000)
 # Entries of oneDNN's and torch's caches by matrix shape, unless set by the user. Packed batches rarely repeat
 # a shape: with the default 1024 entries a tiny model's process grows by 0.7 GB in 130 steps and is no faster.
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+
+# Packed batches take blocks of other sizes in every step: fixed segments of the CUDA allocator fragment, and
+# reserved memory grows beyond what is used. torch has a newer name, `PYTORCH_ALLOC_CONF`; vLLM 0.26 reads
+# only this one, to switch it off around the memory that it puts to sleep.
+ALLOCATOR, NEW_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+GROWING_SEGMENTS = "expandable_segments:True"
 
 
 def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, str]]:
@@ -37,6 +44,7 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
         common |= {name: os.environ.get(name, entries) for name, entries in CPU_CACHES.items()}
     else:
         common["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = ""  # each process must see its own GPU only
+        common |= allocator_settings(os.environ)
     return [
         common
         | {
@@ -47,6 +55,12 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
         }
         for rank, slot in enumerate(slots)
     ]
+
+
+def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's setting of torch's CUDA allocator, or ours, under the name that all read."""
+    given = environment.get(ALLOCATOR) or environment.get(NEW_ALLOCATOR)
+    return {ALLOCATOR: given or GROWING_SEGMENTS}
 
 
 def cores_on(node_ip: str) -> int:

@@ -118,6 +118,11 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def num_gpus() -> int:
+    """Return the number of GPUs in the cluster, whoever uses them."""
+    return int(sum(node["Resources"].get("GPU", 0) for node in alive_nodes()))
+
+
 def run_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     """Start a function on a node; return Ray's reference to its result."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
