@@ -212,6 +212,7 @@ def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
         has_full_kl_in_rewards=False,
         has_sum_squares=False,
         rollout_correction=RolloutCorrectionConfig(),
+        corrects_in_update=False,
         accuracy_key="accuracy",
     )
     return FSDPWorker(config, options)
