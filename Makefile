@@ -13,7 +13,7 @@ DOCKER_ROOT ?= /tmp/verl_docker_root
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ docker-check:             ## run the steps of the Dockerfile without Docker, as 
 	test -d $(DOCKER_ROOT) || debootstrap --variant=minbase --include=python3-dev,python3-venv,ca-certificates \
 	  bookworm $(DOCKER_ROOT)
 	$(PYTHON) scripts/run_dockerfile.py $(DOCKER_ROOT) --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0
+
+test-virtual: $(INSTALLED)  ## steps of models to 235B on 1 to 1,024 virtual GPUs, without one (15 minutes)
+	$(RUN) -m pytest -s -m 'slow or not slow' tests/virtual
 
 style: $(INSTALLED)       ## format
 	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks

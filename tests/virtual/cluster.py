@@ -31,6 +31,7 @@ import torch
 import torchao  # noqa: F401 - before the device exists: its first import looks at all devices
 from torch import Tensor
 
+from tests.virtual import mistakes
 from tests.virtual.device import TYPE, install, start_processes
 from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
 from tests.virtual.shapes import SHAPES, Setup
@@ -150,9 +151,7 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
 
     path = str(folder)
     plain = ModelConfig(model_path=path, enable_gradient_checkpointing=setup.checkpointing)
-    policy = replace(
-        plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower
-    )
+    policy = replace(plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower)
     common: dict[str, Any] = dict(
         global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring),
         micro_batch_size_per_device_for_update=setup.rows_at_once,
@@ -214,6 +213,7 @@ def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
         has_full_kl_in_rewards=False,
         has_sum_squares=False,
         rollout_correction=RolloutCorrectionConfig(),
+        corrects_in_update=False,
         accuracy_key="accuracy",
     )
     return FSDPWorker(config, options)
@@ -315,6 +315,8 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
     start_processes(setup.rank, spec["ranks"])
     substitute()
     mark_micro_batches(tally)
+    if spec.get("mistake"):
+        getattr(mistakes, spec["mistake"])()
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -374,6 +376,7 @@ def main() -> None:
         if child == 0:
             answer(line)
         os.waitpid(child, 0)
+    os._exit(0)  # nothing is left to be done, and torch takes its time
 
 
 if __name__ == "__main__":

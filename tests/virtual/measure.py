@@ -65,7 +65,11 @@ class Cluster:
     """A process that runs configurations one after another, each in a fork."""
 
     def __enter__(self) -> "Cluster":
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.virtual.cluster"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,

@@ -147,9 +147,13 @@ class VirtualGPU(TorchDispatchMode):
     def _values(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Run an operation on the known values of its tensors, in host memory."""
         if not all(_value(tensor) is not None for tensor in tensors):
-            raise UnknownValueError(f"{func} needs values of the device, which are not known before it has run")
+            raise UnknownValueError(
+                f"{func} needs values of the device, which are not known before it has run"
+            )
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
-        args, kwargs = tree_map(lambda leaf: _value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: _value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
     def _given(self, value: Any) -> Any:
@@ -168,7 +172,11 @@ class VirtualGPU(TorchDispatchMode):
                 _set_value(args[0], None)
             return
         for tensor, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
-            if isinstance(tensor, FakeTensor) and not value.is_floating_point() and value.numel() <= MAX_VALUES:
+            if (
+                isinstance(tensor, FakeTensor)
+                and not value.is_floating_point()
+                and value.numel() <= MAX_VALUES
+            ):
                 _set_value(tensor, value)
 
     def _read(self, tensor: Tensor) -> Any:
@@ -226,7 +234,6 @@ class VirtualGPU(TorchDispatchMode):
             _set_value(tensor, None)
         with self.fake:
             return func(*args, **kwargs)
-
 
     def _functional(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         # of DTensor: the group is the last argument, by name

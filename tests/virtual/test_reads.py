@@ -60,3 +60,12 @@ def test_a_micro_batch_of_fine_tuning_reads_nothing_back(cluster):
     assert_no_reads(phases)
     assert phases["validation"].most_copies().total() == 2
     assert phases["update_actor"].most_copies().total() == 3  # its loss reads a mask
+
+
+def test_a_micro_batch_of_reward_models_reads_nothing_back(cluster):
+    phases = cluster.measure("tiny", Setup(prime=True, reward_model=True), ranks=4)
+
+    assert_no_reads(phases)
+    for phase in ("reward_model", "prime_ref", "process_rewards"):
+        assert phases[phase].most_copies().total() == 2
+    assert phases["update_prime"].most_copies().total() == 4
