@@ -42,7 +42,7 @@ PATCH = 28  # pixels of a merged patch
 class Engine:
     """Takes weights and drops them; counts what it was sent."""
 
-    takes_adapter = takes_embeddings = False
+    takes_adapter = takes_embeddings = keeps_weights = False
     dtype = torch.bfloat16
 
     def __init__(self, takes_adapter: bool) -> None:

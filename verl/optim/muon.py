@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
@@ -71,8 +72,10 @@ class Muon(Optimizer):
             _apply(local_part(param), change, param.shape, group)
 
     def _update_stack(self, stack: Tensor, group: dict[str, Any]) -> None:
+        # on the GPU even if FSDP keeps the shards in host memory
+        device = stack.device_mesh.device_type if isinstance(stack, DTensor) else stack.device
         for weight, direction in zip(local_part(stack), self._direction(stack), strict=True):
-            _apply(weight, orthogonalize(direction), stack.shape[1:], group)
+            _apply(weight, orthogonalize(direction.to(device)), stack.shape[1:], group)
 
     def _direction(self, param: Tensor) -> Tensor:
         # This rank's part of the Nesterov direction.
