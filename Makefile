@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu fuzz check style license config docs docs-serve bench bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-cold-start test test-fast test-slow test-faults test-gpu test-virtual fuzz check style license config docs docs-serve bench bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ test-faults: $(INSTALLED) ## runs whose workers, disks and inputs fail; writes a
 
 test-gpu: $(INSTALLED)    ## tests that need CUDA
 	$(RUN) -m pytest -m gpu tests/gpu
+
+test-virtual: $(INSTALLED)  ## steps of models to 235B on 1 to 1,024 virtual GPUs, without one (15 minutes)
+	$(RUN) -m pytest -s -m 'slow or not slow' tests/virtual
 
 style: $(INSTALLED)       ## format
 	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from verl.algorithms.aggregation import aggregate_loss, count_denominators
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from verl.distributed.device import backend_of, resolve_device, synchronize
+from verl.distributed.device import backend_of, resolve_device, synchronize, to_device
 from verl.distributed.fsdp import clip_grad_norm, make_mesh, shard_model
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.flops import FlopsCounter, peak_flops
@@ -39,7 +39,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.registry import prepare_model
 from verl.optim.build import OPTIMIZERS, build_optimizer
-from verl.workers.packing.packed_batch import unpack
+from verl.workers.packing.packed_batch import ResponseTokens
 
 SPECIAL = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
@@ -110,6 +110,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # (M,) response tokens
     rows: Tensor  # (M,): index of the packed token before each target
     response_mask: Tensor  # (B, R)
+    responses: ResponseTokens  # the ones of the mask
     lengths: list[int]  # tokens of each row
     grids: list[tuple[int, int, int]]  # sizes of the encoded images: once per prompt
 
@@ -222,10 +223,10 @@ def pack_groups(
     inputs = {key: value.to(device) for key, value in inputs.items()}
     if options.images:
         inputs["image_order"] = order
-    mask = (torch.arange(int(responses.max())) < responses[:, None]).long().to(device)  # (B, R)
-    targets, rows = line[rows + 1].to(device), rows.to(device)
+    mask = (torch.arange(int(responses.max())) < responses[:, None]).long()  # (B, R)
+    tensors = to_device((line[rows + 1], rows, mask, ResponseTokens.of(mask)), device)
     grids = [grid] * (len(groups) * options.images)
-    return MicroBatch(inputs, targets, rows, mask, lengths.tolist(), grids)
+    return MicroBatch(inputs, *tensors, lengths.tolist(), grids)
 
 
 def run(model: nn.Module, batch: MicroBatch, with_entropy: bool = False) -> TokenLogProbs:
@@ -257,7 +258,10 @@ def update(
         result = run(model, batch, with_entropy=True)
         advantages = torch.linspace(-1, 1, len(mask), device=mask.device)[:, None].expand(mask.shape)
         inputs = PolicyLossInputs(
-            unpack(result.log_probs, mask), unpack(old_log_probs, mask), advantages, mask
+            batch.responses.unpack(result.log_probs),
+            batch.responses.unpack(old_log_probs),
+            advantages,
+            mask,
         )
         aggregate_loss(POLICY_LOSSES["default"](inputs).per_token, mask, "token", denominators).backward()
     norm = clip_grad_norm(model, 1.0)

@@ -31,11 +31,17 @@ import torch
 import torchao  # noqa: F401 - before the device exists: its first import looks at all devices
 from torch import Tensor
 
+from tests.virtual import mistakes
 from tests.virtual.device import TYPE, install, start_processes
 from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
 from tests.virtual.shapes import SHAPES, Setup
 from tests.virtual.tally import Tally
 
+SCORER = "scorer"  # folder of the reward model, next to the policy's files
+SCORERS = {
+    "qwen2": "Qwen2ForSequenceClassification", "qwen3_moe": "Qwen3MoeForSequenceClassification",
+    "qwen2_5_vl": "Qwen2_5_VLForSequenceClassification",
+}  # fmt: skip
 PATCH = 28  # pixels of a merged patch
 
 
@@ -70,10 +76,16 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
 
     kind, fields = SHAPES[shape]
     AutoConfig.for_model(kind, **fields | override).save_pretrained(folder)
+    scorer = AutoConfig.for_model(kind, **fields | override, num_labels=1)
+    scorer.architectures = [SCORERS[kind]]
+    scorer.save_pretrained(folder / SCORER)
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / SCORER)
     if kind in FAMILIES and FAMILIES[kind].processor:
-        build_processor(FAMILIES[kind], tokenizer).save_pretrained(folder)
+        processor = build_processor(FAMILIES[kind], tokenizer)
+        processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": 1 << 24}  # pixels
+        processor.save_pretrained(folder)
 
 
 def substitute() -> None:
@@ -138,9 +150,7 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
 
     path = str(folder)
     plain = ModelConfig(model_path=path, enable_gradient_checkpointing=setup.checkpointing)
-    policy = replace(
-        plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower
-    )
+    policy = replace(plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower)
     common: dict[str, Any] = dict(
         global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring),
         micro_batch_size_per_device_for_update=setup.rows_at_once,
@@ -157,12 +167,13 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
         common["global_batch_size"] *= setup.responses  # rows
         return SFTWorkerConfig(SFTActorConfig(**common | parallel | own))
     frozen = replace(fsdp, torch_dtype=None)
+    scorer = ModelConfig(f"{path}/{SCORER}") if setup.reward_model else ModelConfig()
     return WorkerConfig(
         actor=ActorConfig(**common | parallel | own, share_prompt=setup.share_prompt),
         critic=CriticConfig(**common, model=plain, fsdp=fsdp),
         prime=PrimeConfig(**common, model=plain, fsdp=fsdp),
         reward_model=RewardModelConfig(
-            setup.rows_at_once, model=plain if setup.reward_model else ModelConfig(), fsdp=frozen,
+            setup.rows_at_once, model=scorer, fsdp=frozen,
             offload=OffloadConfig(setup.offload),
         ),
         ref=RefConfig(fsdp=frozen, offload=OffloadConfig(setup.offload)),
@@ -184,7 +195,8 @@ def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
     config = worker_config(folder, setup, ranks)
     media = MediaOptions(min_pixels=1, max_pixels=10**8)
     shared = dict(
-        device=TYPE, training_steps=10, media=media, media_cache=MediaCache(None), override_chat_template=None,
+        device=TYPE, training_steps=10, media=media, media_cache=MediaCache(None),
+        override_chat_template=None,
         seed=0,
     )  # fmt: skip
     dist.init_process_group = lambda backend: None  # of the worker: `start_processes` was first
@@ -244,12 +256,12 @@ def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> An
         "responses": ids[:, setup.prompt_length :], "response_mask": response_mask,
         "old_log_probs": zeros, "ref_log_probs": zeros, "advantages": zeros, "returns": zeros,
         "values": zeros, "prime_ref_log_probs": zeros, "token_level_scores": zeros,
-        "accuracy": torch.zeros(rows),
+        "accuracies": torch.ones(rows),
     }  # fmt: skip
-    objects: dict[str, Any] = {"uid": uids, "accuracy": [1.0] * rows}
+    objects: dict[str, Any] = {"uid": uids}
     if any(media):
         objects["multi_modal_data"] = media
-    return DataProto.from_dict({k: v for k, v in tensors.items() if k != "accuracy"}, objects)
+    return DataProto.from_dict(tensors, objects)
 
 
 def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
@@ -257,7 +269,7 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
     if setup.fine_tuning:
         with phase("validation"):
             worker.compute_losses(batch)
-        for _ in range(2):
+        for _ in range(setup.updates):
             with phase("update_actor"):
                 worker.update(batch)
     else:
@@ -272,15 +284,18 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
             with phase("reward_model"):
                 worker.compute_reward_model_scores(batch)
         if setup.prime:
-            for name in ("compute_prime_ref_log_probs", "update_prime", "compute_process_rewards"):
-                with phase(name.removeprefix("compute_")):
-                    getattr(worker, name)(batch)
+            with phase("prime_ref"):
+                worker.compute_prime_ref_log_probs(batch)
+            with phase("update_prime"):
+                worker.update_prime(batch)
+            with phase("process_rewards"):
+                worker.compute_process_rewards(batch)
         if setup.critic:
             with phase("values"):
                 worker.compute_values(batch)
             with phase("update_critic"):
                 worker.update_critic(batch)
-        for _ in range(2):
+        for _ in range(setup.updates):
             with phase("update_actor"):
                 worker.update_actor(batch, 0.01, 0)
     with phase("save_checkpoint"):
@@ -300,6 +315,8 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
     start_processes(setup.rank, spec["ranks"])
     substitute()
     mark_micro_batches(tally)
+    if spec.get("mistake"):
+        getattr(mistakes, spec["mistake"])()
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -359,6 +376,7 @@ def main() -> None:
         if child == 0:
             answer(line)
         os.waitpid(child, 0)
+    os._exit(0)  # nothing is left to be done, and torch takes its time
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ class Module(backend_registration._DummyBackendModule):
 def install(tally: Tally) -> None:
     """Register the device; once in a process."""
     backend_registration._setup_privateuseone_for_python_backend(TYPE, backend_module=Module(tally))
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(data, device=...)` fills host memory, then copies
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # `torch.tensor(data, device=...)` fills host memory, then copies
     torch.autograd.set_multithreading_enabled(False)  # a device's own thread would need its streams
     devices.GPUS.add(TYPE)
     devices.BACKENDS[TYPE] = f"cpu:fake,{TYPE}:fake"

@@ -27,6 +27,7 @@ READING = 2.0  # every floating-point number that is read from the device
 MAX_VALUES = 1 << 22  # elements of integer tensors whose values are kept
 PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
+PRIM_DEVICE = torch.ops.prim.device.default
 NO_BACKWARD = -1
 
 aten: Any = torch.ops.aten
@@ -56,6 +57,8 @@ class VirtualGPU(TorchDispatchMode):
         self.on_error: Callable[[Exception], None] = lambda error: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is PRIM_DEVICE:  # by far the most frequent
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         try:
             return self._dispatch(func, types, args, kwargs or {})
         except Exception as error:
@@ -68,8 +71,10 @@ class VirtualGPU(TorchDispatchMode):
             return NotImplemented  # a DTensor: its operations on shards follow
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor computes the shape of a whole result
-        leaves = tree_leaves((args, kwargs))
+        leaves = _leaves(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func in PINNING:
+            return self._pinned(args[0])
         if not self._is_virtual(tensors, kwargs):
             if func.namespace == "c10d":
                 return self._collective(func, args, kwargs, leaves)
@@ -78,8 +83,6 @@ class VirtualGPU(TorchDispatchMode):
             return self._collective(func, args, kwargs, leaves)
         if func.namespace == "_c10d_functional":
             return self._functional(func, args, kwargs, tensors)
-        if func in PINNING:
-            return self._pinned(args[0])
         if func is aten.is_pinned.default:
             return getattr(args[0], "is_in_pinned_memory", False)
         if func is aten._local_scalar_dense.default:
@@ -108,16 +111,18 @@ class VirtualGPU(TorchDispatchMode):
             values = self._values(func, args, kwargs, tensors)
         if func in WAITING:
             return tree_map(self._given, values)
-        args, kwargs = tree_map(self._faked, (args, kwargs))
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            args, kwargs = tree_map(self._faked, (args, kwargs))
         with self.fake:
             out = func(*args, **kwargs)
         self._count(func, args, kwargs, tensors, out)
         self._keep(func, out, values, args)
-        for tensor in tree_leaves(out):
+        for tensor in _leaves(out if isinstance(out, tuple | list) else (out,), {}):
             if isinstance(tensor, FakeTensor):
-                if tensor.device.type == TYPE:
+                if _kind(tensor) == TYPE:
                     self.tally.hold(tensor)
-                tensor.is_in_pinned_memory = is_pinned
+                elif is_pinned:
+                    tensor.is_in_pinned_memory = True
         return out
 
     def _faked(self, leaf: Any) -> Any:
@@ -142,9 +147,13 @@ class VirtualGPU(TorchDispatchMode):
     def _values(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Run an operation on the known values of its tensors, in host memory."""
         if not all(_value(tensor) is not None for tensor in tensors):
-            raise UnknownValueError(f"{func} needs values of the device, which are not known before it has run")
+            raise UnknownValueError(
+                f"{func} needs values of the device, which are not known before it has run"
+            )
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
-        args, kwargs = tree_map(lambda leaf: _value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: _value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
     def _given(self, value: Any) -> Any:
@@ -163,20 +172,28 @@ class VirtualGPU(TorchDispatchMode):
                 _set_value(args[0], None)
             return
         for tensor, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
-            if isinstance(tensor, FakeTensor) and not value.is_floating_point() and value.numel() <= MAX_VALUES:
+            if (
+                isinstance(tensor, FakeTensor)
+                and not value.is_floating_point()
+                and value.numel() <= MAX_VALUES
+            ):
                 _set_value(tensor, value)
 
     def _read(self, tensor: Tensor) -> Any:
-        if tensor.device.type == TYPE:
+        if _kind(tensor) == TYPE:
             self.tally.add_read()
         value = _value(tensor)
         if value is not None:
             return value.item()
         if tensor.is_floating_point():
             return READING
+        if tensor.dtype == torch.bool and _kind(tensor) == "cpu":
+            return True  # of a result: that it is finite
         raise UnknownValueError("an integer is read from the device that does not follow from the host's")
 
     def _pinned(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return tensor.clone()
         with self.fake:
             out = aten.clone.default(tensor)
         out.is_in_pinned_memory = True
@@ -185,13 +202,13 @@ class VirtualGPU(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], out: Any) -> None:
         if func in COPYING:
             source, target = (tensors[1], tensors[0]) if func is aten.copy_.default else (tensors[0], out)
-            kinds = source.device.type, target.device.type
+            kinds = _kind(source), _kind(target)
             if kinds == ("cpu", TYPE):
                 self.tally.add_copy("in", source.nbytes)
             elif kinds == (TYPE, "cpu"):
                 self.tally.add_copy("out", source.nbytes)
         formula = flop_registry.get(func.overloadpacket)
-        if formula is not None and any(tensor.device.type == TYPE for tensor in tensors):
+        if formula is not None and any(_kind(tensor) == TYPE for tensor in tensors):
             self.tally.add_flops(str(func.overloadpacket), formula(*args, **kwargs, out_val=out))
 
     def _collective(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
@@ -203,14 +220,14 @@ class VirtualGPU(TorchDispatchMode):
                 Collective(
                     func._schema.name.removeprefix("c10d::"),
                     tuple(tuple(tensor.shape) for tensor in tensors),
-                    f"{tensors[0].dtype} {tensors[0].device.type}".removeprefix("torch."),
+                    f"{tensors[0].dtype} {_kind(tensors[0])}".removeprefix("torch."),
                     ranks,
                     max(tensor.nbytes for tensor in tensors),
                 )
             )
         if not self._is_virtual(tensors, {}):
             return func(*args, **kwargs)
-        kinds = {tensor.device.type for tensor in tensors}
+        kinds = {_kind(tensor) for tensor in tensors}
         if len(kinds) > 1:
             raise RuntimeError(f"{func._schema.name} has tensors on {' and '.join(sorted(kinds))}")
         for tensor in tensors:
@@ -218,29 +235,40 @@ class VirtualGPU(TorchDispatchMode):
         with self.fake:
             return func(*args, **kwargs)
 
-
     def _functional(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         # of DTensor: the group is the last argument, by name
         args = tree_map(self._faked, args)
         with self.fake:
             out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
-            if tensor.device.type == TYPE:
+            if _kind(tensor) == TYPE:
                 self.tally.hold(tensor)
         group = (*args, *kwargs.values())[-1]
         if not isinstance(group, Tensor):  # else it waits for one
             group = _resolve_process_group(group) if isinstance(group, str) else group
             ranks = get_process_group_ranks(_unboxed(group))
             given = max([*tensors, out], key=lambda tensor: tensor.nbytes)
-            kind = f"{given.dtype} {given.device.type}".removeprefix("torch.")
+            kind = f"{given.dtype} {_kind(given)}".removeprefix("torch.")
             span = len(ranks), min(ranks), max(ranks)
             name = func._schema.name.removeprefix("_c10d_functional::")
             self.tally.add_collective(Collective(name, (tuple(given.shape),), kind, span, given.nbytes))
         return out
 
 
+def _leaves(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    # faster than for any tree: operations take no deeper ones
+    leaves: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        leaves.extend(value) if isinstance(value, list | tuple) else leaves.append(value)
+    return leaves
+
+
+def _kind(tensor: Tensor) -> str:
+    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.device.type == TYPE
+    return _kind(tensor) == TYPE
 
 
 def _value(tensor: Tensor) -> Tensor | None:
@@ -289,7 +317,7 @@ def count_lists(tally: Tally) -> None:
 
     @functools.wraps(original)
     def tolist(tensor: FakeTensor) -> Any:
-        if tensor.device.type != TYPE:
+        if _kind(tensor) != TYPE:
             return original(tensor)
         value = _value(tensor)
         if value is None and not tensor.is_floating_point():

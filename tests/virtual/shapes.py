@@ -104,4 +104,5 @@ class Setup:
     checkpointing: bool = True
     share_prompt: bool = True
     always_shards: bool = True  # under sequence parallelism, short sequences too
+    updates: int = 2  # the first one makes the moments
     override: dict[str, Any] = field(default_factory=dict)  # of the model's config

@@ -6,9 +6,14 @@ import random
 import resource
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+T = TypeVar("T")
 
 # gloo serves CPU tensors: objects and offloaded weights.
 BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -64,6 +69,27 @@ def set_device(device: str, local_rank: int) -> torch.device:
     index = local_rank % module.device_count()
     module.set_device(index)
     return torch.device(device, index)
+
+
+def to_device(values: T, device: torch.device | str) -> T:
+    """Copy the CPU tensors in nested tuples, lists and dicts to a device, in one transfer for each dtype.
+
+    Transfers to a GPU are queued from pinned memory: the CPU does not wait for the device.
+    """
+    leaves, structure = tree_flatten(values)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            by_dtype.setdefault(leaf.dtype, []).append(number)
+    for numbers in by_dtype.values():
+        parts = [leaves[number] for number in numbers]
+        flat = torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+        sent = (flat.pin_memory() if is_gpu(device) else flat).to(device, non_blocking=True)
+        for number, part, copy in zip(
+            numbers, parts, sent.split([part.numel() for part in parts]), strict=True
+        ):
+            leaves[number] = copy.view(part.shape)
+    return tree_unflatten(leaves, structure)
 
 
 def synchronize(device: str) -> None:

@@ -7,7 +7,7 @@ nothing is a prompt without responses. Prompts and responses are its segments.
 Around the ring each segment is cut into 2 x ring_size chunks whose lengths differ by at most one, and ring
 rank i holds chunks i and 2 x ring_size - 1 - i, which balances the work under a causal mask (The Llama 3 Herd
 of Models, section 3.3.2, https://arxiv.org/abs/2407.21783). A ring rank's tokens are divided contiguously
-over its ulysses ranks.
+over its ulysses ranks. All of it is arithmetic on CPU tensors.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,7 @@ class LocalRows(NamedTuple):
     local: Tensor  # (m,) int64: indices into this rank's tokens
     counts: tuple[int, ...]  # selected tokens of each rank
     order: Tensor  # (M,) int64: index of each token after all ranks' rows are concatenated
+    owned: Tensor  # (m,) int64: indices of this rank's among the selected tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +68,13 @@ class ShardPlan:
         """Divide selected tokens, (M,) int64 positions in any order, among the ranks that hold them."""
         positions = self.positions[rows]
         owners = positions.div(len(self.local), rounding_mode="floor")
-        local = positions[owners == self.index] - self.index * len(self.local)
+        owned = (owners == self.index).nonzero()[:, 0]
+        local = positions[owned] - self.index * len(self.local)
         counts = torch.bincount(owners, minlength=self.size)
-        return LocalRows(local, tuple(counts.tolist()), owners.argsort(stable=True).argsort())
+        return LocalRows(local, tuple(counts.tolist()), owners.argsort(stable=True).argsort(), owned)
 
 
-def shard_plan(
-    groups: Sequence[SequenceGroup], sp: SequenceParallel, device: torch.device | str = "cpu"
-) -> ShardPlan:
+def shard_plan(groups: Sequence[SequenceGroup], sp: SequenceParallel) -> ShardPlan:
     """Divide a packed sequence among the ranks of `sp`, without communication."""
     groups = tuple(groups)
     total = sum(group.prompt + sum(group.responses) for group in groups)
@@ -94,15 +94,7 @@ def shard_plan(
     positions = torch.empty(total, dtype=torch.int64)
     positions[joined[filled]] = filled
     local = joined[sp.index * n_local : (sp.index + 1) * n_local]
-    return ShardPlan(
-        groups,
-        local.clamp(min=0).to(device),
-        (local < 0).to(device),
-        positions.to(device),
-        ring_shards,
-        sp.index,
-        sp.size,
-    )
+    return ShardPlan(groups, local.clamp(min=0), local < 0, positions, ring_shards, sp.index, sp.size)
 
 
 def _zigzag(groups: tuple[SequenceGroup, ...], ring_size: int) -> tuple[list[Tensor], tuple[RingShard, ...]]:

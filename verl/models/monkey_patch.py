@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.vision import EncodedMedia, MediaShare, encode_media
+from verl.models.vision import EncodedMedia, MediaRows, MediaShare, encode_media, media_tokens
 
 MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -78,6 +78,7 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
         local_tokens: Tensor | None = None,
         image_order: list[int] | None = None,
         video_order: list[int] | None = None,
+        media_rows: dict[str, MediaRows] | None = None,
         media_share: MediaShare | None = None,
         media_features: dict[str, EncodedMedia] | None = None,
         only_encode: bool = False,
@@ -89,14 +90,19 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
             return encode_media(_media_owner(self, media_owner), media, share=media_share)
         if read is None or layout is None:
             return original(self, *args, **kwargs)
+        features = media_features or {}
+        if media:
+            owner = _media_owner(self, media_owner)
+            features = encode_media(owner, media, image_order, video_order, media_share)
+            kwargs = {key: value for key, value in kwargs.items() if key not in MEDIA_KEYS}
+        if features and media_rows is None:
+            assert local_tokens is None, "a sharded sequence comes with the rows of its media"
+            found = media_tokens(self.config, kwargs["input_ids"][0])
+            media_rows = {kind: MediaRows(rows, rows) for kind, rows in found.items()}
         with contextlib.ExitStack() as stack:
-            if media or media_features:
-                owner = _media_owner(self, media_owner)
-                features = media_features or encode_media(owner, media, image_order, video_order, media_share)
-                stack.enter_context(_given_features(owner, features))
-                kwargs |= _pixel_arguments(features, media)
-            if local_tokens is not None:
-                stack.enter_context(_only_local(local_tokens, self.get_decoder()))
+            if features or local_tokens is not None:
+                inputs = _decoder_inputs(self.get_decoder(), features, media_rows or {}, local_tokens)
+                stack.enter_context(inputs)
             stack.enter_context(deferred(self))
             logits = original(self, *args, packed_layout=layout, use_cache=False, **kwargs).logits
         return read(_checked(logits, self))
@@ -130,56 +136,64 @@ def deferred(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _given_features(owner: nn.Module, features: dict[str, EncodedMedia]) -> Iterator[None]:
-    """Make `get_image_features` and `get_video_features` return precomputed features."""
-    # Newer transformers take the features as `mm_encoder_outputs`; 5.5 has no such argument.
-    for kind, encoded in features.items():
-        setattr(owner, f"get_{kind}_features", lambda *_, encoded=encoded, **__: encoded)
-    try:
-        yield
-    finally:
-        for kind in features:
-            delattr(owner, f"get_{kind}_features")
-
-
-def _pixel_arguments(features: dict[str, EncodedMedia], media: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Return pixel arguments that make the model's forward ask for all kinds of features."""
-    # If all features were computed before, any tensor serves as the pixels.
-    given = (media[key] for key in ("pixel_values", "pixel_values_videos") if key in media)
-    pixels = next(given, torch.empty(0))
-    arguments = {"pixel_values": "image", "pixel_values_videos": "video"}
-    return {key: media.get(key, pixels) if kind in features else None for key, kind in arguments.items()}
-
-
-@contextlib.contextmanager
-def _only_local(tokens: Tensor, decoder: nn.Module) -> Iterator[None]:
-    """Run the decoder on this rank's tokens only: (n,) positions in the packed sequence."""
-    # Media features have been inserted into the full packed sequence by then.
-    handle = decoder.register_forward_pre_hook(functools.partial(_take_tokens, tokens), with_kwargs=True)
+def _decoder_inputs(
+    decoder: Any, features: dict[str, EncodedMedia], rows: dict[str, MediaRows], local_tokens: Tensor | None
+) -> Iterator[None]:
+    """Replace media tokens by features, then run the decoder on this rank's tokens of the packed sequence."""
+    # The models would find media tokens by masks on the device, whose ones the CPU must count.
+    change = functools.partial(_changed_inputs, features, rows, local_tokens)
+    handle = decoder.register_forward_pre_hook(change, with_kwargs=True)
+    is_deepstack = hasattr(decoder, "_deepstack_process")  # Qwen3-VL only
+    if is_deepstack:
+        decoder._deepstack_process = _add_level
     try:
         yield
     finally:
         handle.remove()
+        if is_deepstack:
+            del decoder._deepstack_process
 
 
-def _take_tokens(
-    tokens: Tensor, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]
+def _changed_inputs(
+    features: dict[str, EncodedMedia],
+    rows: dict[str, MediaRows],
+    local_tokens: Tensor | None,
+    decoder: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
 ) -> tuple[tuple, dict[str, Any]]:
     if args:
         raise NotImplementedError(
-            f"{type(decoder).__name__} is called with positional inputs, so a packed sequence cannot be"
-            " sharded over ranks"
+            f"{type(decoder).__name__} is called with positional inputs, so media cannot be inserted, and a"
+            " packed sequence cannot be sharded over ranks"
         )
-    names = ("input_ids", "inputs_embeds", "visual_pos_masks")  # (1, N, ...)
-    given = [name for name in names if kwargs.get(name) is not None]
-    taken = kwargs | {name: kwargs[name].index_select(1, tokens) for name in given}
-    taken["position_ids"] = kwargs["position_ids"].index_select(-1, tokens)
-    levels = kwargs.get("deepstack_visual_embeds")  # Qwen3-VL only: (media tokens, D) each
-    if levels is not None:
-        is_media = kwargs["visual_pos_masks"][0]  # (N,)
-        rows = (is_media.cumsum(0) - 1)[tokens][is_media[tokens]]  # of the media tokens on this rank
-        taken["deepstack_visual_embeds"] = [level.index_select(0, rows) for level in levels]
-    return args, taken
+    changed = dict(kwargs)
+    for kind, encoded in features.items():
+        hidden = changed["inputs_embeds"]  # (1, N, D)
+        joined = torch.cat(encoded.pooler_output).to(hidden.dtype)
+        changed["inputs_embeds"] = hidden.index_copy(1, rows[kind].packed, joined[None])
+    levels = [encoded.deepstack_features or () for encoded in features.values()]
+    if any(levels):
+        places = [rows[kind] for kind in features]
+        changed["visual_pos_masks"] = changed["inputs_embeds"]  # not read by `_add_level`
+        changed["deepstack_visual_embeds"] = [
+            list(zip(places, level, strict=True)) for level in zip(*levels, strict=True)
+        ]
+    if local_tokens is not None:
+        given = [
+            name for name in ("input_ids", "inputs_embeds") if changed.get(name) is not None
+        ]  # (1, N, ...)
+        changed |= {name: changed[name].index_select(1, local_tokens) for name in given}
+        changed["position_ids"] = changed["position_ids"].index_select(-1, local_tokens)
+    return args, changed
+
+
+def _add_level(hidden: Tensor, _mask: Tensor, level: list[tuple[MediaRows, tuple[Tensor, ...]]]) -> Tensor:
+    """Add a deepstack level's features of each kind of media to the hidden states (1, N, D) of its tokens."""
+    for rows, parts in level:
+        values = torch.cat(parts).to(hidden.dtype)
+        hidden = hidden.index_add(1, rows.local, rows.select(values)[None])
+    return hidden
 
 
 @contextlib.contextmanager

@@ -104,6 +104,7 @@ def prepare_model(model: PreTrainedModel) -> None:
             pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
             # or media_features={"image": EncodedMedia, "video": EncodedMedia}, computed before by
             # model(pixel_values=…, image_grid_thw=…, only_encode=True)
+            media_rows={"image": MediaRows, "video": MediaRows},  # by default found among the input ids
         ) -> result of `read`: TokenLogProbs of (M,)
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from verl.distributed.token_sharding import SequenceGroup
-from verl.workers.packing.packed_batch import pack, pack_rows, pack_shared_prompts, unpack
+from verl.workers.packing.packed_batch import ResponseTokens, pack, pack_rows, pack_shared_prompts
 
 # Rows 0 and 2 have the prompt 5 6; row 1 has 7. Two columns of prompt, three of responses.
 IDS = torch.tensor([[5, 6, 10, 11, 0], [0, 7, 20, 0, 0], [5, 6, 30, 31, 32]])
@@ -74,13 +74,13 @@ def test_pack_joins_rows_without_padding():
 
 
 def test_unpack_is_the_inverse_and_leaves_zeros_on_padding():
-    assert torch.equal(unpack(pack(VALUES, PADDED).values, PADDED), VALUES * PADDED)
+    assert torch.equal(ResponseTokens.of(PADDED).unpack(pack(VALUES, PADDED).values), VALUES * PADDED)
 
 
 def test_unpack_passes_gradients_to_the_values():
     values = torch.ones(7, requires_grad=True)
 
-    (unpack(values, PADDED) * VALUES).sum().backward()
+    (ResponseTokens.of(PADDED).unpack(values) * VALUES).sum().backward()
 
     assert values.grad.tolist() == [1, 2, 4, 5, 6, 7, 15]
 

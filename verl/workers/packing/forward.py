@@ -4,6 +4,8 @@
 Only tokens that predict a response token reach the head. Under sequence parallelism all ranks of a group get
 the same rows, run their shard of the frames and tokens, and return all results; or each rank gets rows of its
 own (`WholeRows`).
+
+Micro batches are packed on CPU, and go to the device in one copy for each dtype. Nothing is read back.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import ShardPlan, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
@@ -22,7 +25,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_sequence_parallel, model_type_of, prompt_sharing_obstacle
-from verl.models.vision import dummy_row, share_media
+from verl.models.vision import MediaRows, dummy_row, media_tokens, share_media, with_grids_as_lists
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import (
@@ -37,10 +40,10 @@ from verl.workers.packing.media_inputs import (
 from verl.workers.packing.micro_batches import rows_by_prompt
 from verl.workers.packing.packed_batch import (
     PackedBatch,
+    ResponseTokens,
     group_equal_prompts,
     pack_rows,
     pack_shared_prompts,
-    unpack,
 )
 from verl.workers.packing.sp_rows import SPRows
 from verl.workers.packing.sp_strategy import StrategyPlanner
@@ -54,7 +57,7 @@ OBJECT_KEYS = ["uid", "multi_modal_data"]
 
 
 class ModelInputs(NamedTuple):
-    """A micro batch as the model reads it."""
+    """A micro batch as the model reads it, before `to_device`."""
 
     arguments: dict[str, Any]  # of the model's packed forward
     positions: Tensor  # (B, T): packed position of each token; on padding, of the row's token before it
@@ -65,7 +68,7 @@ class PackedForward:
     """Runs micro batches through a prepared model.
 
     Reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if present; to share
-    prompts `response_mask` and `uid` too.
+    prompts `response_mask` and `uid` too. Tensors of micro batches are on CPU, results on the device.
 
     Example::
 
@@ -128,15 +131,18 @@ class PackedForward:
         Returns:
             (B, R) float32 each, zero where `response_mask` is zero; None for what was not requested.
         """
-        response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
-        targets = micro.batch["responses"].to(self.device)[response_mask.bool()]
+        responses = ResponseTokens.of(micro.batch["response_mask"])
         inputs = self._inputs(micro)
-        rows = self._rows_before(inputs, response_mask)
-        head = None if reference is None else reference._head_logits(inputs, micro, rows, temperature)
+        rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
+        targets = rows.select(responses.take(micro.batch["responses"]))
+        arguments, rows, targets, responses = to_device(
+            (inputs.arguments, rows, targets, responses), self.device
+        )
+        head = None if reference is None else reference._head_logits(arguments, micro, rows, temperature)
 
         def read(logits: DeferredLogits) -> TokenLogProbs:
             return logits.log_probs(
-                rows.select(targets),
+                targets,
                 rows.local,
                 temperature,
                 with_entropy=with_entropy,
@@ -144,44 +150,42 @@ class PackedForward:
                 reference=head,
             )
 
-        result: TokenLogProbs = self._run(inputs, read)
+        result: TokenLogProbs = self._run(arguments, read)
         log_probs, *others = (
-            None if part is None else unpack(rows.gather(part), response_mask) for part in result
+            None if part is None else responses.unpack(rows.gather(part)) for part in result
         )
         assert log_probs is not None, "log-probs are always computed"
         return TokenLogProbs(log_probs, *others)
 
     def values(self, micro: DataProto) -> Tensor:
         """Compute the value before each response token: (B, R) float32, zero where `response_mask` is."""
-        response_mask = micro.batch["response_mask"].to(self.device)  # (B, R)
+        responses = ResponseTokens.of(micro.batch["response_mask"])
         inputs = self._inputs(micro)
-        return unpack(self._values_at(inputs, self._rows_before(inputs, response_mask)), response_mask)
+        rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
+        arguments, rows, responses = to_device((inputs.arguments, rows, responses), self.device)
+        return responses.unpack(self._values_at(arguments, rows))
 
     def last_values(self, micro: DataProto) -> Tensor:
         """Compute the score of each sequence at its last token: (B,) float32."""
         inputs = self._inputs(micro)
-        return self._values_at(inputs, SPRows.of(inputs.positions[:, -1], inputs.plan, self.sp))
+        rows = SPRows.of(inputs.positions[:, -1], inputs.plan, self.sp)
+        return self._values_at(*to_device((inputs.arguments, rows), self.device))
 
-    def _values_at(self, inputs: ModelInputs, rows: SPRows) -> Tensor:
-        return rows.gather(self._run(inputs, lambda logits: logits.values(rows.local)))
+    def _values_at(self, arguments: dict[str, Any], rows: SPRows) -> Tensor:
+        return rows.gather(self._run(arguments, lambda logits: logits.values(rows.local)))
 
     @torch.no_grad()
     def _head_logits(
-        self, inputs: ModelInputs, micro: DataProto, rows: SPRows, temperature: float
+        self, arguments: dict[str, Any], micro: DataProto, rows: SPRows, temperature: float
     ) -> HeadLogits:
-        # the inputs are those of another model, whose media features this model cannot use
-        if "media_features" in inputs.arguments:
-            inputs = self._inputs(micro)
-        return self._run(inputs, lambda logits: logits.head_logits(rows.local, temperature))
+        # the arguments are those of another model, whose media features this model cannot use
+        if "media_features" in arguments:
+            arguments = to_device(self._inputs(micro).arguments, self.device)
+        return self._run(arguments, lambda logits: logits.head_logits(rows.local, temperature))
 
-    def _rows_before(self, inputs: ModelInputs, response_mask: Tensor) -> SPRows:
-        # a response token is predicted at the token before it
-        before = inputs.positions[:, -response_mask.shape[1] - 1 : -1][response_mask.bool()]
-        return SPRows.of(before, inputs.plan, self.sp)
-
-    def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
+    def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
-        return self.model(**inputs.arguments, read=read)
+        return self.model(**arguments, read=read)
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
         packed, media = self._with_media(self._pack(micro), micro)
@@ -189,18 +193,24 @@ class PackedForward:
         arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
         plan = None
         if self.sp.size > 1 and WholeRows.of(micro) is None:
-            plan = shard_plan(packed.groups, self.sp, self.device)
-            arguments |= {"packed_layout": sequence_layout(plan, self.sp), "local_tokens": plan.local}
+            plan = shard_plan(packed.groups, self.sp)
+            layout = sequence_layout(plan, self.sp, self.device)
+            arguments |= {"packed_layout": layout, "local_tokens": plan.local}
         elif packed.is_shared:
             arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device)
         else:
-            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens)
+            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device)
+        if media:
+            arguments["media_rows"] = {
+                kind: MediaRows(rows, (own := SPRows.of(rows, plan, self.sp)).local, own.owned)
+                for kind, rows in media_tokens(self.config, packed.input_ids).items()
+            }
         return ModelInputs(arguments | media, packed.positions, plan)
 
     def _pack(self, micro: DataProto) -> PackedBatch:
         tensors = micro.batch
-        input_ids, mask = tensors["input_ids"].to(self.device), tensors["attention_mask"].to(self.device)
-        position_ids = self._position_rows(tensors["position_ids"].to(self.device))
+        input_ids, mask = tensors["input_ids"], tensors["attention_mask"]
+        position_ids = self._position_rows(tensors["position_ids"])
         if self.shares_prompts and "response_mask" in tensors:
             prompt_width = input_ids.shape[1] - tensors["response_mask"].shape[1]
             prompts = [columns[:, :prompt_width] for columns in (input_ids, mask, *position_ids)]
@@ -229,7 +239,7 @@ class PackedForward:
             assert self.tower is not None, "it provides the features"
             return packed, {"media_features": self.tower.features(rows)}
         if not rows and self.model_type.media_owner is not None and not self._has_features:
-            packed, rows = packed.append(dummy_row(self.config).input_ids.to(self.device)), [BLANK]
+            packed, rows = packed.append(dummy_row(self.config).input_ids), [BLANK]
         if rows:
             return packed, self._encoded_media(rows, micro)
         if not len(packed.input_ids):
@@ -249,7 +259,7 @@ class PackedForward:
         share = {}
         if self.sp.size > 1 and (whole is None or together is not None):
             media, share["media_share"] = share_media(self.config, media, self.sp)
-        return {name: value.to(self.device) for name, value in media.items()} | share | order
+        return with_grids_as_lists(media) | share | order
 
     def _row_features(self, row: MediaRow) -> Features:
         if not has_media(row):
@@ -262,6 +272,6 @@ class PackedForward:
 class BaseForward(PackedForward):
     """The forward pass through the base of a model, with its adapters disabled."""
 
-    def _run(self, inputs: ModelInputs, read: Callable[[DeferredLogits], Any]) -> Any:
+    def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         with adapters_disabled(self.model):
-            return super()._run(inputs, read)
+            return super()._run(arguments, read)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: the rows of a micro batch as one packed sequence without padding, and the inverse.
 
-Rows with the same prompt may share one copy of it, which their responses follow one after another.
+Rows with the same prompt may share one copy of it, which their responses follow one after another. All of it
+is arithmetic on CPU tensors, so that lengths and indices are known without reading a device.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ class Packed(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """One packed sequence of N tokens with all rows of a micro batch."""
+    """One packed sequence of N tokens with all rows of a micro batch, on CPU."""
 
     input_ids: Tensor  # (N,)
     position_ids: Tensor  # (1 or 4, N): four for M-RoPE
@@ -40,12 +42,12 @@ class PackedBatch(NamedTuple):
         """(groups + 1,) int32: the start of each group, and the end."""
         sizes = [group.prompt + sum(group.responses) for group in self.groups]
         bounds = list(itertools.accumulate(sizes, initial=0))
-        return torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
+        return torch.tensor(bounds, dtype=torch.int32)
 
     def append(self, input_ids: Tensor) -> "PackedBatch":
         """Add a row at the end, its positions counted from zero."""
         length = len(input_ids)
-        positions = torch.arange(length, device=input_ids.device).expand(len(self.position_ids), -1)
+        positions = torch.arange(length).expand(len(self.position_ids), -1)
         return self._replace(
             input_ids=torch.cat([self.input_ids, input_ids]),
             position_ids=torch.cat([self.position_ids, positions], 1),
@@ -61,10 +63,29 @@ def pack(values: Tensor, mask: Tensor) -> Packed:
     return Packed(values[keep], positions)
 
 
-def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Put packed values (N,) back where `mask` (B, T) is one, zero elsewhere. Differentiable."""
-    keep = mask.bool()
-    return values.new_zeros(keep.shape).masked_scatter(keep, values)
+class ResponseTokens(NamedTuple):
+    """The M response tokens of padded rows."""
+
+    index: Tensor  # (M,) int64: of each among the elements of (B, R)
+    shape: tuple[int, int]  # (B, R)
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "ResponseTokens":
+        """Find the ones of a mask (B, R) on CPU."""
+        rows, columns = mask.shape
+        return cls(mask.flatten().nonzero()[:, 0], (rows, columns))
+
+    def take(self, values: Tensor) -> Tensor:
+        """(B, R) to (M,)."""
+        return values.flatten()[self.index]
+
+    def before(self, positions: Tensor) -> Tensor:
+        """Packed position of the token that predicts each: `positions` (B, T) to (M,)."""
+        return self.take(positions[:, -self.shape[1] - 1 : -1])
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Put values (M,) on the device of `index` in their rows (B, R), zero elsewhere. Differentiable."""
+        return values.new_zeros(math.prod(self.shape)).index_copy(0, self.index, values).view(self.shape)
 
 
 def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBatch:
@@ -87,11 +108,10 @@ def pack_shared_prompts(
         members: The rows of each group, each row once; their prompts and the prompts' positions are equal.
         prompt_width: Columns of the prompt, the first ones; at least one.
     """
-    device = mask.device
-    order = torch.tensor([row for rows in members for row in rows], device=device)  # (B,)
-    sizes = torch.tensor([len(rows) for rows in members], device=device)
+    order = torch.tensor([row for rows in members for row in rows])  # (B,)
+    sizes = torch.tensor([len(rows) for rows in members])
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # (B,): start of each row's group in `order`
-    repeats = first != torch.arange(len(order), device=device)  # (B,): rows whose prompt is packed already
+    repeats = first != torch.arange(len(order))  # (B,): rows whose prompt is packed already
     keep = mask[order].bool()
     keep[repeats, :prompt_width] = False
     packed = pack(input_ids[order], keep)
@@ -113,10 +133,7 @@ def group_equal_prompts(candidates: list[list[int]], prompts: list[Tensor]) -> l
     pairs = [(row, rows[0]) for rows in candidates for row in rows[1:]]
     if not pairs:
         return candidates
-    equal = [
-        torch.stack([(part[row] == part[first]).all() for part in prompts]).all() for row, first in pairs
-    ]
-    alone = {row for (row, _), same in zip(pairs, torch.stack(equal).tolist(), strict=True) if not same}
+    alone = {row for row, first in pairs if not all(torch.equal(part[row], part[first]) for part in prompts)}
     members = [[row for row in rows if row not in alone] for rows in candidates]
     return members + [[row] for row in sorted(alone)]
 

@@ -92,7 +92,7 @@ def forward_in_micro_batches(
     schedule = MicroBatchSchedule.of(
         forward, batch, size=size, dynamic_batching=dynamic_batching, group=group
     )
-    results = [function(micro_batch).cpu() for micro_batch in schedule.micro_batches(batch)]
+    results = [function(micro_batch) for micro_batch in schedule.micro_batches(batch)]
     return schedule.join(results, forward.device)
 
 

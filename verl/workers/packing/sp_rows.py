@@ -1,47 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of a packed sequence whose outputs are wanted, on the ranks that hold them."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import LocalRows, ShardPlan
+from verl.distributed.token_sharding import ShardPlan
 from verl.distributed.ulysses import gather_rows
 
 
-@dataclass(frozen=True, eq=False)
-class SPRows:
+class SPRows(NamedTuple):
     """M tokens of a packed sequence, m of them on this rank.
 
     Example::
 
-        rows = SPRows.of(positions, plan, sp)
-        log_probs = rows.gather(read(hidden[rows.local], rows.select(targets)))  # (M,), equal on all ranks
+        rows = SPRows.of(positions, plan, sp)  # on CPU
+        targets = rows.select(targets)
+        rows, targets = to_device((rows, targets), device)
+        log_probs = rows.gather(read(hidden[rows.local], targets))  # (M,), equal on all ranks
     """
 
     local: Tensor  # (m,) int64: positions among this rank's tokens
-    shards: LocalRows | None  # None: this rank holds the whole sequence
+    owned: Tensor | None  # (m,) int64: this rank's among the M; None: this rank holds the whole sequence
+    order: Tensor | None  # (M,) int64: index of each after all ranks' results are concatenated
+    counts: tuple[int, ...]  # of each rank
     sp: SequenceParallel
 
     @classmethod
     def of(cls, positions: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
-        shards = None if plan is None else plan.rows(positions)
-        return cls(positions if shards is None else shards.local, shards, sp)
+        if plan is None:
+            return cls(positions, None, None, (), sp)
+        rows = plan.rows(positions)
+        return cls(rows.local, rows.owned, rows.order, rows.counts, sp)
 
     def select(self, values: Tensor) -> Tensor:
         """(M,) to (m,)."""
-        if self.shards is None:
-            return values
-        start = sum(self.shards.counts[: self.sp.index])
-        stop = start + self.shards.counts[self.sp.index]
-        return values[(self.shards.order >= start) & (self.shards.order < stop)]
+        return values if self.owned is None else values[self.owned]
 
     def gather(self, values: Tensor) -> Tensor:
         """Gather the results of all ranks, (m,) to (M,); collective over the sequence-parallel group.
 
         All ranks must compute the same from the result: its gradient reaches only this rank's tokens.
         """
-        if self.shards is None:
-            return values
-        return gather_rows(values, self.shards.counts, self.sp)[self.shards.order]
+        return values if self.order is None else gather_rows(values, self.counts, self.sp)[self.order]

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from verl.data.media.cache import Entry, MediaFolder
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.references import Reference
+from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.monkey_patch import evaluating
 from verl.models.registry import model_type_of
-from verl.models.vision import EncodedMedia, dummy_row, share_media
+from verl.models.vision import EncodedMedia, dummy_row, share_media, with_grids_as_lists
 from verl.workers.packing.micro_batches import max_over_ranks
 
 PATCHES_AT_ONCE = 1 << 16  # on a rank, in one call of the tower; a frame with more runs alone
@@ -190,7 +191,7 @@ class FrozenTower:
         share = None
         if self.sp.size > 1:
             inputs, share = share_media(self.config, inputs, self.sp)
-        inputs = {name: value.to(self.device) for name, value in inputs.items()}
+        inputs = to_device(with_grids_as_lists(inputs), self.device)
         with evaluating(self.model):
             encoded: EncodedMedia = self.model(**inputs, media_share=share, only_encode=True)["image"]
         return [part.cpu() for part in encoded.joined()[: len(frames)]]

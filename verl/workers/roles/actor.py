@@ -19,7 +19,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
 from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "old_log_probs", "advantages"]
 OPTIONAL_KEYS = ["row_ids", "ref_log_probs", "rollout_is_weights"]
@@ -140,15 +140,16 @@ class DataParallelPPOActor:
         return metrics | ({"actor/kl_coef": self.training.kl_loss.coef} if self.training.kl_loss else {})
 
     def _loss(
-        self, micro_batch: DataProto, mini_batch: MiniBatch, temperature: float, entropy_coef: float
+        self, micro_batch: MicroBatch, mini_batch: MiniBatch, temperature: float, entropy_coef: float
     ) -> Tensor:
         """Loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss, of a micro batch."""
-        mask, metrics = micro_batch.batch["response_mask"], mini_batch.metrics  # (B, R)
+        tensors, metrics = micro_batch.tensors, mini_batch.metrics
+        mask = tensors["response_mask"]  # (B, R)
         result = self.forward.log_probs(
-            micro_batch, temperature, with_entropy=True, reference=self.full_kl_reference
+            micro_batch.rows, temperature, with_entropy=True, reference=self.full_kl_reference
         )
         assert result.entropy is not None, "requested above"
-        policy = self._policy_loss(result.log_probs, micro_batch)
+        policy = self._policy_loss(result.log_probs, tensors)
         loss = self._aggregate(policy.per_token, mask, mini_batch)
         metrics.add_loss("actor/pg_loss", loss)
         for name, values in policy.statistics.items():
@@ -158,7 +159,7 @@ class DataParallelPPOActor:
             loss = loss - entropy_coef * self._aggregate(result.entropy, mask, mini_batch)
         kl_loss = None if self.training is None else self.training.kl_loss
         if kl_loss:
-            ref_log_probs = micro_batch.batch.get("ref_log_probs")
+            ref_log_probs = tensors.get("ref_log_probs")
             per_token = kl_divergence(result.log_probs, ref_log_probs, mask, kl_loss.kind, result.kl)
             kl = self._aggregate(per_token, mask, mini_batch)
             metrics.add_loss("actor/kl_loss", kl)
@@ -169,9 +170,8 @@ class DataParallelPPOActor:
     def _aggregate(self, per_token: Tensor, mask: Tensor, mini_batch: MiniBatch) -> Tensor:
         return aggregate_loss(per_token, mask, self.config.loss_avg_mode, mini_batch.denominators)
 
-    def _policy_loss(self, log_probs: Tensor, micro_batch: DataProto) -> PolicyLoss:
+    def _policy_loss(self, log_probs: Tensor, tensors: dict[str, Tensor]) -> PolicyLoss:
         # of each token, with importance weights of the batch or of the bypass mode
-        tensors = micro_batch.batch
         mask, old = tensors["response_mask"], tensors["old_log_probs"]
         policy = self.policy_loss(
             PolicyLossInputs(

@@ -10,7 +10,7 @@ from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
 from verl.config.worker import CriticConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "values", "returns"]
 
@@ -51,12 +51,12 @@ class DataParallelPPOCritic:
             self.updater.step()
         return self.updater.finish()
 
-    def _loss(self, micro_batch: DataProto, mini_batch: MiniBatch) -> Tensor:
-        tensors, metrics = micro_batch.batch, mini_batch.metrics
+    def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
+        tensors, metrics = micro_batch.tensors, mini_batch.metrics
         mask = tensors["response_mask"]  # (B, R)
         value_loss = clipped_value_loss(
             ValueLossInputs(
-                values=self.forward.values(micro_batch),
+                values=self.forward.values(micro_batch.rows),
                 old_values=tensors["values"],
                 returns=tensors["returns"],
                 response_mask=mask,

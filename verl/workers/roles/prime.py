@@ -15,7 +15,7 @@ from verl.config.worker import PrimeConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
 from verl.workers.roles.reward_model import has_same_tokens
-from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "prime_ref_log_probs", "accuracies"]
 TEMPERATURE = 1.0  # the model does not sample, so the rollout's temperature does not apply
@@ -62,10 +62,10 @@ class DataParallelPrimeModel:
             self.updater.step()
         return self.updater.finish()
 
-    def _loss(self, micro_batch: DataProto, mini_batch: MiniBatch) -> Tensor:
-        tensors, metrics = micro_batch.batch, mini_batch.metrics
+    def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
+        tensors, metrics = micro_batch.tensors, mini_batch.metrics
         mask, accuracies = tensors["response_mask"], tensors["accuracies"]  # (B, R), (B,)
-        log_probs = self.forward.log_probs(micro_batch, TEMPERATURE).log_probs  # (B, R)
+        log_probs = self.forward.log_probs(micro_batch.rows, TEMPERATURE).log_probs  # (B, R)
         rewards = process_rewards(log_probs, tensors["prime_ref_log_probs"], mask, self.config.beta)
         losses, scores = prime_loss(rewards, accuracies, mask)  # (B,), (B,)
         loss = losses.sum() / mini_batch.denominators.num_sequences.clamp(min=1)

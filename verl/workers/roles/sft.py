@@ -9,7 +9,7 @@ from verl.algorithms.aggregation import aggregate_loss
 from verl.config.sft import SFTActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.roles.updater import MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 ROLE = "train"  # prefix of the metrics
 TEMPERATURE = 1.0
@@ -48,9 +48,9 @@ class DataParallelSFT:
 
         return compute_experience(self.config, self.forward, self.group, batch, losses)
 
-    def _loss(self, micro_batch: DataProto, mini_batch: MiniBatch) -> Tensor:
-        mask = micro_batch.batch["response_mask"]  # (B, T - 1)
-        loss = aggregate_loss(-self._log_probs(micro_batch), mask, "token", mini_batch.denominators)
+    def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
+        mask = micro_batch.tensors["response_mask"]  # (B, T - 1)
+        loss = aggregate_loss(-self._log_probs(micro_batch.rows), mask, "token", mini_batch.denominators)
         mini_batch.metrics.add_loss(f"{ROLE}/loss", loss)
         return loss
 

@@ -9,6 +9,7 @@ and gradients are summed.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import LossDenominators, count_denominators
 from verl.config.model import TrainedModelConfig, as_number
+from verl.distributed.device import to_device
 from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
@@ -26,6 +28,8 @@ from verl.workers.packing.schedule import MicroBatchSchedule, forward_in_micro_b
 from verl.workers.roles.metric_sums import MetricSums
 
 logger = get_logger(__name__)
+
+PACKED_KEYS = frozenset(FORWARD_KEYS) - {"response_mask"}  # reach the device packed, with the model's inputs
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,13 @@ class Training:
     max_response_length: int = 1  # in tokens: the scale of `seq_sum_norm`
 
 
+class MicroBatch(NamedTuple):
+    """Rows that run through the model at once."""
+
+    rows: DataProto  # on CPU, where they are packed
+    tensors: dict[str, Tensor]  # the rows' tensors that only losses read, and `response_mask`, on the device
+
+
 @dataclass(frozen=True)
 class MiniBatch:
     """This rank's rows of one optimizer step."""
@@ -48,10 +59,11 @@ class MiniBatch:
     forward: PackedForward
     schedule: MicroBatchSchedule
 
-    def micro_batches(self) -> Iterator[DataProto]:
+    def micro_batches(self) -> Iterator[MicroBatch]:
         self.forward.model.train()
-        for micro_batch in self.schedule.micro_batches(self.batch):
-            yield micro_batch.to(self.forward.device)
+        for rows in self.schedule.micro_batches(self.batch):
+            tensors = {key: value for key, value in rows.batch.items() if key not in PACKED_KEYS}
+            yield MicroBatch(rows, to_device(tensors, self.forward.device))
 
 
 def compute_experience(
