@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect
 from verl.trainer.prepare import prepared_run
+from verl.trainer.run.cluster_join import find_machine_of_run
 
 pytestmark = pytest.mark.heavy
 
@@ -59,6 +61,22 @@ def test_gpus_of_a_cluster_are_used_from_a_machine_without_one(config):
             prepared_run(on("auto"), planned_ppo, check=refuse),
         ):
             raise AssertionError("the GPUs were ignored")
+    finally:
+        ray.shutdown()
+
+
+def test_sizes_follow_from_the_gpus_of_the_cluster_if_this_machine_has_none(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidia-smi"  # on the path of the cluster's processes only
+    driver.write_text("#!/bin/sh\necho NVIDIA H100, 81559, 559, 570.86\n")
+    driver.chmod(0o755)
+    with monkeypatch.context() as there:
+        there.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        connect(num_cpus=2, num_gpus=2)
+    try:
+        machine = find_machine_of_run("cuda")
+        assert machine.device_bytes == 81000 << 20
+        assert "NVIDIA H100" in machine.name
+        assert find_machine_of_run("cpu").device == "cpu"
     finally:
         ray.shutdown()
 

@@ -48,8 +48,7 @@ PATCH = 28  # pixels of a merged patch
 class Engine:
     """Takes weights and drops them; counts what it was sent."""
 
-    takes_adapter = takes_embeddings = False
-    keeps_weights = False
+    takes_adapter = takes_embeddings = keeps_weights = False
     dtype = torch.bfloat16
 
     def __init__(self, takes_adapter: bool) -> None:
@@ -168,12 +167,13 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
         common["global_batch_size"] *= setup.responses  # rows
         return SFTWorkerConfig(SFTActorConfig(**common | parallel | own))
     frozen = replace(fsdp, torch_dtype=None)
+    scorer = ModelConfig(f"{path}/{SCORER}") if setup.reward_model else ModelConfig()
     return WorkerConfig(
         actor=ActorConfig(**common | parallel | own, share_prompt=setup.share_prompt),
         critic=CriticConfig(**common, model=plain, fsdp=fsdp),
         prime=PrimeConfig(**common, model=plain, fsdp=fsdp),
         reward_model=RewardModelConfig(
-            setup.rows_at_once, model=ModelConfig(f"{path}/{SCORER}") if setup.reward_model else ModelConfig(), fsdp=frozen,
+            setup.rows_at_once, model=scorer, fsdp=frozen,
             offload=OffloadConfig(setup.offload),
         ),
         ref=RefConfig(fsdp=frozen, offload=OffloadConfig(setup.offload)),
@@ -195,7 +195,8 @@ def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
     config = worker_config(folder, setup, ranks)
     media = MediaOptions(min_pixels=1, max_pixels=10**8)
     shared = dict(
-        device=TYPE, training_steps=10, media=media, media_cache=MediaCache(None), override_chat_template=None,
+        device=TYPE, training_steps=10, media=media, media_cache=MediaCache(None),
+        override_chat_template=None,
         seed=0,
     )  # fmt: skip
     dist.init_process_group = lambda backend: None  # of the worker: `start_processes` was first

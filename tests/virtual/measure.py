@@ -19,7 +19,6 @@ from typing import Any
 
 from tests.virtual.shapes import Setup
 
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,14 +64,11 @@ class Cluster:
     """A process that runs configurations one after another, each in a fork."""
 
     def __enter__(self) -> "Cluster":
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.virtual.cluster"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment,
             cwd=ROOT,
         )  # fmt: skip
         self.seconds = 0.0  # of processor time, of the last configuration

@@ -32,7 +32,9 @@ STEPS: dict[str, tuple[str, Setup, int]] = {
     "VL 72B, images": ("vl-72b", Setup(**PAIR), 128),
     "72B, 1,024 ranks": ("72b", Setup(**STEP), 1024),
 }
-HEADER = "| step | ranks | peak, GiB | of the phase | operations, TFLOP | sent, GiB | seconds |\n|---|---|---|---|---|---|---|"
+HEADER = """\
+| step | ranks | peak, GiB | of the phase | operations, TFLOP | sent, GiB | seconds |
+|---|---|---|---|---|---|---|"""
 GIB = 1 << 30
 
 

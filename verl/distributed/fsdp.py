@@ -139,6 +139,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # shares the tensor's memory
 
 
+def compute_device(tensor: Tensor) -> torch.device:
+    """Return the device of the mesh: FSDP may keep a tensor's shards in host memory."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
 def num_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
-from verl.distributed.fsdp import local_part, map_full_matrices, num_shards
+from verl.distributed.fsdp import compute_device, local_part, map_full_matrices, num_shards
 from verl.models.scalar_head import SCORE
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that moves singular values towards 1
@@ -71,8 +71,9 @@ class Muon(Optimizer):
             _apply(local_part(param), change, param.shape, group)
 
     def _update_stack(self, stack: Tensor, group: dict[str, Any]) -> None:
+        device = compute_device(stack)
         for weight, direction in zip(local_part(stack), self._direction(stack), strict=True):
-            _apply(weight, orthogonalize(direction), stack.shape[1:], group)
+            _apply(weight, orthogonalize(direction.to(device)), stack.shape[1:], group)
 
     def _direction(self, param: Tensor) -> Tensor:
         # This rank's part of the Nesterov direction.

@@ -29,8 +29,10 @@ ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
 
-def resolve_auto_sizes(config: C, describe: Describe[C], device: str) -> C:
-    """Replace each micro batch size that is `auto` by the largest that fits this machine.
+def resolve_auto_sizes(
+    config: C, describe: Describe[C], device: str, find: Callable[[str], Machine] = find_machine
+) -> C:
+    """Replace each micro batch size that is `auto` by the largest that fits the machine that `find` returns.
 
     Raises:
         ValueError: Not even one sequence fits; the error names the options that would help.
@@ -38,7 +40,7 @@ def resolve_auto_sizes(config: C, describe: Describe[C], device: str) -> C:
     options = describe(config).auto_options()
     if not options:
         return config
-    machine = find_machine(device)
+    machine = find(device)
     resolved = with_largest_sizes(config, make_planner(describe, machine))
     for key in options:
         logger.info("micro batch size that fits: %s=%d memory=%r", key, value_at(resolved, key), machine.name)

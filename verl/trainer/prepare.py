@@ -19,7 +19,7 @@ from verl.logger.console.start_up import phase
 from verl.planning.report import Describe, resolve_auto_sizes
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool, num_gpus
-from verl.trainer.run.cluster_join import connect_to_ray, find_devices
+from verl.trainer.run.cluster_join import connect_to_ray, find_devices, find_machine_of_run
 from verl.utils.imports import collection_paused, importing
 
 # Environment of the workers; the user's own values win. Errors reach the controller by themselves.
@@ -88,7 +88,7 @@ def prepared_run(
                 check(config)
         processes = processes or start_processes(pool, warm_up, stack)
         # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
-        yield resolve_auto_sizes(config, describe, device), pool, processes
+        yield resolve_auto_sizes(config, describe, device, find_machine_of_run), pool, processes
 
 
 def start_processes(pool: ResourcePool, warm_up: WarmUp | None, stack: ExitStack) -> WorkerProcesses:

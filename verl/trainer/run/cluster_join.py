@@ -11,8 +11,10 @@ import ray
 
 from verl.config.schema import ConfigError, check_config
 from verl.config.trainer import RunTree
+from verl.distributed.gpus import list_gpus
+from verl.planning.machine import Machine, find_machine
 from verl.single_controller.ray.cluster import connect
-from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool
+from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool, alive_nodes, run_on_node
 from verl.trainer.run.stopping import hangups_for_us_only
 from verl.utils.rank_logger import get_logger
 
@@ -58,6 +60,14 @@ def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool
         )  # fmt: skip
         return smaller, _pool_of(smaller, device)
     return config, pool
+
+
+def find_machine_of_run(device: str) -> Machine:
+    """Describe this machine, or for CUDA without a GPU here the first of the cluster with GPUs."""
+    if device == "cpu" or list_gpus():
+        return find_machine(device)
+    nodes = [node for node in alive_nodes() if node["Resources"].get("GPU", 0)]
+    return ray.get(run_on_node(nodes[0]["NodeID"], find_machine, device))
 
 
 def largest_run(config: C, capacities: Sequence[int]) -> C | None:
