@@ -207,6 +207,8 @@ class VirtualGPU(TorchDispatchMode):
                 self.tally.add_copy("in", source.nbytes)
             elif kinds == (TYPE, "cpu"):
                 self.tally.add_copy("out", source.nbytes)
+        if func is aten._grouped_mm.default:  # of experts: each row goes to one matrix
+            self.tally.add_flops(str(func.overloadpacket), 2 * args[0].numel() * args[1].shape[-1])
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None and any(_kind(tensor) == TYPE for tensor in tensors):
             self.tally.add_flops(str(func.overloadpacket), formula(*args, **kwargs, out_val=out))
