@@ -36,6 +36,7 @@ LORA = [
     *("worker.actor.model.lora.rank=32", "worker.rollout.enforce_eager=true", "trainer.save_freq=-1"),
     *("worker.actor.micro_batch_size_per_device_for_update=8", "worker.rollout.max_num_batched_tokens=1536"),
     "worker.actor.micro_batch_size_per_device_for_experience=8",
+    "trainer.critic_warmup=1",  # so that the old log-probs have a pass of their own, as there
 ]
 
 

@@ -112,9 +112,12 @@ class PlannedEngine:
         sequence = (-(-self.max_model_len // 128) + 1) * 128 * token
         return max(4 * sequence, min(VLLM_CPU_SEQUENCES * sequence, MAX_CPU_CACHE))
 
-    def sampling(self, policy: ModelShape, machine: Machine) -> Parts:
+    def sampling(self, policy: ModelShape, machine: Machine, ranks: int, sends_adapters: bool) -> Parts:
         """Memory in addition to the models while it samples and while it receives their weights."""
-        parts = {"a gathered weight": max(policy.head, policy.text.params) * policy.stored // policy.params}
+        largest = policy.trained if sends_adapters else policy.largest_stored * policy.params // policy.stored
+        # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
+        copies = 1 if ranks == 1 else 2 + 1 / ranks
+        parts = {"a gathered weight": int(copies * self.number * largest)}
         if machine.device == "cuda":
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
         elif self.options.name == "hf":
