@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan's formulas next to a virtual rank's memory, operations and collectives: published shapes, six layers."""
+"""The plan next to a virtual rank's memory, operations and collectives: published shapes with six layers."""
 
 from dataclasses import replace
 

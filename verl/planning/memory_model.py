@@ -182,7 +182,7 @@ def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> in
 
 
 def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
-    """The largest of the first layer, a layer in the middle, and the head; each in FSDP's order of freeing."""
+    """The largest of first layer, a layer in the middle, and head, in the order in which FSDP frees."""
     text, c, is_alone = shape.text, setup.c, setup.ranks == 1
     root, layer = c * shape.root, c * text.params
     in_layer, states = text.transient(c) * batch.tokens, c * text.hidden * batch.tokens

@@ -136,7 +136,7 @@ class PlannedRun:
     engine: PlannedEngine | None = None
     rows: int = 0  # of a rank in a step
     epochs: Mapping[str, int] = field(default_factory=dict)  # over them, by trained role
-    ring: int = 1  # ranks of a ring among those that share a row
+    ring: int = 1  # ranks of a ring, of all that share a row
     reference: bool = False  # the KL term needs one; with adapters it is the policy without them
 
     @property
