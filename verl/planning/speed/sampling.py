@@ -117,6 +117,6 @@ def _schedule(sequences: int, at_once: int, lengths: ExpectedLengths) -> list[tu
 
 
 def _spread(policy: ModelShape, running: float) -> float:
-    """How often a decoding step reads the weights that one token uses: more than once in a mixture."""
+    """Weights that a decoding step reads, over those of one token: above 1 in a mixture."""
     one = layer_weights(policy.text) / policy.text.params
     return (1 - (1 - one) ** running) / one if one < 0.9 else 1.0
