@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # of logits, see `models/logit_chunks.py`
-BLOCK_BYTES = {"cpu": 4 * (2 << 20), "cuda": 0}  # four float32 tensors of a softmax; kernels need none
+BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 0}  # of float32 whose softmax is taken at once; kernels need none
+FORWARD_BLOCKS = 3  # logits, their exponentials, and the product of both for the entropy
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
 
 
@@ -147,12 +148,12 @@ def load_peak(shape: ModelShape, setup: ModelSetup) -> int:
     return shape.stored + (max(filled, 2 * copied) if shape.is_tied else filled + copied)
 
 
-def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
-    """Logits held at once, and the softmax over a block of them."""
+def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch, blocks: int = 4) -> int:
+    """Logits held at once, and the softmax over a block of them: `blocks` tensors as large as one."""
     number = setup.c if setup.device == "cpu" else 4
     rows = min(batch.responses, max(1, CHUNK_BYTES[setup.device] // (number * shape.vocab)))
     logits = number * rows * shape.vocab
-    return logits + min(4 * 4 * rows * shape.vocab, BLOCK_BYTES[setup.device])
+    return logits + blocks * min(4 * rows * shape.vocab, BLOCK_BYTES[setup.device])
 
 
 def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
@@ -169,6 +170,8 @@ def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -
 
 def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Peak of a pass without gradients, in addition to the model at rest."""
+    if setup.device != "cpu" and not setup.keeps_gathered:
+        return _gpu_log_prob_peak(shape, setup, batch)
     in_layer = shape.text.transient(setup.c) * batch.tokens
     if shape.tower is not None:
         in_layer = max(in_layer, shape.tower.transient(setup.c) * batch.patches)
@@ -176,6 +179,22 @@ def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> in
     in_head = states + logit_chunk(shape, setup, batch)
     layer = setup.c * shape.text.params * (1 if setup.ranks == 1 else 3)
     return gathered(shape, setup) - layer + max(in_layer + layer, in_head)
+
+
+def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
+    """The largest of first layer, a layer in the middle, and head, in the order in which FSDP frees."""
+    text, c, is_alone = shape.text, setup.c, setup.ranks == 1
+    root, layer = c * shape.root, c * text.params
+    in_layer, states = text.transient(c) * batch.tokens, c * text.hidden * batch.tokens
+    arrived, entering = layer, states
+    if shape.tower is not None and batch.patches:  # its layers come first
+        in_layer = max(in_layer, shape.tower.transient(c) * batch.patches)
+        arrived, entering = c * shape.tower.params, shape.tower.transient(c) * batch.patches
+    # What the root received is freed once the first layer has arrived too.
+    first = (1 if is_alone else 2) * (root + arrived) + entering
+    middle = root + (1 if is_alone else 3) * layer + in_layer
+    head = root + (0 if is_alone else layer) + states + c * text.hidden * batch.responses
+    return max(first, middle, head + logit_chunk(shape, setup, batch, blocks=FORWARD_BLOCKS))
 
 
 def update_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:

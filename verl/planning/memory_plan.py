@@ -70,7 +70,9 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     models = [held_model(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
     phases = [_load(models, machine)]
     if run.engine is not None:
-        sampling = run.engine.sampling(models[0].shape, machine)
+        policy = models[0]
+        is_adapter = policy.planned.model.lora.is_used and run.engine.options.lora_sync != "merged"
+        sampling = run.engine.sampling(policy.shape, machine, policy.setup.ranks, is_adapter)
         phases.append(Phase("gen", {"models": _resting(models)} | sampling))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))

@@ -111,9 +111,12 @@ class PlannedEngine:
         sequence = (-(-self.max_model_len // 128) + 1) * 128 * token
         return max(4 * sequence, min(self.options.sequences_at_once(on_gpu=False) * sequence, MAX_CPU_CACHE))
 
-    def sampling(self, policy: ModelShape, machine: Machine) -> Parts:
+    def sampling(self, policy: ModelShape, machine: Machine, ranks: int, sends_adapters: bool) -> Parts:
         """Memory in addition to the models while it samples and while it receives their weights."""
-        parts = {"a gathered weight": max(policy.head, policy.text.params) * policy.stored // policy.params}
+        largest = policy.trained if sends_adapters else policy.largest_stored * policy.params // policy.stored
+        # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
+        copies = 1 if ranks == 1 else 2 + 1 / ranks
+        parts = {"a gathered weight": int(copies * self.number * largest)}
         if machine.device == "cuda":
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
             if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache
@@ -134,7 +137,7 @@ class PlannedRun:
     engine: PlannedEngine | None = None
     rows: int = 0  # of a rank in a step
     epochs: Mapping[str, int] = field(default_factory=dict)  # over them, by trained role
-    ring: int = 1  # ranks of a ring among those that share a row
+    ring: int = 1  # ranks of a ring, of all that share a row
     reference: bool = False  # the KL term needs one; with adapters it is the policy without them
 
     @property

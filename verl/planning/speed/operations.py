@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from verl.planning.memory_model import ModelSetup, ModelShape, Stack
 from verl.planning.speed.workload import PassWork
 
+DENSE_SHARE = 0.9  # of a layer's weights that a token is multiplied with; the rest are norms and biases
 BACKWARD_PAIRS = 2.5  # of FlashAttention, which computes the scores again
 # Bytes for each number of a token's states in one eager layer's forward pass, with two-byte states.
 NORM_BYTES = 36  # read and written by a norm in float32: casts, square, mean, products
@@ -75,13 +76,25 @@ def update(shape: ModelShape, setup: ModelSetup, work: PassWork) -> Operations:
     once = forward(shape, work)
     again = 1 if setup.checkpointing else 0
     weight_gradients = shape.trained / shape.params  # frozen weights have none
+    products = once.products * (2 + again + weight_gradients) - again * _not_again(shape, work)
     return Operations(
-        once.products * (2 + again + weight_gradients),
+        products,
         once.attention * (1 + again + BACKWARD_PAIRS),
-        once.head * (4 if shape.vocab > 1 else 3),
+        once.head * ((3 if shape.vocab > 1 else 2) + (shape.trained_head > 0)),
         once.elementwise * (1 + again + BACKWARD_BYTES),
         once.softmax * (1 + LOGIT_BYTES[1] / LOGIT_BYTES[0]),
     )
+
+
+def _not_again(shape: ModelShape, work: PassWork) -> float:
+    """Products of the blocks' last matrices: nothing in the backward pass needs their results.
+
+    Those of experts are weighted after it, and adapters follow it.
+    """
+    is_dense = layer_weights(shape.text) > DENSE_SHARE * shape.text.params
+    is_whole = shape.trained == shape.params
+    last = shape.text.hidden * shape.text.intermediate
+    return 2.0 * shape.text.layers * last * work.tokens if is_dense and is_whole else 0.0
 
 
 def needed_by_update(shape: ModelShape, work: PassWork) -> float:

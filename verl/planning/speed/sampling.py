@@ -22,7 +22,7 @@ REDUCE_SECONDS = 20e-6  # of starting an all-reduce between the ranks of an engi
 IMAGE_SECONDS = 0.02  # of a processor on one core for an image
 SAMPLER_BYTES = 24  # for each logit: float32 copies, log-softmax, noise
 MAX_SEQUENCES = {True: 1024, False: 256}  # that vLLM runs at once, on GPUs of 70 GB and more, and on smaller
-ACTIVATION_GIB = 2.0  # of the engine, beside weights and cache
+ACTIVATION_GIB = 2.0  # of the engine, in addition to weights and cache
 SEGMENTS = 48
 
 
@@ -117,6 +117,6 @@ def _schedule(sequences: int, at_once: int, lengths: ExpectedLengths) -> list[tu
 
 
 def _spread(policy: ModelShape, running: float) -> float:
-    """How often a decoding step reads the weights that one token uses: more than once in a mixture."""
+    """Weights that a decoding step reads, over those of one token: above 1 in a mixture."""
     one = layer_weights(policy.text) / policy.text.params
     return (1 - (1 - one) ** running) / one if one < 0.9 else 1.0

@@ -38,10 +38,13 @@ def collectives(
 ) -> Collectives:
     """Count a pass over all rows of a step; each micro batch gathers weights and reduces gradients."""
     passes = 2 if is_update and not setup.keeps_gathered else 1
-    sharding = passes * gathered_bytes(shape, setup)
+    # The root stays gathered until a backward pass.
+    root = setup.c * shape.root * (setup.ranks - 1) / setup.ranks
+    layers = gathered_bytes(shape, setup) - root
+    sharding = work.micro_batches * passes * layers + root * (work.micro_batches if is_update else 1)
     replicas = 0.0
     if is_update:
-        gradients = setup.r * shape.trained
+        gradients = work.micro_batches * setup.r * shape.trained
         sharding += gradients * (setup.ranks - 1) / setup.ranks
         replicas = 2 * gradients / setup.ranks * (copies - 1) / copies
     text = shape.text
@@ -51,7 +54,7 @@ def collectives(
     states = times * text.layers * setup.c * work.tokens
     heads = states * (2 * queries + 2 * cached) * (ulysses - 1) / ulysses
     around = states * 2 * cached * (ring - 1)
-    return Collectives(work.micro_batches * sharding, work.micro_batches * replicas, heads, around)
+    return Collectives(sharding, replicas, heads, around)
 
 
 def offloaded_bytes(weights: int, state: int, *, is_update: bool) -> float:

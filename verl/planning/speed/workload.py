@@ -75,7 +75,7 @@ def expected_lengths(
 
 @dataclass(frozen=True)
 class PassWork:
-    """What one rank does in a pass over its rows, all micro batches together."""
+    """Work of one rank in a pass over its rows, all micro batches together."""
 
     tokens: float
     responses: float  # tokens that reach the head

@@ -24,7 +24,7 @@ NUMBERS = {MEMORY: "a number of GiB", MEAN_PROMPT: "a number of tokens", MEAN_RE
 
 @dataclass(frozen=True)
 class PlanSwitches:
-    """What `--dry-run` plans for, instead of this machine and the usual lengths."""
+    """Cluster, memory and lengths that `--dry-run` plans for, instead of the usual ones."""
 
     memory_gb: float | None = None
     cluster: Cluster | None = None

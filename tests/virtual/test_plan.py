@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan next to a virtual rank's memory, operations and collectives: published shapes with six layers."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.virtual.measure import Cluster
+from tests.virtual.planned import CASES, planned
+from verl.planning.speed import operations, traffic
+from verl.planning.speed.workload import pass_work
+
+QUICK = ("0.5b on 1", "7b on 8", "30b-a3b on 8")  # the others are slow
+NO_STATE_YET = ("gen", "old", "ref")  # of the first step
+PLANNED_NAMES = {"sync_weights": "gen"}
+TOLERANCE = 0.1
+MEASURED = ("aten.mm", "aten.addmm")  # products; a virtual rank counts none of the experts'
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster() as started:
+        yield started
+
+
+CASE = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+
+
+@CASE
+def test_the_plan_is_within_a_tenth_of_the_tracked_peak_and_counts_what_a_rank_does(cluster, case):
+    phases, plan = cluster.measure(case.shape, case.setup(), case.ranks), planned(case)
+
+    ratios = {}
+    for name, phase in phases.items():
+        if name != "init_model":  # on the CPU: `load` plans the first rank's
+            phase_name = PLANNED_NAMES.get(name, name)
+            state = plan.policy.state if phase_name in NO_STATE_YET else 0
+            ratios[name] = (plan.peaks[phase_name] - state) / phase.peak
+    assert len(ratios) >= 4
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=TOLERANCE)
+    _check_work(case, phases, plan)
+
+
+def _check_work(case, phases, plan):
+    shape, setup, model = plan.policy.shape, plan.policy.setup, plan.run.models[0]
+    copies = max(1, case.ranks // setup.ranks)
+    for each in model.passes:
+        phase, updates = phases[each.phase], 2 if each.is_update else 1
+        work = pass_work(plan.run, model, each, plan.lengths, shape)
+        work = replace(work, micro_batches=2)  # the rows fill theirs to the last token
+        moved = traffic.collectives(shape, setup, work, is_update=each.is_update, copies=copies)
+        assert moved.sharding + moved.replicas == pytest.approx(_received(phase) / updates, rel=0.01, abs=1e4)
+        done = operations.update(shape, setup, work) if each.is_update else operations.forward(shape, work)
+        if shape.tower is None and not case.shape.startswith("30b"):
+            counted = sum(phase.flops.get(name, 0) for name in MEASURED) / updates
+            assert done.products + done.head == pytest.approx(counted, rel=0.02)
+
+
+def _received(phase):
+    """Bytes that a rank receives in its collectives of weights and gradients."""
+    total = 0.0
+    for name, _, _, (ranks, *_), size in phase.collectives:
+        if "allgather" in name or "reduce_scatter" in name:
+            total += size * (ranks - 1) / ranks
+        elif "allreduce" in name and size > 1 << 20:  # not the gradients' norm
+            total += 2 * size * (ranks - 1) / ranks
+    return total
