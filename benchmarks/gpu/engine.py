@@ -58,6 +58,7 @@ CASES = ("plain", "reserved", "head", "top_p", "lora", "moe")
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 40, 200, 7)]
 TEMPERATURE = 0.7
 MEMORY_SHARE = 0.5  # of the GPU, for the engine
+FREED = 0.4  # of its share at least, since what the trainer holds counts as used
 RESERVED_GIB = 3  # free memory that `reserved` leaves outside of torch's cache
 STEPS = 2
 # Mean difference of log-probs in nats: of bfloat16 in different kernels, and of float32.
@@ -72,6 +73,7 @@ class Pair:
     engine: RolloutEngine
     place: Place
     top_p: float
+    rounds_logits: bool
 
     def sync(self) -> None:
         if self.engine.takes_adapter:
@@ -193,7 +195,8 @@ def compare(report: Report, pair: Pair, name: str, responses: Sequence[FinishedR
     gaps = pair.differences(responses)
     report.figure(f"{name}_99th_percentile", float(gaps.quantile(0.99)))
     report.figure(f"{name}_largest", float(gaps.max()))
-    report.at_most(f"{name}_mean", float(gaps.mean()), DIFFERENCE[pair.engine.dtype])
+    bound = DIFFERENCE[pair.engine.dtype] * (4 if pair.rounds_logits else 1)
+    report.at_most(f"{name}_mean", float(gaps.mean()), bound)
 
 
 def first_rollout(report: Report, pair: Pair) -> None:
@@ -219,7 +222,7 @@ def update_and_sync(report: Report, pair: Pair, case: str) -> None:
     timed(report, place, "sleep", engine.sleep)
     if place.is_gpu:
         total = torch.cuda.get_device_properties(place.device).total_memory / 2**30
-        report.at_least("GiB freed by sleep", place.free_gib() - awake, 0.8 * MEMORY_SHARE * total)
+        report.at_least("GiB freed by sleep", place.free_gib() - awake, FREED * MEMORY_SHARE * total)
     for step in range(STEPS):
         before = pair.sample_weights()
         pair.update()
@@ -239,7 +242,7 @@ def work(report: Report, place: Place, case: str) -> None:
     actor, _ = timed(report, place, "policy", lambda: build_actor(place, folder, case))
     engine, _ = timed(report, place, "engine", lambda: build_engine(place, folder, case, actor))
     timed(report, place, "first_sleep", engine.sleep)
-    pair = Pair(actor, engine, place, top_p=0.95 if case == "top_p" else 1.0)
+    pair = Pair(actor, engine, place, top_p=0.95 if case == "top_p" else 1.0, rounds_logits=case == "head")
     runner = engine.engine.model_executor.driver_worker.worker.model_runner
     report.figure("runner", type(runner).__module__)
     report.attempt(first_rollout, pair)
