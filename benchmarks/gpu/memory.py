@@ -5,7 +5,6 @@ python -m benchmarks.gpu.memory --models FOLDER [--tiny --device cpu]
 """
 
 import time
-from pathlib import Path
 
 from verl.utils.cuda_builds import repair_cuda_builds
 
@@ -22,7 +21,6 @@ from verl.distributed.device import empty_cache, synchronize
 from verl.distributed.fsdp import local_part, sharded_parameters
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.fused_log_probs import TokenLogProbs
-from verl.models.tiny import save_tiny_model
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 SHAPE = dict(
@@ -31,11 +29,6 @@ SHAPE = dict(
 )  # fmt: skip
 RATE = 1e-3
 STEPS = 3  # the first allocates the optimizer's state, and pinned memory if there is any
-
-
-def model_folder(place: Place) -> Path:
-    folder = place.models / "held"
-    return folder if folder.exists() else save_tiny_model(folder, "qwen2", **({} if place.tiny else SHAPE))
 
 
 def copies(report: Report, place: Place) -> None:
@@ -53,7 +46,8 @@ def copies(report: Report, place: Place) -> None:
 def held(place: Place, fsdp: FSDPConfig, offload: OffloadConfig, *, role: str = "actor") -> ShardedModel:
     """A model of a worker; the reference, `ref`, is not trained."""
     optim = OptimConfig(lr=RATE) if role == "actor" else None
-    model = ModelConfig(model_path=str(model_folder(place)))
+    folder = place.model("held", "qwen2", **({} if place.tiny else SHAPE))
+    model = ModelConfig(model_path=str(folder))
     setup = ModelSetup(place.device, 1, None)
     return ShardedModel(role, model, fsdp, offload, setup, optim=optim, training_steps=2 * STEPS)
 
