@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.distributed.device import backend_of, is_gpu, set_device, synchronize
-from verl.models.tiny import save_tiny_model
 
 GB = 1e9
 GIB = 2**30
@@ -106,6 +105,8 @@ class Place:
 
     def model(self, name: str, family: str, **overrides: Any) -> Path:
         """Folder of a generated model, which is whole if it exists."""
+        from verl.models.tiny import save_tiny_model  # noqa: PLC0415 - kernels need neither models nor tokenizers
+
         folder, new = self.models / name, self.models / f"{name}.new"
         if not folder.exists():
             shutil.rmtree(new, ignore_errors=True)  # of a part that was stopped
