@@ -71,7 +71,7 @@ CASES = ("plain", "reserved", "head", "top_p", "lora", "moe")  # of `engine`
 PARTS = (  # in order of value
     Part("kernels", 240, ("attention_grouped_heads_tflops", "head_update_s", "eager_head_update_s")),
     Part("memory", 240, ("load_pinned_gb_per_s", "moved_load_gb_per_s", "moved_offload_gb_per_s")),
-    Part("tests", 480, ("passed", "failed", "skipped")),
+    Part("tests", 580, ("passed", "failed", "skipped")),
     Part("update", 420, ("update_mfu", "shared_update_mfu", "update_peak_gib")),
     *(Part(f"engine.{case}", 240, ENGINE) for case in CASES),
     Part("command", 300, ("run_s", "step_s", "log_probs_difference")),

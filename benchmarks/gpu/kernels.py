@@ -176,9 +176,9 @@ def shared_prompts(report: Report, place: Place, sizes: Sizes) -> None:
 
     found = with_gradients(lambda *tensors: attend(shared, *tensors), inputs, weights)
     expected = with_gradients(attend_repeated, inputs, weights)
-    report.at_most(
-        "shared prompts equal repeated prompts", largest_difference(found, expected), place.tolerance
-    )
+    gap = largest_difference(found, expected)
+    # Gradients of the copies are summed in half precision.
+    report.at_most("shared prompts equal repeated prompts", gap, 2 * place.tolerance)
     copies = [tensor[:, :, order].detach().requires_grad_() for tensor in inputs]
     for name, layout, tensors, scale in (
         ("shared", shared, inputs, weights),

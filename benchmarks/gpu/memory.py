@@ -5,7 +5,6 @@ python -m benchmarks.gpu.memory --models FOLDER [--tiny --device cpu]
 """
 
 import time
-from pathlib import Path
 
 from verl.utils.cuda_builds import repair_cuda_builds
 
@@ -22,19 +21,14 @@ from verl.distributed.device import empty_cache, synchronize
 from verl.distributed.fsdp import local_part, sharded_parameters
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.fused_log_probs import TokenLogProbs
-from verl.models.tiny import save_tiny_model
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 SHAPE = dict(
     hidden_size=2048, intermediate_size=11008, num_hidden_layers=6, num_attention_heads=16,
     num_key_value_heads=2, head_dim=128, vocab_size=152064, tie_word_embeddings=False,
 )  # fmt: skip
+RATE = 1e-3
 STEPS = 3  # the first allocates the optimizer's state, and pinned memory if there is any
-
-
-def model_folder(place: Place) -> Path:
-    folder = place.models / "held"
-    return folder if folder.exists() else save_tiny_model(folder, "qwen2", **({} if place.tiny else SHAPE))
 
 
 def copies(report: Report, place: Place) -> None:
@@ -51,8 +45,9 @@ def copies(report: Report, place: Place) -> None:
 
 def held(place: Place, fsdp: FSDPConfig, offload: OffloadConfig, *, role: str = "actor") -> ShardedModel:
     """A model of a worker; the reference, `ref`, is not trained."""
-    optim = OptimConfig(lr=1e-3) if role == "actor" else None
-    model = ModelConfig(model_path=str(model_folder(place)))
+    optim = OptimConfig(lr=RATE) if role == "actor" else None
+    folder = place.model("held", "qwen2", **({} if place.tiny else SHAPE))
+    model = ModelConfig(model_path=str(folder))
     setup = ModelSetup(place.device, 1, None)
     return ShardedModel(role, model, fsdp, offload, setup, optim=optim, training_steps=2 * STEPS)
 
@@ -98,10 +93,9 @@ def offloaded_updates(report: Report, place: Place) -> None:
         weights[name] = updated(report, place, name, held(place, fsdp, offload))
         empty_cache(place.device)
     for name in ("moved", "streamed"):
-        gap = max(float((weights[name][key] - value).abs().max()) for key, value in weights["held"].items())
-        report.at_most(
-            f"weights after {STEPS} updates, {name} and held", gap, 1e-5 if name == "moved" else 3e-3
-        )
+        gap = max(float((weights[name][key] - value).abs().mean()) for key, value in weights["held"].items())
+        # Kernels that add in any order move some small weights elsewhere; lost moments move all by the rate.
+        report.at_most(f"weights after {STEPS} updates, {name} and held", gap, RATE / 10)
 
 
 def updated(report: Report, place: Place, name: str, actor: ShardedModel) -> dict[str, Tensor]:

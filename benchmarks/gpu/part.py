@@ -8,6 +8,7 @@ in its name. The last line that a part prints is JSON with both.
 import argparse
 import json
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -101,6 +102,16 @@ class Place:
         """Normal numbers in `half`, the same on every device."""
         generator = torch.Generator().manual_seed(seed)
         return (torch.randn(size, generator=generator) * scale).to(self.device, self.half)
+
+    def model(self, name: str, family: str, **overrides: Any) -> Path:
+        """Folder of a generated model, which is whole if it exists."""
+        from verl.models.tiny import save_tiny_model  # noqa: PLC0415 - kernels need neither models nor tokenizers
+
+        folder, new = self.models / name, self.models / f"{name}.new"
+        if not folder.exists():
+            shutil.rmtree(new, ignore_errors=True)  # of a part that was stopped
+            save_tiny_model(new, family, **overrides).rename(folder)
+        return folder
 
     def seconds(self, function: Callable[[], Any], repeats: int = 5) -> float:
         """Mean of several runs after a warm-up run."""

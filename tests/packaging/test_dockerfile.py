@@ -46,6 +46,15 @@ def test_pinned_packages_are_those_that_the_extra_for_gpus_accepts(script, steps
         assert exact.operator == "==" and REQUIRED[pin.name].contains(exact.version), pin
 
 
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "vllm"), [("2.13.0", "0.28.0", "0.32.0"), ("2.11.0", "0.26.0", "0.26.0")]
+)
+def test_builds_that_belong_together_satisfy_the_requirements(torch, torchvision, vllm):
+    versions = {"torch": torch, "torchvision": torchvision, "vllm": vllm}
+
+    assert [name for name, found in versions.items() if not REQUIRED[name].contains(found)] == []
+
+
 def test_both_images_have_the_same_torch_and_vllm(script, steps):
     gpu = {
         pin.name: pin.specifier for pin in map(Requirement, shlex.split(defaults(script, steps)["PACKAGES"]))
