@@ -19,6 +19,7 @@ from verl.planning.speed.workload import ExpectedLengths, Responses
 # Two micro batches, each a prompt of 512 tokens with its 7 responses: as many tokens as 4 whole rows.
 ROWS: dict[str, Any] = {"prompts": 2, "responses": 7, "rows_at_once": 4}
 LAYERS = 6
+NOT_OF_A_MODEL = ("context", "engine", "sleeping engine", "logits")  # parts of the plan that no virtual rank has
 
 
 def fewer_layers(shape: str, layers: int = LAYERS) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def planned(case: Case, layers: int = LAYERS) -> Planned:
         plan = plan_memory(run, read_shape, machine)
         policy, *others = [held_model(model, case.ranks, "cuda", read_shape) for model in run.models]
     peaks = {
-        phase.name: phase.device_bytes - phase.device.get("context", 0) - phase.device.get("engine", 0)
+        phase.name: phase.device_bytes - sum(phase.device.get(part, 0) for part in NOT_OF_A_MODEL)
         for phase in plan.phases
     }
     resting = sum(model.resting_weights + model.resting_state for model in (policy, *others))

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # of logits, see `models/logit_chunks.py`
-BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 0}  # of float32 whose softmax is taken at once; kernels need none
-FORWARD_BLOCKS = 3  # logits, their exponentials, and the product of both for the entropy
+BLOCK_BYTES = {"cpu": 4 * (2 << 20), "cuda": 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
 
 
@@ -148,12 +147,12 @@ def load_peak(shape: ModelShape, setup: ModelSetup) -> int:
     return shape.stored + (max(filled, 2 * copied) if shape.is_tied else filled + copied)
 
 
-def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch, blocks: int = 4) -> int:
-    """Logits held at once, and the softmax over a block of them: `blocks` tensors as large as one."""
+def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
+    """Logits held at once, and the softmax over a block of them."""
     number = setup.c if setup.device == "cpu" else 4
     rows = min(batch.responses, max(1, CHUNK_BYTES[setup.device] // (number * shape.vocab)))
     logits = number * rows * shape.vocab
-    return logits + blocks * min(4 * rows * shape.vocab, BLOCK_BYTES[setup.device])
+    return logits + min(4 * 4 * rows * shape.vocab, BLOCK_BYTES[setup.device])
 
 
 def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
@@ -194,7 +193,7 @@ def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) 
     first = (1 if is_alone else 2) * (root + arrived) + entering
     middle = root + (1 if is_alone else 3) * layer + in_layer
     head = root + (0 if is_alone else layer) + states + c * text.hidden * batch.responses
-    return max(first, middle, head + logit_chunk(shape, setup, batch, blocks=FORWARD_BLOCKS))
+    return max(first, middle, head + logit_chunk(shape, setup, batch))
 
 
 def update_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
