@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of torch.distributed.checkpoint shards that unpickles nothing but tensors and their metadata."""
 
+import enum
 import pickle
 import warnings
 from pathlib import Path
@@ -35,10 +36,18 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler of checkpoint metadata that refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members by it
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in METADATA_CLASSES:
             raise pickle.UnpicklingError(f"checkpoint metadata must not hold {module}.{name}")
         return super().find_class(module, name)
+
+
+def _enum_member(owner: Any, name: str) -> enum.Enum:
+    if not isinstance(owner, enum.EnumType):
+        raise pickle.UnpicklingError(f"checkpoint metadata must not hold an attribute of {owner!r}")
+    return owner[name]
 
 
 class ShardReader(FileSystemReader):
