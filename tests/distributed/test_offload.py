@@ -124,6 +124,14 @@ def test_each_tensor_keeps_one_place_in_host_memory():
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_an_empty_shard_has_a_place_of_its_own():
+    memory, empty = HostMemory("cpu"), torch.empty(0, 4)
+
+    place = memory.offload(("a",), empty, has_changed=True)
+
+    assert place.shape == memory.load(("a",), place).shape == empty.shape
+
+
 def test_the_device_copies_are_freed_after_the_block():
     parts = make_parts()
     offloader = offloader_of(parts)

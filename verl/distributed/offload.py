@@ -40,8 +40,8 @@ class HostMemory:
         starts, total = [], 0
         for tensor in new.values():
             starts.append(total)
-            total += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if not total:
+            total += -(-max(1, tensor.nbytes) // ALIGNMENT) * ALIGNMENT  # ranks may hold empty shards
+        if not new:
             return
         buffer = self._allocate(total)
         for (key, tensor), start in zip(new.items(), starts, strict=True):
@@ -122,7 +122,7 @@ class Offloader:
             self._offload(has_changed=with_optimizer)
 
     def settle(self) -> None:
-        """Move tensors that were replaced, as by loading a checkpoint, to where they wait."""
+        """Move tensors that were replaced, for example by a checkpoint, to where they wait between blocks."""
         if self.offloads_weights and not self.offloads_state:
             # they were allocated next to the weights, in host memory
             self._move_state(lambda key, tensor: tensor.to(self._memory.device))
