@@ -148,16 +148,15 @@ class Offloader:
             empty_cache(memory.device)
 
     def _move_weights(self, to: torch.device, move: Move) -> None:
-        names = {id(param): name for name, param in sharded_parameters(self.model).items()}
-        moved: set[int] = set()
+        weights = sharded_parameters(self.model)
+        moved = {id(param): _rebuilt(("weight", name), param, move) for name, param in weights.items()}
+        if to == HOST:  # FSDP pads uneven shards as soon as they are replaced, and reads them for it
+            synchronize(self._memory.device.type)
 
         def moved_tensor(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):  # a buffer or a gradient
                 return tensor.to(to)
-            if id(tensor) in moved:  # tied
-                return tensor
-            moved.add(id(tensor))
-            return _rebuilt(("weight", names[id(tensor)]), tensor, move)
+            return moved.pop(id(tensor), tensor)  # a tied weight comes twice
 
         self.model._apply(moved_tensor)  # as `Module.to` does; FSDP follows it
 

@@ -168,7 +168,7 @@ def _rollout(
     calls = max(1, round(run.rows * cluster.world_size / run.lengths.ranks / run.engine.options.n))
     engines = max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
     calls = max(1, round(calls / engines / run.engine.prompts))
-    shape, options = policy.shape, run.engine.options
+    shape = policy.shape
     as_adapter = run.serves_adapters("cuda")
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
     parts = {name: calls * value for name, value in vars(sampled).items() if name != "at_once"}
