@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.checkpoints import save_shards
@@ -122,6 +123,32 @@ def test_each_tensor_keeps_one_place_in_host_memory():
         assert not inside & at_rest
 
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_copies_to_the_host_are_complete_before_fsdp_pads_uneven_shards(monkeypatch):
+    parts, seen = make_parts(), []
+    offloader = offloader_of(parts)
+    reset, offload = FSDPParam.reset_sharded_param, HostMemory.offload
+    monkeypatch.setattr(FSDPParam, "reset_sharded_param", lambda one: (seen.append("pad"), reset(one)))
+    monkeypatch.setattr("verl.distributed.offload.synchronize", lambda _: seen.append("wait"))
+    monkeypatch.setattr(
+        HostMemory, "offload", lambda *args, **names: (seen.append("copy"), offload(*args, **names))[1]
+    )
+
+    with offloader.loaded(with_optimizer=True):
+        seen.clear()
+
+    padded = [number for number, what in enumerate(seen) if what == "pad"]
+    assert seen.index("copy") < seen.index("wait") < padded[0]
+    assert "copy" not in seen[padded[0] : padded[-1]]
+
+
+def test_an_empty_shard_has_a_place_of_its_own():
+    memory, empty = HostMemory("cpu"), torch.empty(0, 4)
+
+    place = memory.offload(("a",), empty, has_changed=True)
+
+    assert place.shape == memory.load(("a",), place).shape == empty.shape
 
 
 def test_the_device_copies_are_freed_after_the_block():

@@ -78,8 +78,8 @@ class RolloutCorrectionConfig:
     )
 
     @property
-    def is_of_batch(self) -> bool:
-        """True if it must be known for the whole batch before the update."""
+    def needs_whole_batch(self) -> bool:
+        """True if the log-probs of the whole batch must be known before the update."""
         return self.rollout_rs is not None or self.rollout_is_batch_normalize
 
     def problems(self, path: str) -> Iterator[str]:

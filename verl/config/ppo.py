@@ -70,7 +70,7 @@ class PPOConfig(RunTree):
             or actor.selects_tokens
             or actor.adaptive_entropy.enabled
             or algorithm.reads_old_log_probs
-            or correction.is_of_batch
+            or correction.needs_whole_batch
         )
 
     @property

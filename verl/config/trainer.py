@@ -165,14 +165,14 @@ class RunTree:
 
     def kernel_problems(self) -> Iterator[str]:
         """Yield a sentence if FlashAttention is required where it cannot run."""
-        option = "`worker.actor.attention_kernel`"
+        name = "`worker.actor.attention_kernel`"
         if self.worker.actor.attention_kernel != "flash":
             return
         if self.trainer.device == "cpu":
-            yield f"{option} (flash) needs a GPU: set it to auto, or `trainer.device` to cuda"
+            yield f"{name} (flash) needs a GPU: set it to auto, or `trainer.device` to cuda"
         elif not any(map(importlib.util.find_spec, FLASH_MODULES)):
             yield (
-                f"{option} (flash) needs a FlashAttention package:"
+                f"{name} (flash) needs a FlashAttention package:"
                 " pip install flash-attn --no-build-isolation, or set it to auto"
             )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speeds and memory of GPUs from their vendors' data sheets; without torch.
 
-To add a GPU, add a line to `KNOWN_GPUS`. Links are those of one direction, where data
-sheets add both up. `network` and `host_gib` are a GPU's share of the reference system that `SOURCES` names.
+To add a GPU, add a line to `KNOWN_GPUS`. The speed of a link is that of one direction; data sheets often add
+both. `network` and `host_gib` are a GPU's share of the reference system that `SOURCES` names.
 """
 
 import re

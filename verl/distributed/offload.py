@@ -40,8 +40,8 @@ class HostMemory:
         starts, total = [], 0
         for tensor in new.values():
             starts.append(total)
-            total += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if not total:
+            total += -(-max(1, tensor.nbytes) // ALIGNMENT) * ALIGNMENT  # ranks may hold empty shards
+        if not new:
             return
         buffer = self._allocate(total)
         for (key, tensor), start in zip(new.items(), starts, strict=True):
@@ -122,7 +122,7 @@ class Offloader:
             self._offload(has_changed=with_optimizer)
 
     def settle(self) -> None:
-        """Move tensors that were replaced, as by loading a checkpoint, to where they wait."""
+        """Move tensors that were replaced, for example by a checkpoint, to where they wait between blocks."""
         if self.offloads_weights and not self.offloads_state:
             # they were allocated next to the weights, in host memory
             self._move_state(lambda key, tensor: tensor.to(self._memory.device))
@@ -148,16 +148,15 @@ class Offloader:
             empty_cache(memory.device)
 
     def _move_weights(self, to: torch.device, move: Move) -> None:
-        names = {id(param): name for name, param in sharded_parameters(self.model).items()}
-        moved: set[int] = set()
+        weights = sharded_parameters(self.model)
+        moved = {id(param): _rebuilt(("weight", name), param, move) for name, param in weights.items()}
+        if to == HOST:  # FSDP pads uneven shards as soon as they are replaced, and reads them for it
+            synchronize(self._memory.device.type)
 
         def moved_tensor(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):  # a buffer or a gradient
                 return tensor.to(to)
-            if id(tensor) in moved:  # tied
-                return tensor
-            moved.add(id(tensor))
-            return _rebuilt(("weight", names[id(tensor)]), tensor, move)
+            return moved.pop(id(tensor), tensor)  # a tied weight comes twice
 
         self.model._apply(moved_tensor)  # as `Module.to` does; FSDP follows it
 

@@ -192,9 +192,8 @@ def _changed_inputs(
             list(zip(places, level, strict=True)) for level in zip(*levels, strict=True)
         ]
     if local_tokens is not None:
-        given = [
-            name for name in ("input_ids", "inputs_embeds") if changed.get(name) is not None
-        ]  # (1, N, ...)
+        names = ("input_ids", "inputs_embeds")  # (1, N, ...)
+        given = [name for name in names if changed.get(name) is not None]
         changed |= {name: changed[name].index_select(1, local_tokens) for name in given}
         changed["position_ids"] = changed["position_ids"].index_select(-1, local_tokens)
     return args, changed

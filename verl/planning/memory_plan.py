@@ -71,8 +71,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     phases = [_load(models, machine)]
     if run.engine is not None:
         policy = models[0]
-        is_adapter = policy.planned.model.lora.is_used and run.engine.options.lora_sync != "merged"
-        sampling = run.engine.sampling(policy.shape, machine, policy.setup.ranks, is_adapter)
+        sends_adapters = run.serves_adapters(machine.device)
+        sampling = run.engine.sampling(policy.shape, machine, policy.setup.ranks, sends_adapters)
         phases.append(Phase("gen", {"models": _resting(models)} | sampling))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
@@ -171,7 +171,8 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
             device["engine"] = engine.weights(policy) + engine.cpu_cache(policy)
         elif engine.options.name == "hf":
             offloaded += engine.weights(policy)
-        elif run.models[0].model.lora.is_used:  # vLLM discards what a sync brings back
+        elif run.serves_adapters(machine.device):
+            # Without adapters vLLM discards the weights, and the next sync brings them.
             offloaded += int(LOCKED_ROUNDING * engine.weights(policy))
     host: Parts = {"process": process}
     if offloaded:

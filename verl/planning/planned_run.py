@@ -144,6 +144,16 @@ class PlannedRun:
     def passes(self) -> list[PlannedPass]:
         return [each for model in self.models for each in model.passes]
 
+    def serves_adapters(self, device: str) -> bool:
+        """True if the engine gets LoRA weights as an adapter, as far as the options show."""
+        return (
+            device == "cuda"
+            and self.engine is not None
+            and self.engine.options.name == "vllm"
+            and self.engine.options.lora_sync != "merged"
+            and self.models[0].model.lora.is_used
+        )
+
     def auto_options(self) -> list[str]:
         """The micro batch sizes that are `auto`."""
         return list(dict.fromkeys(each.size_option for each in self.passes if each.size == AUTO))

@@ -70,7 +70,7 @@ class RayPPOTrainer(TrainingLoop):
             collected = self.collector.collect(self.run_state.step)  # scored on CPU from here on
         batch, scoring, metrics = self.balancer.spread(collected)
 
-        batch = self.run_forward_passes(batch, timer)  # ref_log_probs, values, mostly old_log_probs
+        batch = self.run_forward_passes(batch, timer)  # ref_log_probs, values, usually old_log_probs
         batch, reward_metrics = self.reward(batch, scoring, timer)  # token_level_scores
         with timer("adv"):
             batch, advantage_metrics = self.estimate_advantages(batch)  # advantages, returns

@@ -57,7 +57,7 @@ class RunOptions(ModelRunOptions):
 
 
 class ActorUpdate(NamedTuple):
-    """Results of one rank."""
+    """Results of an update on one rank."""
 
     metrics: dict[str, float]  # equal on all ranks
     log_probs: DataProto | None  # `old_log_probs` of this rank's rows, if the batch came without

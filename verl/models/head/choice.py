@@ -2,14 +2,14 @@
 """Choice of the head's softmax for a device."""
 
 import importlib.util
-import logging
 from functools import cache
 
 from verl.distributed.device import is_gpu
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import HeadSoftmax
+from verl.utils.rank_logger import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @cache  # so that a missing package is reported once
@@ -19,8 +19,8 @@ def softmax_for(device_type: str) -> HeadSoftmax:
         return EagerSoftmax()
     if importlib.util.find_spec("triton") is None:
         logger.warning(
-            "The softmax of the LM head runs without its kernels, several times slower: they need `triton`,"
-            " which CUDA builds of torch require: repair the installation with `pip install triton`"
+            "the softmax of the LM head runs several times slower than in its kernels, which need `triton`:"
+            " CUDA builds of torch come with it, repair the installation with `pip install triton`"
         )
         return EagerSoftmax()
     from verl.models.head.triton_softmax import TritonSoftmax  # noqa: PLC0415 - CPUs need no triton

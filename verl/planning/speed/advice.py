@@ -17,7 +17,7 @@ from verl.planning.speed.step_time import Predictor
 
 C = TypeVar("C", bound=RunTree)
 
-MIN_GAIN = 0.01  # of the step; less is not told
+MIN_GAIN = 0.01  # of the step; smaller gains are left out
 ENGINE_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
 
@@ -37,7 +37,7 @@ def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
     """Return changes that shorten the step and fit into memory: the best of each option, the best first."""
     now = predict(config).seconds
     best: dict[tuple[str, ...], Advice] = {}
-    # A phase that does not fit now need not fit then, nor must a problem be solved.
+    # A change may leave phases that do not fit and problems as they are, but must not add to them.
     unfit = {phase.name for phase in plan(config).misfits()}
     problems = _problems(config)
     for changes in _candidates(config, predict):

@@ -40,7 +40,7 @@ class Cluster:
 
     @property
     def options(self) -> list[str]:
-        """Arguments that make a run use all of it."""
+        """Arguments of a run on the whole cluster."""
         return [
             "trainer.device=cuda",
             f"trainer.nnodes={self.nodes}",

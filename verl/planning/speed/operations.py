@@ -17,11 +17,9 @@ NORM_BYTES = 36  # read and written by a norm in float32: casts, square, mean, p
 RESIDUAL_BYTES = 6
 ROTARY_BYTES = 24  # halves, negation, two products and a sum
 GATE_BYTES = 10  # activation and product
-BACKWARD_BYTES = 2.0  # of the forward pass'
-LOGIT_BYTES = (
-    4,
-    6,
-)  # for each float32 logit, forward and backward: read once, and overwritten by its gradient
+BACKWARD_BYTES = 2.0  # for each byte of the forward pass
+# For each float32 logit, forward and backward: read once, and overwritten by its gradient.
+LOGIT_BYTES = 4, 6
 
 
 @dataclass(frozen=True)

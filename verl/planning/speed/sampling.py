@@ -21,7 +21,6 @@ SEQUENCE_SECONDS = 12e-6  # of scheduling, sampling and log-probs for each runni
 REDUCE_SECONDS = 20e-6  # of starting an all-reduce between the ranks of an engine
 IMAGE_SECONDS = 0.02  # of a processor on one core for an image
 SAMPLER_BYTES = 24  # for each logit: float32 copies, log-softmax, noise
-MAX_SEQUENCES = {True: 1024, False: 256}  # that vLLM runs at once, on GPUs of 70 GB and more, and on smaller
 ACTIVATION_GIB = 2.0  # of the engine, in addition to weights and cache
 SEGMENTS = 48
 
@@ -59,8 +58,7 @@ def sampling_time(
     room = max(used - engine.weights(policy) - ACTIVATION_GIB * 2**30, token)
     responses, sequences = lengths.responses, engine.prompts * options.n
     in_cache = int(room / (token * (lengths.prompt / options.n + responses.mean)))
-    limit = getattr(options, "max_num_seqs", None) or MAX_SEQUENCES[cluster.gpu.memory_gib > 70]
-    at_once = max(1, min(sequences, in_cache, limit))
+    at_once = max(1, min(sequences, in_cache, options.sequences_at_once(on_gpu=True)))
     active = (text.layers * layer_weights(text) + policy.head) / ranks
     dense = (policy.params - policy.text.layers * (text.params - layer_weights(text))) / ranks
     totals = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)

@@ -19,10 +19,8 @@ from verl.planning.speed.workload import ExpectedLengths, PassWork, expected_len
 C = TypeVar("C")  # a config tree
 
 HIDDEN_SHARE = 0.9  # of a collective that overlaps products when they take as long
-LAYER_SECONDS = (
-    0.9e-3,
-    2.0e-3,
-)  # of launching a layer's kernels and FSDP's hooks, forward and backward
+# Of launching a layer's kernels and FSDP's hooks, forward and backward.
+LAYER_SECONDS = 0.9e-3, 2.0e-3
 MICRO_BATCH_SECONDS = 20e-3  # of packing, layouts, the loss and the root's hooks
 GATHER_SECONDS = 1e-3  # of each tensor that the weight sync gathers and loads
 LAYER_TENSORS = 12
@@ -170,8 +168,8 @@ def _rollout(
     calls = max(1, round(run.rows * cluster.world_size / run.lengths.ranks / run.engine.options.n))
     engines = max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
     calls = max(1, round(calls / engines / run.engine.prompts))
-    shape, options = policy.shape, run.engine.options
-    as_adapter = policy.planned.model.lora.is_used and options.lora_sync != "merged"
+    shape = policy.shape
+    as_adapter = run.serves_adapters("cuda")
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
     parts = {name: calls * value for name, value in vars(sampled).items() if name != "at_once"}
     gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))

@@ -60,6 +60,6 @@ def collectives(
 def offloaded_bytes(weights: int, state: int, *, is_update: bool) -> float:
     """Bytes that a pass of an offloaded model copies in both directions.
 
-    Copies in host memory stay: weights go back only after an update, and the state only then is needed.
+    Copies in host memory are kept: weights return there only after an update, which alone needs the state.
     """
     return 2.0 * (weights + state) if is_update else float(weights)

@@ -59,7 +59,7 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
 
 def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the user's setting of torch's CUDA allocator, or ours, under the name that all read."""
-    given = environment.get(ALLOCATOR) or environment.get(NEW_ALLOCATOR)
+    given = environment.get(NEW_ALLOCATOR) or environment.get(ALLOCATOR)  # as torch prefers
     return {ALLOCATOR: given or GROWING_SEGMENTS}
 
 

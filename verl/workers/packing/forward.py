@@ -57,7 +57,7 @@ OBJECT_KEYS = ["uid", "multi_modal_data"]
 
 
 class ModelInputs(NamedTuple):
-    """A micro batch as the model reads it, before `to_device`."""
+    """A micro batch as the model reads it; its tensors are on CPU until `to_device`."""
 
     arguments: dict[str, Any]  # of the model's packed forward
     positions: Tensor  # (B, T): packed position of each token; on padding, of the row's token before it
@@ -201,11 +201,13 @@ class PackedForward:
         else:
             arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device)
         if media:
-            arguments["media_rows"] = {
-                kind: MediaRows(rows, (own := SPRows.of(rows, plan, self.sp)).local, own.owned)
-                for kind, rows in media_tokens(self.config, packed.input_ids).items()
-            }
+            found = media_tokens(self.config, packed.input_ids)
+            arguments["media_rows"] = {kind: self._media_rows(rows, plan) for kind, rows in found.items()}
         return ModelInputs(arguments | media, packed.positions, plan)
+
+    def _media_rows(self, rows: Tensor, plan: ShardPlan | None) -> MediaRows:
+        own = SPRows.of(rows, plan, self.sp)
+        return MediaRows(rows, own.local, own.owned)
 
     def _pack(self, micro: DataProto) -> PackedBatch:
         tensors = micro.batch

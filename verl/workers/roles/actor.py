@@ -122,7 +122,7 @@ class DataParallelPPOActor:
             batch: This rank's sequences in the order of the mini batches, with `advantages`, for a KL loss
                 `ref_log_probs`, for a weighted one `rollout_is_weights`, for `ActorTraining.correction`
                 `rollout_log_probs`, and `old_log_probs`. A batch that is one mini batch of one epoch may
-                lack these: they equal the log-probs of the update, left in `own_log_probs`.
+                omit these: they equal the log-probs of the update, left in `own_log_probs`.
             temperature: Divides the logits, as for `old_log_probs`.
             entropy_coef: Weight of the entropy bonus; None is the option's.
             seed: For losses that select tokens at random; another in every step.

@@ -27,7 +27,7 @@ ATTENTION_CACHE = "kv_cache"  # attribute of attention layers, in a memory pool 
 
 
 def sleep_arguments() -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for sleep mode."""
+    """Return the arguments of `vllm.LLM` for sleep mode."""
     # captured graphs take 1 to 2 GiB, which vLLM 0.26 cannot free
     arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     names = {entry.name for entry in dataclasses.fields(arguments)}
@@ -36,7 +36,7 @@ def sleep_arguments() -> dict[str, Any]:
 
 
 def sleep_level(runner: Any, *, takes_adapter: bool) -> int:
-    """The level at which nothing is lost that the next sync and `restore` do not bring back."""
+    """Return the deepest level of sleep from which a sync and `restore` recover everything."""
     if takes_adapter:  # a sync brings the adapter only
         return KEPT
     state = getattr(runner, "model_state", None)  # the V1 runner has none
