@@ -14,8 +14,8 @@
 #         --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 #
 # `make docker-check` runs every RUN and COPY in order in an empty Debian root, without Docker, with the packages for
-# CPUs, then the command, the imports and the doctor inside. Not run anywhere yet: `docker build` itself, the image
-# python:3.12-slim (Debian's Python 3.11 stands in for it), the packages for GPUs.
+# CPUs, then `--help` of the command, `pip list` and the doctor inside. Not run anywhere yet: `docker build` itself,
+# the image python:3.12-slim (Debian's Python 3.11 is used instead), the packages for GPUs.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 

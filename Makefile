@@ -8,6 +8,7 @@ EXTRAS := $(if $(HAS_GPU),gpu,cpu),dev
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DOCKER_ROOT ?= /tmp/verl_docker_root
+DOCKER_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -66,7 +67,8 @@ gpu-check: $(INSTALLED)   ## the first hour on a GPU, part by part; CHECK=--tiny
 docker-check:             ## run the steps of the Dockerfile without Docker, as root, with the packages for CPUs
 	test -d $(DOCKER_ROOT) || debootstrap --variant=minbase --include=python3-dev,python3-venv,ca-certificates \
 	  bookworm $(DOCKER_ROOT)
-	$(PYTHON) scripts/run_dockerfile.py $(DOCKER_ROOT) --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0
+	$(PYTHON) scripts/run_dockerfile.py $(DOCKER_ROOT) --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0 \
+	  --arg PIP_EXTRA_INDEX_URL=$(DOCKER_INDEX)
 
 test-virtual: $(INSTALLED)  ## steps of models to 235B on 1 to 1,024 virtual GPUs, without one (15 minutes)
 	$(RUN) -m pytest -s -m 'slow or not slow' tests/virtual

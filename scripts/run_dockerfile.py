@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the steps of the Dockerfile in order without Docker, in a folder with a Debian root.
+r"""Run the steps of the Dockerfile in order without Docker, in a folder with a Debian root.
 
     debootstrap --variant=minbase --include=python3-dev,python3-venv,ca-certificates bookworm /tmp/root
-    python3 scripts/run_dockerfile.py /tmp/root --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0
+    python3 scripts/run_dockerfile.py /tmp/root --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0 \
+        --arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
-The folder takes the place of the base image; a virtual environment of its Python stands in for the image's.
+The folder is used instead of the base image, and a virtual environment of its Python instead of the image's.
 Everything after FROM is done as Docker does it: RUN in the root with the build arguments as variables, COPY
-from the repository. Then the command, the imports and the doctor run inside. Needs root's rights.
+from the repository. Then `--help` of the command, `pip list` and the doctor run inside. Needs to run as root.
 """
 
 import argparse

@@ -29,13 +29,11 @@ repair_cuda_builds()  # before transformers is imported
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.part import GB, Place, Report, run_part
+from benchmarks.gpu.part import GB, Place, Report, run_part, token_log_probs
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.config.rollout import RolloutConfig
 from verl.distributed.device import resident_bytes, synchronize
 from verl.distributed.fsdp import local_part, sharded_parameters
-from verl.models.deferred_logits import DeferredLogits
-from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.hub_names import HubNames
 from verl.workers.rollout import vllm_inputs
 from verl.workers.rollout.base import (
@@ -99,9 +97,9 @@ class Pair:
         """Absolute differences between the engine's and the policy's log-probs of all sampled tokens."""
         found = []
         for one in responses:
-            line = torch.tensor(PROMPTS[one.uid] + one.token_ids, device=self.place.device)
+            sequence = torch.tensor(PROMPTS[one.uid] + one.token_ids, device=self.place.device)
             with torch.no_grad():
-                ours = token_log_probs(self.actor, line, len(PROMPTS[one.uid]), TEMPERATURE)
+                ours = token_log_probs(self.actor.model, sequence, len(PROMPTS[one.uid]), TEMPERATURE)
             found.append((ours.cpu() - torch.tensor(one.log_probs)).abs())
         return torch.cat(found)
 
@@ -113,25 +111,10 @@ class Pair:
 
     def update(self) -> None:
         optimizer, _ = self.actor.training
-        line = torch.arange(10, 50 if self.place.tiny else 1000, device=self.place.device)
-        token_log_probs(self.actor, line, 1, 1.0).mean().backward()
+        sequence = torch.arange(10, 50 if self.place.tiny else 1000, device=self.place.device)
+        token_log_probs(self.actor.model, sequence, 1, 1.0).mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def token_log_probs(actor: ShardedModel, line: Tensor, prompt: int, temperature: float) -> Tensor:
-    """Log-probs of the tokens after the prompt."""
-    rows = torch.arange(prompt - 1, len(line) - 1, device=line.device)
-
-    def read(logits: DeferredLogits) -> TokenLogProbs:
-        return logits.log_probs(line[rows + 1], rows, temperature)
-
-    return actor.model(
-        input_ids=line[None],
-        position_ids=torch.arange(len(line), device=line.device)[None],
-        cu_seqlens=torch.tensor([0, len(line)], dtype=torch.int32),
-        read=read,
-    ).log_probs
 
 
 def model_folder(place: Place, case: str) -> Path:

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.gpu.part import GB, GIB, Place, Report, run_part
+from benchmarks.gpu.part import GB, GIB, Place, Report, run_part, token_log_probs
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.distributed.device import empty_cache, synchronize
 from verl.distributed.fsdp import local_part, sharded_parameters
-from verl.models.deferred_logits import DeferredLogits
-from verl.models.fused_log_probs import TokenLogProbs
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 SHAPE = dict(
@@ -54,18 +52,8 @@ def held(place: Place, fsdp: FSDPConfig, offload: OffloadConfig, *, role: str = 
 
 def log_probs(held: ShardedModel, length: int) -> Tensor:
     """Log-probs of a row of some token ids."""
-    device = held.setup.device
-    line, rows = torch.arange(10, 10 + length, device=device), torch.arange(length - 1, device=device)
-
-    def read(logits: DeferredLogits) -> TokenLogProbs:
-        return logits.log_probs(line[1:], rows, 1.0)
-
-    return held.model(
-        input_ids=line[None],
-        position_ids=torch.arange(length, device=device)[None],
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        read=read,
-    ).log_probs
+    sequence = torch.arange(10, 10 + length, device=held.setup.device)
+    return token_log_probs(held.model, sequence, 1, 1.0)
 
 
 def reference_at_rest(report: Report, place: Place) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.distributed.device import backend_of, is_gpu, set_device, synchronize
 
@@ -134,6 +134,17 @@ class Place:
             return 0.0
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0] / GIB
+
+
+def token_log_probs(model: nn.Module, sequence: Tensor, prompt: int, temperature: float) -> Tensor:
+    """Log-probs of a sequence's tokens after its prompt."""
+    rows = torch.arange(prompt - 1, len(sequence) - 1, device=sequence.device)
+    return model(
+        input_ids=sequence[None],
+        position_ids=torch.arange(len(sequence), device=sequence.device)[None],
+        cu_seqlens=torch.tensor([0, len(sequence)], dtype=torch.int32),
+        read=lambda logits: logits.log_probs(sequence[rows + 1], rows, temperature),
+    ).log_probs
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

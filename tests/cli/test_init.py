@@ -106,6 +106,7 @@ def test_the_same_folder_comes_out_again(folders, tmp_path):
     first, again = folders / "image", tmp_path / "image"
 
     files = [path.relative_to(first) for path in sorted(first.rglob("*")) if path.is_file()]
+    files = [path for path in files if "__pycache__" not in path.parts]  # the reward function was imported
     assert len(files) > 80
     assert all((first / name).read_bytes() == (again / name).read_bytes() for name in files)
 

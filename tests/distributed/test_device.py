@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.copies import CountCopies
 from verl.distributed.device import (
     backend_of,
     memory_metrics,
@@ -67,18 +67,6 @@ def test_resident_memory_follows_an_allocation():
 
     assert resident_bytes() - before > 48 << 20
     assert memory_metrics("cpu")["perf/cpu_memory_used_gb"] > block.nbytes / 2**30
-
-
-class CountCopies(TorchDispatchMode):
-    """Counts copies from the CPU to a meta device, from which nothing can be read back."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.copies += function is torch.ops.aten._to_copy.default
-        return function(*args, **(kwargs or {}))
 
 
 def test_tensors_of_a_type_reach_the_device_in_one_copy():

@@ -31,7 +31,7 @@ def head(device, transform, bias, seed=0):
     return made._replace(values=made.values.to(device), bias=offset)
 
 
-def test_a_gpu_takes_the_kernels(device):
+def test_only_a_gpu_takes_the_kernels(device):
     assert isinstance(softmax_for(device), TritonSoftmax) == is_gpu(device)
 
 

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from benchmarks.gpu.part import token_log_probs
 from tests.gpu.alone import run_apart
 from verl.models.tiny import save_tiny_model
 
@@ -22,26 +23,16 @@ def three_updates(folder, device, *, offload, cpu_offload=False):
         mesh=make_mesh(1, -1, device), device=device, trainable=True,
     )  # fmt: skip
     optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
-    line = torch.arange(10, 50, device=device)
-    rows = torch.arange(39, device=device)
-    inputs = {
-        "input_ids": line[None],
-        "position_ids": torch.arange(40, device=device)[None],
-        "cu_seqlens": torch.tensor([0, 40], dtype=torch.int32, device=device),
-    }
-
-    def read(logits):
-        return logits.log_probs(line[1:], rows, 1.0)
-
+    sequence = torch.arange(10, 50, device=device)
     offloader = Offloader(
         model, device, optimizer=optimizer, offloads_weights=offload, offloads_state=offload
     )
     resting = []
     for _ in range(3):
         with offloader.loaded(), torch.no_grad():  # nothing is copied back
-            model(**inputs, read=read)
+            token_log_probs(model, sequence, 1, 1.0)
         with offloader.loaded(with_optimizer=True):
-            model(**inputs, read=read).log_probs.mean().backward()
+            token_log_probs(model, sequence, 1, 1.0).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         resting.append(torch.cuda.memory_allocated() if device == "cuda" else 0)

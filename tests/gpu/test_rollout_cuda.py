@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.gpu.part import token_log_probs
 from tests.gpu.alone import run_alone
 from tests.helpers.training import QUICKSTART, quickstart_arguments, train
 from verl.models.tiny import save_tiny_model
@@ -21,7 +22,7 @@ MIB = 2**20
 
 
 def sync_sleep_wake(folder, device):
-    """What the engine says before and after sleeping, and after the policy moved on."""
+    """Responses of the engine before and after it slept, and after the policy changed."""
     import torch.distributed as dist
 
     from verl.config.model import FSDPConfig, ModelConfig
@@ -60,20 +61,12 @@ def sync_sleep_wake(folder, device):
         return {response.uid: (response.token_ids, response.log_probs) for response in finished}
 
     def log_probs_by_policy(answers):
-        """Of the engine's responses, by the policy's packed forward."""
-        from verl.models.fused_log_probs import TokenLogProbs
-
+        """Log-probs of the engine's responses by the policy's packed forward pass."""
         found = {}
         for uid, (tokens, _) in answers.items():
-            line = torch.tensor(PROMPTS[uid] + tokens, device=device)
-            rows = torch.arange(len(PROMPTS[uid]) - 1, len(line) - 1, device=device)
+            sequence = torch.tensor(PROMPTS[uid] + tokens, device=device)
             with torch.no_grad():
-                result: TokenLogProbs = policy(
-                    input_ids=line[None], position_ids=torch.arange(len(line), device=device)[None],
-                    cu_seqlens=torch.tensor([0, len(line)], dtype=torch.int32, device=device),
-                    read=lambda logits, line=line, rows=rows: logits.log_probs(line[rows + 1], rows, 1.0),
-                )  # fmt: skip
-            found[uid] = result.log_probs.tolist()
+                found[uid] = token_log_probs(policy, sequence, len(PROMPTS[uid]), 1.0).tolist()
         return found
 
     def free():

@@ -104,7 +104,7 @@ def test_checkpointing_is_a_second_forward_pass_of_the_blocks():
         ({"worker.actor.model.enable_gradient_checkpointing": False}, "update_actor"),
     ],
 )
-def test_each_of_these_shortens_its_phase(changes, phase):
+def test_an_option_that_saves_work_shortens_its_phase(changes, phase):
     slow = on_gpus(
         {
             "worker.actor.share_prompt": False,
@@ -125,7 +125,7 @@ def test_longer_responses_take_longer_in_each_phase_that_reads_them():
         assert long.phase(name).seconds > short.phase(name).seconds
 
 
-def test_gradients_cross_nodes_more_slowly_than_links_unless_each_node_has_a_copy():
+def test_weights_are_gathered_faster_where_each_node_has_all_of_them():
     cluster = parse_cluster("4x8xL40S")
     config = on_gpus({"trainer.nnodes": 4, "trainer.n_gpus_per_node": 8, "data.rollout_batch_size": 256})
     config = with_options(config, {"worker.actor.global_batch_size": 256})

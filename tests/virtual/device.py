@@ -101,8 +101,6 @@ def install(tally: Tally) -> None:
     devices.BACKENDS[TYPE] = f"cpu:fake,{TYPE}:fake"
 
 
-def start_processes(rank: int, world_size: int, backend: str = "") -> None:
+def start_processes(rank: int, world_size: int) -> None:
     """Start a process group of ranks that do not exist."""
-    dist.init_process_group(
-        backend or devices.BACKENDS[TYPE], rank=rank, world_size=world_size, store=FakeStore()
-    )
+    dist.init_process_group(devices.BACKENDS[TYPE], rank=rank, world_size=world_size, store=FakeStore())

@@ -19,7 +19,8 @@ from verl.planning.speed.workload import ExpectedLengths, Responses
 # Two micro batches, each a prompt of 512 tokens with its 7 responses: as many tokens as 4 whole rows.
 ROWS: dict[str, Any] = {"prompts": 2, "responses": 7, "rows_at_once": 4}
 LAYERS = 6
-NOT_OF_A_MODEL = ("context", "engine", "sleeping engine", "logits")  # parts that no virtual rank has
+# Parts of the plan that no virtual rank has.
+NOT_OF_A_MODEL = ("context", "engine", "sleeping engine", "logits")
 
 
 def fewer_layers(shape: str, layers: int = LAYERS) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -24,11 +23,6 @@ class Collective(NamedTuple):
     dtype: str
     ranks: tuple[int, int, int]  # number, first and last rank of its group
     bytes: int  # of its largest tensor on this rank
-
-    @property
-    def order(self) -> tuple[str, str, int]:
-        """What must agree between ranks with other rows, whose shapes differ."""
-        return self.name, self.dtype, self.ranks[0]
 
 
 @dataclass
@@ -145,7 +139,3 @@ def call_place() -> str:
             return f"{name}:{frame.f_code.co_qualname}" if name != "FSDP" else name
         frame = frame.f_back
     return "outside of the project"
-
-
-def total(counts: list[dict[str, int]]) -> Counter[str]:
-    return sum((Counter(count) for count in counts), Counter())

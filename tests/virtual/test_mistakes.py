@@ -6,27 +6,23 @@ import re
 import pytest
 
 from tests.virtual.checks import different_order, problems
-from tests.virtual.measure import Cluster, VirtualClusterError
+from tests.virtual.measure import VirtualClusterError
 from tests.virtual.shapes import Setup
 
 STEP = Setup(updates=1, prompts=1)
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with Cluster() as started:
-        yield started
-
-
 def test_a_tensor_of_the_host_in_the_loss_is_named(cluster):
-    with pytest.raises(VirtualClusterError, match=r"DeviceMismatchError.*cpu.*vgpu|vgpu.*cpu"):
+    with pytest.raises(VirtualClusterError, match=r"(?s)^[^\n]*two [^\n]*vgpu:0\W[^\n]*cpu.*policy_loss"):
         cluster.measure("tiny", STEP, 8, mistake="host_tensor_in_loss")
 
 
 def test_moments_on_another_device_than_their_weights_are_named(cluster):
     setup = Setup(prompts=1, cpu_offload=True)
 
-    with pytest.raises(VirtualClusterError, match=r"(?s)_fused_adamw_|device.*optim"):
+    with pytest.raises(
+        VirtualClusterError, match=r"(?s)^\w+: Tensors .* must be on the same device.*/optim/"
+    ):
         cluster.measure("tiny", setup, 8, mistake="moments_on_device")
 
 

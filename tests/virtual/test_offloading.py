@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offloading on a virtual GPU: what rests there, and what is copied between it and the host in each phase."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.virtual.measure import Cluster, PhaseReport
+from tests.virtual.measure import PhaseReport
 from tests.virtual.shapes import Setup
 
 pytestmark = pytest.mark.heavy
 
 RANKS = 3  # some weights of the shape do not divide evenly
 MODULE = "verl/distributed/offload.py:HostMemory"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def loaded(phase: PhaseReport) -> int:

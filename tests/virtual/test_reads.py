@@ -3,7 +3,6 @@
 
 import pytest
 
-from tests.virtual.measure import Cluster
 from tests.virtual.shapes import Setup
 
 IMAGES = {"images": (1, 2), "image_size": (112, 112)}
@@ -20,12 +19,6 @@ SETUPS = {
     "images, ulysses x ring": ("tiny-vl", IMAGES | SHARDED, 6, 8),
     "LoRA, without checkpointing": ("tiny", {"lora_rank": 8, "checkpointing": False}, 2, 4),
 }
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with Cluster() as cluster:
-        yield cluster
 
 
 def assert_no_reads(phases):

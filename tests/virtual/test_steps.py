@@ -4,7 +4,6 @@
 import pytest
 
 from tests.virtual.checks import different_order, problems
-from tests.virtual.measure import Cluster
 from tests.virtual.shapes import Setup
 
 ALL_ROLES = Setup(reference=True, critic=True, prime=True, reward_model=True, updates=1)
@@ -23,12 +22,6 @@ STEPS = {
     "images": ("tiny-vl", Setup(images=(1, 0), image_size=(56, 56), updates=1), 8),
     "fine-tuning": ("tiny", Setup(fine_tuning=True, responses=1, response_lengths=MIXED, updates=1), 4),
 }
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with Cluster() as started:
-        yield started
 
 
 @pytest.mark.parametrize("name", STEPS)

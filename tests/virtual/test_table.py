@@ -3,16 +3,9 @@
 
 import pytest
 
-from tests.virtual.measure import Cluster
 from tests.virtual.table import STEPS, row
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with Cluster() as started:
-        yield started
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention's packages, in whose place stand modules with their signatures and plain attention inside.
+"""FlashAttention's packages, replaced by modules that have their signatures and compute plain attention.
 
 The signatures are those of flash-attn 2.8, of the operators that flash-attn-3 registers, and of
 `flash_attn.cute` in flash-attn-4.

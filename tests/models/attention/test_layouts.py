@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.copies import CountCopies
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.kernels import AttentionRule
@@ -64,20 +65,6 @@ def test_the_runs_of_a_tensor_are_cached():
     bounds = torch.tensor([0, 3, 5])
 
     assert PackedLayout.of(bounds).runs is PackedLayout.of(bounds).runs
-
-
-class CountCopies(TorchDispatchMode):
-    """Counts copies from the CPU to a meta device, from which nothing can be read back."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.device.type == "meta":
-            self.copies += any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args)
-        return out
 
 
 def spans_of(layout):
