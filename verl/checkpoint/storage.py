@@ -47,7 +47,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _enum_member(owner: Any, name: str) -> enum.Enum:
     if not isinstance(owner, enum.EnumType):
         raise pickle.UnpicklingError(f"checkpoint metadata must not hold an attribute of {owner!r}")
-    return owner[name]
+    return owner.__members__[name]
 
 
 class ShardReader(FileSystemReader):
