@@ -44,10 +44,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _enum_member(owner: Any, name: str) -> enum.Enum:
+def _enum_member(owner: Any, name: str) -> Any:
     if not isinstance(owner, enum.EnumType):
         raise pickle.UnpicklingError(f"checkpoint metadata must not hold an attribute of {owner!r}")
-    return owner.__members__[name]
+    return owner[name]
 
 
 class ShardReader(FileSystemReader):
