@@ -135,7 +135,7 @@ def call_place() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(str(ROOT / "verl")) or "torch/distributed/fsdp" in path:
-            name = path.removeprefix(f"{ROOT}/") if path.startswith(str(ROOT)) else "FSDP"
+            name = "FSDP" if "torch/distributed/fsdp" in path else path.removeprefix(f"{ROOT}/")
             return f"{name}:{frame.f_code.co_qualname}" if name != "FSDP" else name
         frame = frame.f_back
     return "outside of the project"
