@@ -8,10 +8,10 @@
 #
 # `--ipc=host`: processes share decoded media and NCCL's buffers in /dev/shm, which containers limit to 64 MiB.
 #
-# For CPUs, with the packages of the extra `cpu`:
+# For CPUs, with the packages of the extra `cpu`; INDEX is the address of the PyTorch project's CPU wheel index:
 #
 #     docker build -t easy-verl-cpu --build-arg EXTRA=cpu --build-arg PACKAGES=torch==2.13.0 \
-#         --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#         --build-arg PIP_EXTRA_INDEX_URL=INDEX .
 #
 # `make docker-check` runs every RUN and COPY in order in an empty Debian root, without Docker, with the packages for
 # CPUs, then `--help` of the command, `pip list` and the doctor inside. Not run anywhere yet: `docker build` itself,

@@ -8,7 +8,7 @@ EXTRAS := $(if $(HAS_GPU),gpu,cpu),dev
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DOCKER_ROOT ?= /tmp/verl_docker_root
-DOCKER_INDEX ?= https://download.pytorch.org/whl/cpu
+DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a CUDA build of torch
 
 # Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1

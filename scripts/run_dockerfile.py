@@ -3,7 +3,7 @@ r"""Run the steps of the Dockerfile in order without Docker, in a folder with a 
 
     debootstrap --variant=minbase --include=python3-dev,python3-venv,ca-certificates bookworm /tmp/root
     python3 scripts/run_dockerfile.py /tmp/root --arg EXTRA=cpu --arg PACKAGES=torch==2.13.0 \
-        --arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+        --arg PIP_EXTRA_INDEX_URL=INDEX  # of the PyTorch project's CPU wheels
 
 The folder is used instead of the base image, and a virtual environment of its Python instead of the image's.
 Everything after FROM is done as Docker does it: RUN in the root with the build arguments as variables, COPY
