@@ -15,7 +15,7 @@ ASKED_MFU = 0.45  # of an update of the 3B shape
 
 @dataclass
 class Outcome:
-    """What a part found; `missing` names packages without which it cannot run."""
+    """Findings of a part; `missing` names the packages without which it cannot run."""
 
     laws: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/predicted_step.md are those that the code predicts."""
+"""The tables of docs/predicted_step.md hold what the code predicts."""
 
 from pathlib import Path
 

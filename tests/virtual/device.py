@@ -51,7 +51,7 @@ class Event:
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What `torch.cuda` is to CUDA; it reads the tally's memory."""
+    """The device's counterpart of `torch.cuda`; its memory figures come from the tally."""
 
     Stream, Event = Stream, Event
 

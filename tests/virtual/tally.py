@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does on its virtual GPU, by phase: memory, operations, collectives, copies and reads."""
+"""Record of a rank on its virtual GPU, by phase: memory, operations, collectives, copies and reads."""
 
 import sys
 import weakref

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a worker syncs into its rollout engine."""
+"""Weights that a worker syncs into its rollout engine."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -85,6 +85,16 @@ def _rule(rows: Rows) -> dict[str, Any]:
     }
 
 
+def _lengths(rows: Rows) -> dict[str, Any]:
+    queries, keys = rows.longest
+    return {
+        "cu_seqlens_q": rows.cu_q,
+        "cu_seqlens_k": rows.cu_k,
+        "max_seqlen_q": queries,
+        "max_seqlen_k": keys,
+    }
+
+
 class FlashAttention3(GPUKernel):
     """The package `flash-attn-3`, whose module `flash_attn_interface` registers operators of torch."""
 
@@ -121,15 +131,8 @@ class FlashAttention3(GPUKernel):
 
     @staticmethod
     def _rows(rows: Rows) -> dict[str, Any]:
-        rule, (queries, keys) = _rule(rows), rows.longest
-        return {
-            "cu_seqlens_q": rows.cu_q,
-            "cu_seqlens_k": rows.cu_k,
-            "max_seqlen_q": queries,
-            "max_seqlen_k": keys,
-            "is_causal": rule.pop("causal"),
-            **rule,
-        }
+        rule = _rule(rows)
+        return {**_lengths(rows), "is_causal": rule.pop("causal"), **rule}
 
 
 class FlashAttention4(GPUKernel):
@@ -173,12 +176,8 @@ class FlashAttention4(GPUKernel):
     @staticmethod
     def _rows(rows: Rows) -> dict[str, Any]:
         is_causal, before, after = window_of(rows)
-        queries, keys = rows.longest
         return {
-            "cu_seqlens_q": rows.cu_q,
-            "cu_seqlens_k": rows.cu_k,
-            "max_seqlen_q": queries,
-            "max_seqlen_k": keys,
+            **_lengths(rows),
             "softmax_scale": rows.scale,
             "causal": is_causal,
             "window_size_left": None if before < 0 else before,

@@ -53,6 +53,13 @@ def _slope(z: tl.tensor, scale: tl.constexpr, softcap: tl.constexpr, temperature
 
 
 @triton.jit
+def _overwrite(gradients: tl.tensor, inside: tl.tensor, values: tl.tensor) -> None:
+    # Narrower gradients lie over products of this block and of earlier ones, which other threads read.
+    tl.debug_barrier()
+    tl.store(gradients, values.to(gradients.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def log_prob_statistics(
     products: tl.tensor,  # (M, vocabulary)
     bias: tl.tensor | None,
@@ -138,10 +145,7 @@ def log_prob_gradient(
         gradient = tl.where(columns == target, grad_log_prob, 0.0) - p * grad_log_prob
         if grad_entropy is not None:
             gradient -= tl.where(p == 0, 0.0, p * (log_p + row_entropy) * row_grad_entropy)
-        gradient *= _slope(z, scale, softcap, temperature)
-        # Narrower gradients lie over products of this block and of earlier ones, which other threads read.
-        tl.debug_barrier()
-        tl.store(gradients + columns, gradient.to(gradients.dtype.element_ty), mask=inside)
+        _overwrite(gradients + columns, inside, gradient * _slope(z, scale, softcap, temperature))
 
 
 @triton.jit
@@ -232,7 +236,4 @@ def kl_gradient(
         p = tl.exp(z - row_lse)
         # The gap minus its mean under p is log p - log q - KL.
         gradient = tl.where(p == 0, 0.0, p * (z - y - row_gap) * row_grad)
-        gradient *= _slope(z, scale, softcap, temperature)
-        # Narrower gradients lie over products of this block and of earlier ones, which other threads read.
-        tl.debug_barrier()
-        tl.store(gradients + columns, gradient.to(gradients.dtype.element_ty), mask=inside)
+        _overwrite(gradients + columns, inside, gradient * _slope(z, scale, softcap, temperature))
