@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoProcessor, AutoTokenizer
 
-from verl.models.tiny import FAMILIES, SPECIAL_TOKENS, save_tiny_model, train_tokenizer
+from verl.models.tiny import SPECIAL_TOKENS, TINY_MODELS, save_tiny_model, train_tokenizer
 from verl.models.tiny_words import MAX_WORDS, find_words, texts_of
 
 ANSWERS = [
@@ -68,11 +68,11 @@ def test_every_token_of_the_model_is_a_text(tokenizer):
     assert {*SPECIAL_TOKENS, "user", "assistant"} <= tokenizer.get_vocab().keys()
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].model_type != "qwen2"])
+@pytest.mark.parametrize("family", [name for name in TINY_MODELS if TINY_MODELS[name].model_type != "qwen2"])
 def test_every_family_is_loaded_with_the_words(tmp_path, family):
     folder = save_tiny_model(tmp_path / "model", family, words=["New York"])
     loaded = [AutoTokenizer.from_pretrained(folder)]
-    if FAMILIES[family].processor:
+    if TINY_MODELS[family].processor:
         loaded.append(AutoProcessor.from_pretrained(folder).tokenizer)
 
     assert [len(one.encode("New York")) for one in loaded] == [1] * len(loaded)

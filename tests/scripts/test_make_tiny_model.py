@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from verl.cli.tiny_model import KINDS, main
-from verl.models.tiny import FAMILIES
+from verl.models.tiny import TINY_MODELS
 
 WEIGHTS = "model.safetensors"
 
@@ -29,7 +29,7 @@ def make_like(like, folder, *arguments):
 
 
 def test_every_family_can_be_chosen():
-    assert list(KINDS) == sorted(FAMILIES)
+    assert list(KINDS) == sorted(TINY_MODELS)
 
 
 def test_a_model_of_a_family_has_its_type_and_reports_its_size(tmp_path, capsys):

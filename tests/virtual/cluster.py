@@ -72,7 +72,7 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
     """Write the config of a model, with the tokenizer and the processor of a tiny one."""
     from transformers import AutoConfig
 
-    from verl.models.tiny import FAMILIES, build_processor, train_tokenizer
+    from verl.models.tiny import TINY_MODELS, build_processor, train_tokenizer
 
     kind, fields = SHAPES[shape]
     AutoConfig.for_model(kind, **fields | override).save_pretrained(folder)
@@ -82,8 +82,8 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder)
     tokenizer.save_pretrained(folder / SCORER)
-    if kind in FAMILIES and FAMILIES[kind].processor:
-        processor = build_processor(FAMILIES[kind], tokenizer)
+    if kind in TINY_MODELS and TINY_MODELS[kind].processor:
+        processor = build_processor(TINY_MODELS[kind], tokenizer)
         processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": 1 << 24}  # pixels
         processor.save_pretrained(folder)
 

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model families: all that training has to know of a type of model beyond its transformers class.
+
+`Family` describes text models, `VisionFamily` models that read images or videos. Both work as they stand for
+a model that nobody named, through the model's own processor and `get_image_features`; a family's file
+overrides what its models do otherwise, or what they can do faster. `registry.py` lists the files.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = ("image", "video")
+EXAMPLE_SIZE = (64, 64)  # height and width in pixels
+
+
+class Medium(NamedTuple):
+    """An image or a video as a model's tower reads it."""
+
+    kind: Kind
+    tensors: dict[str, Tensor]  # by the processor's names; they go to the device
+    facts: Mapping[str, Any]  # those of its `MediumShape`: numbers on the host
+
+
+@dataclass(frozen=True)
+class MediumShape:
+    """Properties of an image or a video that are known without its pixels."""
+
+    tokens: list[int]  # that replace its placeholder in the prompt
+    # Plain numbers that features, positions and the rollout engine depend on: {"grid_thw": [1, 4, 6]}
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MediaShape:
+    """Shapes of a prompt's media, in the order of their placeholders."""
+
+    images: list[MediumShape] = field(default_factory=list)
+    videos: list[MediumShape] = field(default_factory=list)
+
+
+class ExampleRow(NamedTuple):
+    """Tokens that contain a small image, and the image."""
+
+    input_ids: Tensor  # (L,) int64
+    media: list[Medium]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """The recipe of a tiny random model; see `verl.models.tiny`."""
+
+    model_type: str
+    text: Mapping[str, Any]  # options of the language model's config
+    vision: Mapping[str, Any] | None = None  # options of the tower's config
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the whole model's config
+    special_tokens: Sequence[str] = ()  # in addition to those of the Qwen models
+    named_tokens: Mapping[str, str] = field(
+        default_factory=dict
+    )  # attributes of the tokenizer: `image_token`
+    token_ids: Mapping[str, str] = field(default_factory=dict)  # options of the config: `image_token_id`
+    image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
+    video: str = "<|vision_start|><|video_pad|><|vision_end|>"
+    processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+
+
+class Family:
+    """A family of language models."""
+
+    model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs
+    hub_names: ClassVar[tuple[str, ...]] = ()  # examples on the hub, for the documentation
+    tiny: ClassVar[Mapping[str, TinyModel]] = {}  # by the names that `verl-tiny-model --kind` takes
+    reads_media: ClassVar[bool] = False
+    position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
+    # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
+    transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
+
+    def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
+        return {}
+
+
+class VisionFamily(Family):
+    """A family of models that read images, and videos if `reads_videos`.
+
+    The defaults are those of a model that is only known to follow transformers' conventions.
+    """
+
+    reads_media = True
+    reads_videos: ClassVar[bool] = False
+
+    # --- modules
+
+    media_owner: ClassVar[str] = "model"  # the module with `get_image_features`
+    tower: ClassVar[str] = "model.vision_tower"
+    projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
+
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        """The modules that turn pixels into features, which `freeze_vision_tower` freezes."""
+        return (self.tower,) if self.projector is None else (self.tower, self.projector)
+
+    # --- tokens and positions
+
+    def placeholders(self, processor: Any) -> dict[int, Kind]:
+        """Return the kinds of media by the token that stands for one in a rendered prompt."""
+        return {processor.image_token_id: "image"}
+
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
+        """Return the shape of an image of this size in pixels."""
+        tokens, features = _shape_by_processing(processor, height, width)
+        return MediumShape(list(tokens), {"features": features})
+
+    def video_shape(
+        self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
+    ) -> MediumShape:
+        """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
+        raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
+
+    def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
+        """Replace the placeholder of each image and video by its tokens.
+
+        Raises:
+            ValueError: There are more or fewer placeholders than media.
+        """
+        kinds = self.placeholders(processor)
+        media = {"image": shape.images, "video": shape.videos}
+        for kind, shapes in media.items():
+            found = sum(kinds.get(token) == kind for token in prompt_ids)
+            if found != len(shapes):
+                raise ValueError(f"the rendered prompt has {found} {kind} tokens for {len(shapes)} {kind}s")
+        remaining = {kind: iter(shapes) for kind, shapes in media.items()}
+        expanded: list[int] = []
+        for token in prompt_ids:
+            kind = kinds.get(token)
+            expanded += [token] if kind is None else next(remaining[kind]).tokens
+        return expanded
+
+    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
+        """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
+        return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor | None:
+        """Return positions (4, L) of an expanded prompt (L,), equal to vLLM's; None counts from 0."""
+        return None
+
+    # --- model inputs and features
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
+        """Return the tensors of an RGB image's `Medium`."""
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return {name: made[name] for name in made if torch.is_tensor(made[name])}
+
+    def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of the `Medium` of a video (T, H, W, 3) uint8."""
+        raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
+
+    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        """Return the arguments of the model's own forward for media in the order of their tokens."""
+        return join_tensors([medium.tensors for medium in media])
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        """Compute the features of all media in one call of the tower, so that all ranks run it equally often.
+
+        Returns:
+            For each medium (tokens, hidden size); with deepstack (tokens, hidden size x (1 + levels)).
+        """
+        encoded = owner.get_image_features(**self.own_inputs(media), return_dict=True).pooler_output
+        return list(encoded) if isinstance(encoded, list | tuple) else list(encoded.unbind(0))
+
+    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
+        """Return the features of each part of a medium that the tower encodes on its own: frames, tiles."""
+        return [facts["features"]]
+
+    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+        """Return the medium of units `first` to `stop`, whose features are those of the whole."""
+        return medium
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        """Return a row of one small image: blank, or with a generator of random pixels."""
+        height, width = EXAMPLE_SIZE
+        pixels = torch.zeros(height, width, 3, dtype=torch.uint8)
+        if generator is not None:
+            pixels = torch.randint(256, pixels.shape, generator=generator, dtype=torch.uint8)
+        tensors = self.image_inputs(processor, Image.fromarray(pixels.numpy()))
+        shape = self.image_shape(processor, height, width)
+        return ExampleRow(torch.tensor(shape.tokens), [Medium("image", tensors, shape.facts)])
+
+    # --- media options
+
+    def frame_factor(self, processor: Any) -> int:
+        """Return the edge in pixels of the part of a frame that a token stands for."""
+        return 28
+
+    # --- the rollout engine
+
+    takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
+
+    def engine_features(
+        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return vLLM's multimodal data of media whose features are known."""
+        raise NotImplementedError
+
+    def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
+        """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
+        # Frames were sampled when the video was decoded.
+        return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def image_token_id(config: Any) -> int:
+    """Return the token whose embeddings are replaced by features."""
+    token = getattr(config, "image_token_id", None)
+    return config.image_token_index if token is None else token
+
+
+def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join tensors of the same name along their first dimension; not every part has every name."""
+    joined: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, value in part.items():
+            joined.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in joined.items()}
+
+
+@lru_cache(maxsize=4096)
+def _shape_by_processing(processor: Any, height: int, width: int) -> tuple[tuple[int, ...], int]:
+    # The tokens of an image depend on its size alone.
+    made = processor.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
+    tokenizer = processor.tokenizer
+    tokens = tokenizer.encode(processor.replace_image_token(made, 0), add_special_tokens=False)
+    return tuple(tokens), tokens.count(getattr(tokenizer, "image_token_id", processor.image_token_id))

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one tower for images and videos, tokens of merged patches, M-RoPE.
+
+Everything that a tower derives from grids is computed on CPU, so that no length is read back from the device.
+"""
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from verl.distributed.device import to_device
+from verl.models.families.interface import (
+    ExampleRow,
+    Kind,
+    MediaShape,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+    join_tensors,
+)
+from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
+from verl.models.families.tiny_sizes import MOE, TEXT, mrope
+
+VISION_UTILS = "transformers.vision_utils"  # 5.16 and later
+vision_utils: Any = importlib.import_module(VISION_UTILS) if find_spec(VISION_UTILS) else None
+TOWER_INPUTS = ("cu_seqlens", "position_ids", "window_index", "interpolation_indices_and_weights")
+# In older versions of transformers towers take only grids.
+TOWERS_TAKE_INPUTS = all(hasattr(vision_utils, f"get_vision_{name}") for name in TOWER_INPUTS)
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+TOKEN_IDS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+TINY_TOWER = dict(depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128)
+TINY_TOWER_3 = TINY_TOWER | dict(patch_size=16, deepstack_visual_indexes=[0], num_position_embeddings=64)
+
+
+def tiny_processor(name: str, video_processor: str, patch_size: int, tokenizer: Any) -> Any:
+    """Return a processor of this class for images of 4 to 64 tokens."""
+    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
+
+    factor = 2 * patch_size
+    size = dict(shortest_edge=4 * factor * factor, longest_edge=64 * factor * factor)
+    options: dict[str, Any] = dict(patch_size=patch_size, size=size)
+    return getattr(transformers, name)(
+        image_processor=transformers.Qwen2VLImageProcessor(**options),
+        tokenizer=tokenizer,
+        video_processor=getattr(transformers, video_processor)(**options),
+    )
+
+
+class PatchGridFamily(VisionFamily):
+    """Models whose images and videos are grids of patches, several of which are merged into one token.
+
+    Facts of a medium: `grid_thw`, patches in time, height and width; of a video also `second_per_grid_ts`,
+    seconds of a temporal patch, and `timestamps`, the time of each in seconds.
+    """
+
+    reads_videos = True
+    tower = "model.visual"
+    projector = None
+    position_rows = 4
+
+    def placeholders(self, processor: Any) -> dict[int, Kind]:
+        return {processor.image_token_id: "image", processor.video_token_id: "video"}
+
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
+        grid = image_grid(processor.image_processor, height, width)
+        features = math.prod(grid) // processor.image_processor.merge_size**2
+        return MediumShape([processor.image_token_id] * features, {"grid_thw": grid})
+
+    def video_shape(
+        self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
+    ) -> MediumShape:
+        grid = video_grid(processor.video_processor, num_frames, height, width)
+        patch = processor.video_processor.temporal_patch_size
+        facts = {
+            "grid_thw": grid,
+            "second_per_grid_ts": patch / sampled_fps(meta),
+            "timestamps": timestamps(meta, patch),
+        }
+        return MediumShape(self.video_tokens(processor, facts), facts)
+
+    def video_tokens(self, processor: Any, facts: Mapping[str, Any]) -> list[int]:
+        features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
+        return [processor.video_token_id] * features
+
+    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
+        ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
+        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
+        return {
+            "pixel_values": processor.image_processor(images=[image], return_tensors="pt")["pixel_values"]
+        }
+
+    def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
+        known = {name: value for name, value in meta.items() if name != "do_sample_frames"}
+        made = processor.video_processor(
+            videos=[frames],
+            video_metadata=[known | {"frames_indices": list(meta["frames_indices"])}],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        return {"pixel_values_videos": made["pixel_values_videos"]}
+
+    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        inputs = join_tensors([medium.tensors for medium in media])
+        device = next(iter(inputs.values())).device
+        for kind in PIXELS:
+            grids = [medium.facts["grid_thw"] for medium in media if medium.kind == kind]
+            if grids:
+                inputs[f"{kind}_grid_thw"] = torch.tensor(grids, device=device)
+        return inputs
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
+        grids = torch.tensor([medium.facts["grid_thw"] for medium in media])
+        if TOWERS_TAKE_INPUTS:
+            inputs = tower_inputs(owner.visual, grids, pixels.device)
+        else:
+            grids, inputs = grids.to(pixels.device), {}  # the tower reads them back
+        encoded = owner.get_image_features(pixels, grids, return_dict=True, **inputs)
+        levels = getattr(encoded, "deepstack_features", None)  # Qwen3-VL only
+        if levels is None:
+            return list(encoded.pooler_output)
+        return [torch.cat(parts, -1) for parts in zip(encoded.pooler_output, *levels, strict=True)]
+
+    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
+        time, height, width = facts["grid_thw"]
+        return [height * width // config.vision_config.spatial_merge_size**2] * time
+
+    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+        time, height, width = medium.facts["grid_thw"]
+        if (first, stop) == (0, time):
+            return medium
+        size = height * width
+        tensors = {name: pixels[first * size : stop * size] for name, pixels in medium.tensors.items()}
+        return medium._replace(tensors=tensors, facts={"grid_thw": [stop - first, height, width]})
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        vision = config.vision_config
+        merge = vision.spatial_merge_size
+        rows, columns = (1, 1) if generator is None else (2, 3)  # in tokens
+        values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+        size = (rows * columns * merge * merge, values)
+        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
+        tokens = [config.vision_start_token_id, *[config.image_token_id] * (rows * columns)]
+        facts = {"grid_thw": [1, rows * merge, columns * merge]}
+        ids = torch.tensor([*tokens, config.vision_end_token_id])
+        return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
+
+    def frame_factor(self, processor: Any) -> int:
+        return processor.video_processor.patch_size * processor.video_processor.merge_size
+
+
+class QwenVL(PatchGridFamily):
+    """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1: a video has a step of time for each patch."""
+
+    model_types = ("qwen2_vl",)
+    hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
+    takes_features = True
+    engine_facts = ()  # of videos, in addition to features and grid
+    tiny: ClassVar = {
+        "qwen2_vl": TinyModel(
+            "qwen2_vl",
+            TEXT | mrope([4, 6, 6]),
+            dict(depth=2, num_heads=4, embed_dim=64, hidden_size=128, mlp_ratio=2, patch_size=14),
+            token_ids=TOKEN_IDS,
+            processor=partial(tiny_processor, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14),
+        )
+    }
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        images, videos = grids_of(shape.images), grids_of(shape.videos)
+        return mrope_positions(input_ids, MropeConstants.from_config(config), images, videos)
+
+    def engine_features(
+        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        grids = torch.tensor([each["grid_thw"] for each in facts])
+        data: dict[str, Any] = {f"{kind}_embeds": torch.cat(list(features)), f"{kind}_grid_thw": grids}
+        for name in self.engine_facts if kind == "video" else ():
+            data[name] = [each[name] for each in facts]
+        return data
+
+
+class Qwen25VL(QwenVL):
+    """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`.
+
+    time of temporal patch i = floor(i * second_per_grid_ts * tokens_per_second)
+    """
+
+    model_types = ("qwen2_5_vl",)
+    hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
+    engine_facts = ("second_per_grid_ts",)
+    tiny: ClassVar = {
+        "qwen2_5_vl": TinyModel(
+            "qwen2_5_vl",
+            TEXT | mrope([4, 6, 6]),
+            TINY_TOWER | dict(window_size=56, fullatt_block_indexes=[1], patch_size=14),
+            token_ids=TOKEN_IDS,
+            processor=partial(tiny_processor, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14),
+        )
+    }
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        constants = MropeConstants.from_config(config)
+        seconds = torch.tensor([video.facts["second_per_grid_ts"] for video in shape.videos])  # float32
+        factors = [value * constants.tokens_per_second for value in seconds.tolist()]
+        images, videos = grids_of(shape.images), grids_of(shape.videos)
+        return mrope_positions(input_ids, constants, images, videos, factors)
+
+    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        inputs = super().own_inputs(media)
+        seconds = [medium.facts["second_per_grid_ts"] for medium in media if medium.kind == "video"]
+        if seconds:
+            inputs["second_per_grid_ts"] = torch.tensor(seconds, device=inputs["pixel_values_videos"].device)
+        return inputs
+
+    def engine_features(
+        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        data = super().engine_features(kind, features, facts)
+        if kind == "video":
+            data["second_per_grid_ts"] = torch.tensor(data["second_per_grid_ts"])
+        return data
+
+
+class Qwen3VL(QwenVL):
+    """Qwen3-VL: each temporal patch of a video is a grid after its time as text."""
+
+    model_types = ("qwen3_vl", "qwen3_vl_moe")
+    hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
+    engine_facts = ("timestamps",)
+    transposed_experts: ClassVar = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
+    tiny: ClassVar = {
+        name: TinyModel(
+            name,
+            TEXT | experts | mrope([6, 5, 5], mrope_interleaved=True),
+            TINY_TOWER_3,
+            token_ids=TOKEN_IDS,
+            processor=partial(tiny_processor, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+        )
+        for name, experts in (("qwen3_vl", {}), ("qwen3_vl_moe", MOE))
+    }
+
+    def video_tokens(self, processor: Any, facts: Mapping[str, Any]) -> list[int]:
+        _, height, width = facts["grid_thw"]
+        frame = [processor.video_token_id] * (height * width // processor.video_processor.merge_size**2)
+        tokens: list[int] = []
+        for stamp in facts["timestamps"]:
+            tokens += processor.tokenizer.encode(f"<{stamp:.1f} seconds>", add_special_tokens=False)
+            tokens += [processor.vision_start_token_id, *frame, processor.vision_end_token_id]
+        return tokens
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        images, videos = grids_of(shape.images), frames_of(grids_of(shape.videos))
+        return mrope_positions(input_ids, MropeConstants.from_config(config), images, videos)
+
+    def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
+        expanded = super().expand(processor, prompt_ids, shape)
+        if hasattr(type(processor), "replace_video_token"):
+            return expanded
+        # Before transformers 5.10 processors replace the template's own vision start and end together with
+        # the token of a video.
+        return _without_outer_edges(expanded, processor)
+
+
+def grids_of(shapes: Sequence[MediumShape]) -> list[tuple[int, int, int]]:
+    return [tuple(shape.facts["grid_thw"]) for shape in shapes]
+
+
+def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
+    """Return patches in time, height and width after the processor's own resizing."""
+    resize = vars(sys.modules[type(image_processor).__module__])["smart_resize"]
+    patch, limits = image_processor.patch_size, image_processor.size
+    height, width = resize(
+        height, width, factor=patch * image_processor.merge_size,
+        min_pixels=limits["shortest_edge"], max_pixels=limits["longest_edge"],
+    )  # fmt: skip
+    return [1, height // patch, width // patch]
+
+
+def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
+    """Like `image_grid`, for a video."""
+    resize = vars(sys.modules[type(video_processor).__module__])["smart_resize"]
+    patch, temporal = video_processor.patch_size, video_processor.temporal_patch_size
+    factor = patch * video_processor.merge_size
+    smallest, largest = video_processor.size["shortest_edge"], video_processor.size["longest_edge"]
+    # In Qwen3-VL the limits apply to the whole video.
+    counts_frames = "num_frames" in signature(resize).parameters
+    if getattr(video_processor, "cap_pixels_per_frame", None):
+        budget = video_processor.max_video_tokens * factor * factor
+        if counts_frames:
+            largest = max(min(budget, largest // num_frames), int(smallest * 1.05)) * num_frames
+        else:
+            largest = max(min(largest, int(budget * 0.9) * temporal // num_frames), int(smallest * 1.05))
+    frames = {"num_frames": num_frames, "temporal_factor": temporal} if counts_frames else {}
+    height, width = resize(
+        height=height, width=width, factor=factor, min_pixels=smallest, max_pixels=largest, **frames
+    )
+    return [-(-num_frames // temporal), height // patch, width // patch]
+
+
+def sampled_fps(meta: Mapping[str, Any]) -> float:
+    """Return the sampled frames per second of video."""
+    return len(meta["frames_indices"]) / meta["total_num_frames"] * meta["fps"]
+
+
+def timestamps(meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
+    """Return the time of each temporal patch in seconds: the middle between its first and last frame."""
+    indices = list(meta["frames_indices"])
+    times = [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
+    last = temporal_patch_size - 1
+    return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
+
+
+def tower_inputs(tower: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Compute on CPU what a tower derives from its grids, by the keywords of `get_image_features`."""
+    merge = tower.spatial_merge_size
+    on_cpu = {"image_cu_seqlens": vision_utils.get_vision_cu_seqlens(grids)}
+    on_device = {"image_position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    if hasattr(tower, "window_size"):
+        index, bounds = vision_utils.get_vision_window_index(
+            grids, merge, tower.window_size, tower.patch_size
+        )
+        on_device["image_window_index"], on_cpu["image_cu_window_seqlens"] = index, bounds
+    if hasattr(tower, "interpolation_mode"):
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
+        )
+        on_device |= {"image_interp_indices": indices, "image_interp_weights": weights}
+    return on_cpu | to_device(on_device, device)
+
+
+def _without_outer_edges(tokens: list[int], processor: Any) -> list[int]:
+    """Drop each vision start that is not followed by a media token, and its vision end."""
+    start, end = processor.vision_start_token_id, processor.vision_end_token_id
+    media = (processor.image_token_id, processor.video_token_id)
+    return [
+        token
+        for position, token in enumerate(tokens)
+        if not (token == start and tokens[position + 1] not in media)
+        and not (token == end and tokens[position - 1] == end)
+    ]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of models by the `model_type` of their config; to add one, write its file and list it here."""
+
+from typing import Any
+
+from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
+from verl.utils.registry import Registry
+
+FAMILIES: tuple[Family, ...] = (
+    QwenVL(),
+    Qwen25VL(),
+    Qwen3VL(),
+)
+TEXT, GENERIC = Family(), VisionFamily()
+
+OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
+_by_type: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a transformers config; a model that no file names is a text or a generic one."""
+    return _by_type.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+
+
+def vision_family_of(config: Any) -> VisionFamily:
+    """Return the family of a model that reads media."""
+    family = family_of(config)
+    assert isinstance(family, VisionFamily), f"{config.model_type} reads no media"
+    return family
+
+
+def is_named(config: Any) -> bool:
+    """Return whether a file describes the model, or it reads text only."""
+    return family_of(config) is not GENERIC
+
+
+def register_family(spec: str | None) -> Family | None:
+    """Make the family `file.py:NAME` known to this process, and return it; None without one."""
+    if spec is None:
+        return None
+    family = OWN_FAMILIES[spec]
+    if not isinstance(family, Family):
+        raise ValueError(f"`{OWN_FAMILIES.option}` ({spec}) must be a Family, got {type(family).__name__}")
+    if not family.model_types:
+        raise ValueError(f"`{OWN_FAMILIES.option}` ({spec}) must name its `model_types`")
+    for name in family.model_types:
+        if type(_by_type.get(name, family)).__qualname__ != type(family).__qualname__:
+            raise ValueError(
+                f"`{OWN_FAMILIES.option}` ({spec}) must describe new types of models, {name} is known already"
+            )
+        _by_type[name] = family
+    return family
