@@ -18,6 +18,7 @@ from torch import Tensor
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
+DEFAULT_PATCHES = 4  # of a token
 EXAMPLE_SIZE = (64, 64)  # height and width in pixels
 
 
@@ -200,6 +201,11 @@ class VisionFamily(Family):
         tensors = self.image_inputs(processor, Image.fromarray(pixels.numpy()))
         shape = self.image_shape(processor, height, width)
         return ExampleRow(torch.tensor(shape.tokens), [Medium("image", tensors, shape.facts)])
+
+    def patches_per_token(self, config: Any) -> int:
+        """Return the patches of the tower that make one token, for the memory plan."""
+        merge = getattr(config.vision_config, "spatial_merge_size", None)
+        return DEFAULT_PATCHES if merge is None else merge**2
 
     # --- media options
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -49,6 +49,12 @@ def encoder_of(config: Any) -> tuple[str, ...]:
     """Return the modules that turn pixels into features; a text model has none."""
     family = family_of(config)
     return family.encoder if isinstance(family, VisionFamily) else ()
+
+
+def patches_per_token(config: Any) -> int:
+    """Return the patches of the vision tower that make one token; of no interest for a text model."""
+    family = family_of(config)
+    return family.patches_per_token(config) if isinstance(family, VisionFamily) else DEFAULT_PATCHES
 
 
 def is_named(config: Any) -> bool:
