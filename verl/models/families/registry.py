@@ -4,6 +4,7 @@
 from typing import Any
 
 from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.internvl import InternVL
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -11,6 +12,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    InternVL(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
