@@ -5,6 +5,7 @@ from typing import Any
 
 from verl.models.families.interface import Family, VisionFamily
 from verl.models.families.internvl import InternVL
+from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -13,6 +14,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen25VL(),
     Qwen3VL(),
     InternVL(),
+    LlavaOnevision(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
