@@ -4,6 +4,8 @@
 from typing import Any
 
 from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
+from verl.models.families.internvl import InternVL
+from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -11,6 +13,8 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    InternVL(),
+    LlavaOnevision(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
