@@ -4,6 +4,8 @@
 from typing import Any
 
 from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.minicpm_v import MiniCPMV46
+from verl.models.families.mistral3 import Mistral3
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -11,6 +13,8 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Mistral3(),
+    MiniCPMV46(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
