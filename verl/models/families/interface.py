@@ -132,6 +132,10 @@ class VisionFamily(Family):
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
 
+    # Images and videos have one token, which `media_tokens` lists as that of images: features of both kinds
+    # replace it in the order of the prompt.
+    shared_token: ClassVar[bool] = False
+
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
 

@@ -4,6 +4,7 @@
 from typing import Any
 
 from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.internvl import InternVL
 from verl.models.families.minicpm_v import MiniCPMV46
 from verl.models.families.mistral3 import Mistral3
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
@@ -15,6 +16,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3VL(),
     Mistral3(),
     MiniCPMV46(),
+    InternVL(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
