@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.closeness import assert_values_close
+from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
     assert_features_are_the_models,
     assert_inputs_are_the_processors,
@@ -20,9 +21,16 @@ from tests.helpers.families import (
     random_image,
     random_row,
 )
+from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
 
 SIZES = 20, 400  # the longest edge of what the tower sees is 224
 IMAGES = [random_image(np.random.default_rng(seed), *size) for seed, size in enumerate([(60, 90), (30, 30)])]
+# Two images of different sizes, one image, text.
+GROUPS = [
+    (["What colour?\n", IMAGES[0], " or ", IMAGES[1]], (5, 8, 3)),
+    ([IMAGES[1], "How many?"], (4, 1)),
+    (["What colour is the shape?"], (6,)),
+]
 
 
 @pytest.fixture(params=["mistral3", "ministral3"])
@@ -95,3 +103,27 @@ def test_padded_images_are_the_processors(tiny):
 
 def test_rows_with_images_run_through_the_models_own_forward(tiny, row):
     assert_inputs_are_the_processors(tiny, row)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "ministral3"])
+@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
+def test_packed_training_is_the_models_own_padded_forward(kind, share_prompt):
+    assert_small(training_errors(load_tiny(kind), GROUPS, share_prompt=share_prompt))
+
+
+def test_packed_training_keeps_a_sliding_window():
+    tiny = load_tiny("mistral3", sliding_window=16)  # prompts are longer
+
+    assert_small(training_errors(tiny, GROUPS, share_prompt=False))
+
+
+def test_checkpointed_micro_batches_have_the_same_gradients():
+    tiny, parts = load_tiny("mistral3"), [[2], [0, 3], [], [1, 4, 5]]
+
+    assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
+
+
+@pytest.mark.heavy
+def test_two_ranks_have_the_gradients_of_one():
+    for found in run_distributed(errors_on_ranks, 2, load_tiny("mistral3").folder, GROUPS):
+        assert_small(*found.values())

@@ -17,7 +17,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.models.families.interface import Kind, MediaShape, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import (
+    ExampleRow,
+    Kind,
+    MediaShape,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+)
 from verl.models.families.tiny_sizes import TEXT, mrope
 
 PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
@@ -58,6 +66,7 @@ class MiniCPMV46(VisionFamily):
 
     model_types = ("minicpmv4_6",)
     hub_names = ("openbmb/MiniCPM-V-4.6",)
+    processors = ("MiniCPMV4_6Processor",)
     reads_videos = True
     projector = "model.merger"
     numbers_videos: ClassVar[bool] = True
@@ -159,6 +168,18 @@ class MiniCPMV46(VisionFamily):
         start, length = (sum(map(math.prod, part)) * columns for part in (sizes[:first], sizes[first:stop]))
         tensors = {name: pixels.narrow(-1, start, length)}
         return medium._replace(tensors=tensors, facts={"target_sizes": sizes[first:stop]})
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        vision = config.vision_config
+        edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
+        size = [edge, edge] if generator is None else [2 * edge, 3 * edge]  # in patches
+        shape = (1, vision.num_channels, vision.patch_size, math.prod(size) * vision.patch_size)
+        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        tokens = torch.tensor([config.image_token_id] * (math.prod(size) // edge**2))
+        return ExampleRow(tokens, [Medium("image", {"pixel_values": pixels}, {"target_sizes": [size]})])
+
+    def smallest_frame(self, processor: Any) -> int:
+        return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * math.isqrt(processor.video_token_divisor)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.models.families.interface import Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import ExampleRow, Medium, MediumShape, TinyModel, VisionFamily
 from verl.models.families.tiny_sizes import TEXT
 
 TINY_TOWER = dict(
@@ -60,6 +60,7 @@ class Mistral3(VisionFamily):
         "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
         "mistralai/Ministral-3-8B-Instruct-2512",
     )
+    processors = ("PixtralProcessor",)
     tiny: ClassVar = {
         "mistral3": _tiny({"model_type": "mistral", "sliding_window": None}),
         "ministral3": _tiny({"model_type": "ministral3", "rope_parameters": TINY_YARN}),
@@ -102,6 +103,15 @@ class Mistral3(VisionFamily):
         hidden = encoded.last_hidden_state if layer == -1 else encoded.hidden_states[layer]
         projected = owner.multi_modal_projector(hidden[0], sizes)
         return list(projected.split([medium.facts["features"] for medium in media]))
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        vision = config.vision_config
+        rows, columns = (1, 1) if generator is None else (2, 3)  # in tokens
+        size = [edge * vision.patch_size * config.spatial_merge_size for edge in (rows, columns)]
+        shape = (1, vision.num_channels, *size)
+        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        medium = Medium("image", {"pixel_values": pixels}, {"image_size": size, "features": rows * columns})
+        return ExampleRow(torch.tensor([config.image_token_index] * (rows * columns)), [medium])
 
     def frame_factor(self, processor: Any) -> int:
         return _token_edge(processor)
