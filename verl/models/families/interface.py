@@ -2,7 +2,7 @@
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
 `Family` describes text models, `VisionFamily` models that read images or videos. Both work as they stand for
-a model that nobody named, through the model's own processor and `get_image_features`; a family's file
+a model that has no file, through the model's own processor and `get_image_features`; a family's file
 overrides what its models do otherwise, or what they can do faster. `registry.py` lists the files.
 """
 
