@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.models.families.interface import ExampleRow, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import ExampleRow, Family, Medium, MediumShape, TinyModel, VisionFamily
 from verl.models.families.tiny_sizes import TEXT
 
 TINY_TOWER = dict(
@@ -49,6 +49,15 @@ def _tiny(text: dict[str, Any]) -> TinyModel:
         image="[IMG]",
         processor=tiny_processor,
     )
+
+
+class Ministral3(Family):
+    """The language models of Ministral 3."""
+
+    model_types = ("ministral3",)
+
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        return engine_scaling(config)
 
 
 class Mistral3(VisionFamily):
@@ -113,8 +122,23 @@ class Mistral3(VisionFamily):
         medium = Medium("image", {"pixel_values": pixels}, {"image_size": size, "features": rows * columns})
         return ExampleRow(torch.tensor([config.image_token_index] * (rows * columns)), [medium])
 
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        return engine_scaling(config)
+
     def frame_factor(self, processor: Any) -> int:
         return _token_edge(processor)
+
+
+def engine_scaling(config: Any) -> dict[str, Any]:
+    """Return the option by which vLLM enlarges queries at late positions."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta") is None:
+        return {}
+    # vLLM (0.32) reads it from Mistral's own format only; without it log-probs are off by 0.16.
+    start = rope["original_max_position_embeddings"]
+    return {
+        "llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": start}
+    }
 
 
 def _token_edge(processor: Any) -> int:

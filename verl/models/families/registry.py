@@ -6,7 +6,7 @@ from typing import Any
 from verl.models.families.interface import Family, VisionFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.minicpm_v import MiniCPMV46
-from verl.models.families.mistral3 import Mistral3
+from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -14,6 +14,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Ministral3(),
     Mistral3(),
     MiniCPMV46(),
     InternVL(),
