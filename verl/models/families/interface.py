@@ -94,6 +94,10 @@ class Family:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
         return {}
 
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        """Return options of the language model's config that vLLM reads by other names."""
+        return {}
+
 
 class VisionFamily(Family):
     """A family of models that read images, and videos if `reads_videos`.

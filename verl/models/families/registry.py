@@ -6,6 +6,8 @@ from typing import Any
 from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
+from verl.models.families.minicpm_v import MiniCPMV46
+from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -13,6 +15,9 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Ministral3(),
+    Mistral3(),
+    MiniCPMV46(),
     InternVL(),
     LlavaOnevision(),
 )
