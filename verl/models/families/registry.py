@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from verl.models.families.glm_v import GlmV
 from verl.models.families.interface import Family, VisionFamily
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
@@ -11,6 +12,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    GlmV(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 

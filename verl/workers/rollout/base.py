@@ -14,7 +14,10 @@ from torch import Tensor
 from verl.models.lora_weights import AdapterConfig
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
-MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+MEDIA_TOKENS = (
+    "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
