@@ -79,6 +79,7 @@ def apply_patches(device: str) -> None:
     inspect_models_here()
     keep_buffers_of_empty_models()
     keep_process_group()
+    keep_classes_of_transformers()
     if is_gpu(device):
         return
     keep_linear_weights_on_cpu()
@@ -129,6 +130,19 @@ def keep_process_group() -> None:
 def _end_model_parallel_groups() -> None:
     if torch.distributed.is_initialized():
         importlib.import_module("vllm.distributed.parallel_state").destroy_model_parallel()
+
+
+def keep_classes_of_transformers() -> None:
+    """Stop vLLM from compiling models that it takes from transformers, for which it changes their classes."""
+    # training uses the same classes: none of their models could be built, or would run, without vLLM's config
+    backend = _replaceable(
+        "vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile"
+    )
+    backend._decorate_cls_for_torch_compile = _leave_class
+
+
+def _leave_class(self: Any, *args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def media_arguments() -> dict[str, Any]:
