@@ -145,6 +145,21 @@ def _leave_class(self: Any, *args: Any, **kwargs: Any) -> None:
     pass
 
 
+def keep_times_of_frames() -> None:
+    """Have vLLM write the times of a GLM-4.6V video's frames in tenths of a second, as its processor does."""
+    # vLLM 0.32 rounds them down to seconds, so that the engine would read another prompt than training
+    info = _replaceable(
+        "vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "_get_video_second_idx_glm46v"
+    )
+    info._get_video_second_idx_glm46v = _times_of_frames
+
+
+def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> list[float]:
+    """Return the time of the first frame of each temporal patch; frames were sampled before."""
+    step = self.get_video_processor().temporal_patch_size
+    return [index / metadata["fps"] for index in metadata["frames_indices"][::step]]
+
+
 def media_arguments() -> dict[str, Any]:
     """Arguments of `vllm.LLM` that leave the normalization of pixels to the processor, as in training."""
     # vLLM 0.32 normalizes videos with the mean and deviation of images: log-probs are off by 0.4 where the
