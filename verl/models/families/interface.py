@@ -90,6 +90,9 @@ class Family:
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
 
+    # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
+    engine_patches: ClassVar[tuple[str, ...]] = ()
+
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
         return {}
