@@ -103,6 +103,7 @@ def _with_template(
     template = CHAT_TEMPLATE
     if recipe is not None:
         template = TEMPLATE.replace("IMAGE", recipe.image).replace("VIDEO", recipe.video)
+    tokenizer.add_tokens(list(recipe.added_tokens) if recipe else [])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -143,6 +144,14 @@ def build_config(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast, **overri
     )
 
 
+@torch.no_grad()
+def _fill_constant_weights(model: torch.nn.Module) -> None:
+    # Gemma 3 starts with a projector of zeros, behind which images could not be told apart.
+    for weight in model.parameters():
+        if weight.ndim > 1 and bool(weight.min() == weight.max()):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+
+
 def save_tiny_model(
     directory: Path | str,
     family: str = "qwen2",
@@ -168,6 +177,7 @@ def save_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=torch.float32)
+        _fill_constant_weights(model)
     media = [*SPECIAL_TOKENS[SPECIAL_TOKENS.index("<|vision_start|>") :], *chosen.special_tokens]
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],

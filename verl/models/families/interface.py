@@ -69,6 +69,7 @@ class TinyModel:
     image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+    added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
 
 
 class Family:

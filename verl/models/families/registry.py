@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.interface import Family, VisionFamily
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
@@ -11,6 +12,8 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Gemma3(),
+    Gemma4(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
