@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import FAMILIES
 from verl.models.families.tiny_sizes import MOE, TEXT
-from verl.models.hub_names import auto_class
+from verl.models.hub_names import auto_class, keep_tower_prefixes
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
 
@@ -185,6 +185,7 @@ def save_tiny_model(
         # As rollouts do. Random weights may prefer media placeholder tokens.
         suppress_tokens=None if chosen.vision is None else [tokenizer.vocab[token] for token in media],
     )
+    keep_tower_prefixes(model)
     with no_weight_bars():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -30,19 +30,30 @@ from verl.models.families.interface import (
 from verl.models.families.tiny_sizes import TEXT
 
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
+LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
 CROP_SIZE, MOST_CROPS, CROP_RATIO = 256, 4, 1.2  # the processor's own where its image processor has none
 
 TINY_WINDOW = TEXT | dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 TINY_3 = TINY_WINDOW | dict(query_pre_attn_scalar=32)
 TINY_4 = TINY_WINDOW | dict(
-    global_head_dim=64, vocab_size_per_layer_input=512, hidden_size_per_layer_input=16, final_logit_softcapping=30.0
+    global_head_dim=64,
+    vocab_size_per_layer_input=512,
+    hidden_size_per_layer_input=16,
+    final_logit_softcapping=30.0,
 )
 TOWER_3 = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=56,
+    patch_size=14,
+    vision_use_head=False,
 )
 TOWER_4 = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
     head_dim=32, patch_size=4, pooling_kernel_size=2, position_embedding_size=256,
+    default_output_length=70,  # read by vLLM
 )  # fmt: skip
 
 
@@ -330,7 +341,9 @@ def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
 def newline_tokens(tokenizer: Any) -> dict[int, int]:
     """Return the number of newlines of each token that consists of newlines."""
     vocabulary = tokenizer.get_vocab()
-    return {vocabulary[text]: len(text) for text in ("\n" * count for count in range(1, 33)) if text in vocabulary}
+    return {
+        vocabulary[text]: len(text) for text in ("\n" * count for count in range(1, 33)) if text in vocabulary
+    }
 
 
 def edges(processor: Any) -> tuple[int, int]:
