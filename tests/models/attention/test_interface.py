@@ -23,7 +23,6 @@ class Module(torch.nn.Module):
     [
         ({"attention_mask": torch.ones(1)}, "mask of its own"),
         ({"dropout": 0.1}, "attention dropout .0.1., which is not supported.*attention_dropout` to 0"),
-        ({"s_aux": torch.ones(4)}, "passes s_aux to attention"),
         ({"position_bias": torch.ones(4)}, "passes position_bias to attention"),
         ({"is_causal": False, "sliding_window": 4}, "two-sided sliding window"),
         ({"packed_layout": None}, "got no sequence boundaries"),

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
 from verl.models.attention.row_attention import attend_rows
@@ -25,8 +26,13 @@ T = TypeVar("T")
 class Layout(Protocol):
     """The attention pattern of packed tokens."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Compute attention of (1, H, N, D) queries to (1, Hkv, N, D) keys and values: (1, N, H, D)."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention of (1, H, N, D) queries to (1, Hkv, N, D) keys and values: (1, N, H, D).
+
+        `sinks` (H,) are scores of a further key of each head, whose value is zero.
+        """
         ...
 
 
@@ -36,9 +42,12 @@ class PackedLayout:
 
     sequences: Span
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
+    later: "LaterTokens | None" = None  # of blocks
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device | str | None = None) -> "PackedLayout":
+    def of(
+        cls, cu_seqlens: Tensor, device: torch.device | str | None = None, blocks: Blocks | None = None
+    ) -> "PackedLayout":
         """Build the layout of (B + 1,) boundaries for tokens on `device`, by default that of the boundaries.
 
         Boundaries on the CPU are copied to the device without waiting for it; boundaries on a GPU are read
@@ -53,15 +62,21 @@ class PackedLayout:
                 f"rows_on_{device}",
                 lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
             )
-        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs)
+        later = LaterTokens.of(blocks, lengths, device)
+        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs, later)
 
     @property
     def cu_seqlens(self) -> Tensor:
         return self.sequences.cu_rows
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
         rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
-        return attend_rows(query, key, value, rows, rule)
+        later = later_calls(self.later, rule)
+        if not later and sinks is None:
+            return attend_rows(query, key, value, rows, rule)
+        return _attend(query, key, value, (rows, *later), rule, sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +92,14 @@ class SharedLayout:
     # group a call of its other responses to the whole prompt.
     calls: tuple[AttentionCall, ...]
     longest_row: int  # prompt and response
+    later: "LaterTokens | None" = None  # of blocks
 
     @classmethod
     def of(
-        cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str | None = None
+        cls,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str | None = None,
+        blocks: Blocks | None = None,
     ) -> "SharedLayout":
         """Build the layout of groups (prompt length, response lengths), which may include empty responses."""
         if any(prompt < 1 for prompt, _ in groups):
@@ -98,16 +117,55 @@ class SharedLayout:
         for queries, keys in zip(spans[::2], spans[1::2], strict=True):
             calls.append(AttentionCall.of(queries, keys, is_causal=False))
         longest = max((prompt + max(responses, default=0) for prompt, responses in groups), default=0)
-        return cls(tuple(calls), longest)
+        segments = [length for prompt, responses in groups for length in (prompt, *responses)]
+        return cls(tuple(calls), longest, LaterTokens.of(blocks, segments, device))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
         refusal = unsupported(rule, self.longest_row)
         if refusal is not None:
             raise NotImplementedError(
                 f"with a shared prompt, {refusal}: set `worker.actor.share_prompt` to false"
             )
-        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
-        return attend_calls(q, k, v, self.calls, rule).unsqueeze(0)
+        return _attend(query, key, value, (*self.calls, *later_calls(self.later, rule)), rule, sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class LaterTokens:
+    """The call of tokens of blocks to the later tokens of their block."""
+
+    call: AttentionCall
+    layer_types: frozenset[str]  # of the layers that make it
+
+    @classmethod
+    def of(
+        cls, blocks: Blocks | None, segments: Sequence[int], device: torch.device | str | None
+    ) -> "LaterTokens | None":
+        rows = blocks.within(segments).rows_of_later_tokens() if blocks is not None else ()
+        if blocks is None or not rows:
+            return None
+        queries, keys = Span.of_all(rows, device)
+        return cls(AttentionCall.of(queries, keys, is_causal=False, sees_later=True), blocks.layer_types)
+
+
+def later_calls(later: LaterTokens | None, rule: AttentionRule) -> tuple[AttentionCall, ...]:
+    """Return the call of blocks in a layer where they have an effect."""
+    if later is None or not rule.is_causal or rule.layer_type not in later.layer_types:
+        return ()
+    return (later.call,)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    calls: Sequence[AttentionCall],
+    rule: AttentionRule,
+    sinks: Tensor | None,
+) -> Tensor:
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
+    return attend_calls(q, k, v, calls, rule, sinks).unsqueeze(0)
 
 
 def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...]]:

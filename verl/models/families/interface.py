@@ -148,6 +148,13 @@ class VisionFamily(Family):
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
 
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
+
+        There each token of an image attends to the image's later tokens too.
+        """
+        return ()
+
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor | None:
         """Return positions (4, L) of an expanded prompt (L,), equal to vLLM's; None counts from 0."""
         return None
