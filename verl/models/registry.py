@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
-from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import unsupported
+from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
+from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Medium, VisionFamily
 from verl.models.families.registry import family_of
@@ -42,7 +42,10 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, tor
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
     """Return why a model's attention does not support shared prompts; None if it does."""
     text = config.get_text_config()
-    return unsupported(_attention_rule(text), text.max_position_embeddings)
+    # Gemma's models for embeddings
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "all tokens attend to later tokens"
+    return None
 
 
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
@@ -53,18 +56,20 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
-    if sp.ring_size > 1 and unsupported(_attention_rule(text), text.max_position_embeddings) is not None:
+    reason = ring_obstacle(_attention_rule(text), text.max_position_embeddings) if sp.ring_size > 1 else None
+    if reason is not None:
         raise ValueError(
-            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
-            " window: use `ulysses_size`"
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: in a ring, {reason}; use"
+            " `ulysses_size`"
         )
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:
     """Return the most restrictive rule of a language model's layers."""
-    types = getattr(text, "layer_types", None) or ["sliding_attention"]
-    window = getattr(text, "sliding_window", None) if "sliding_attention" in types else None
-    return AttentionRule(1.0, window=window, softcap=getattr(text, "attn_logit_softcapping", None))
+    types = getattr(text, "layer_types", None) or [SLIDING]
+    window = getattr(text, "sliding_window", None) if SLIDING in types else None
+    chunk = getattr(text, "attention_chunk_size", None) if CHUNKED in types else None
+    return AttentionRule(1.0, window=window, chunk=chunk)
 
 
 def prepare_model(model: PreTrainedModel) -> None:
@@ -103,7 +108,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
-    unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    unknown = set(getattr(text, "layer_types", None) or []) - set(LAYER_TYPES)
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
     if not model._supports_attention_backend:

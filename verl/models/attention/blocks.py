@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
+from verl.models.attention.kernels import FULL, SLIDING
 
 
 class Blocks(NamedTuple):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from verl.models.attention.blocks import FULL, SLIDING
-from verl.models.attention.kernels import AttentionRule
+from verl.models.attention.kernels import CHUNKED, FULL, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout
 
 ATTENTION = "verl_packed"
@@ -60,7 +59,10 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise NotImplementedError(f"{name}: a two-sided sliding window is not supported under packing")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scale, causal, sliding_window, softcap, _layer_type(module))
+    kind = _layer_type(module)
+    config: Any = getattr(module, "config", None)
+    chunk = config.attention_chunk_size if kind == CHUNKED else None
+    rule = AttentionRule(scale, causal, sliding_window, softcap, kind, chunk)
     return layout.attend(query, key, value, rule, s_aux), None
 
 
@@ -86,7 +88,7 @@ def _obstacle(
     if unknown:
         return f"passes {', '.join(unknown)} to attention, which packed attention does not support"
     kind = _layer_type(module)
-    if kind not in (FULL, SLIDING):
+    if kind not in LAYER_TYPES:
         return f"uses {kind} in layer {module.layer_idx}, which packed attention does not support"
     if kind == SLIDING and window is None:
         return f"does not pass the sliding window of layer {module.layer_idx}, which would be dropped"

@@ -15,6 +15,9 @@ from torch import Tensor
 from verl.distributed.device import is_gpu
 
 MAX_SCORES = 1 << 26  # scores held at once by plain products, over rows and heads
+# transformers' names of types of layers
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LAYER_TYPES = (FULL, SLIDING, CHUNKED)
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 _aten: Any = torch.ops.aten
@@ -28,7 +31,8 @@ class AttentionRule:
     is_causal: bool = True
     window: int | None = None  # keys that a causal query attends to, including itself
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    layer_type: str = "full_attention"  # transformers' name for it
+    layer_type: str = FULL
+    chunk: int | None = None  # a causal query attends to keys of its own chunk of so many, counted in the row
 
 
 class RowRun(NamedTuple):

@@ -9,7 +9,7 @@ To add a layout, write a class with `attend`; `sequence_parallel_layouts` has th
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
+from verl.models.attention.local_rows import is_local, local_call
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
 from verl.models.attention.row_attention import attend_rows
 
@@ -43,6 +44,7 @@ class PackedLayout:
     sequences: Span
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
     later: "LaterTokens | None" = None  # of blocks
+    _chunked: dict[int, AttentionCall] = field(default_factory=dict)  # by the size of chunks
 
     @classmethod
     def of(
@@ -73,10 +75,19 @@ class PackedLayout:
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
     ) -> Tensor:
         rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
+        if rule.chunk is not None and rule.chunk < max(self.sequences.lengths, default=0):
+            rows = self._chunks(rule)
         later = later_calls(self.later, rule)
         if not later and sinks is None:
             return attend_rows(query, key, value, rows, rule)
         return _attend(query, key, value, (rows, *later), rule, sinks)
+
+    def _chunks(self, rule: AttentionRule) -> AttentionCall:
+        assert rule.chunk is not None, "tokens see their chunk"
+        if rule.chunk not in self._chunked:
+            groups = [(length, ()) for length in self.sequences.lengths]
+            self._chunked[rule.chunk] = local_call(groups, rule, self.sequences.cu_rows.device)
+        return self._chunked[rule.chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +104,10 @@ class SharedLayout:
     calls: tuple[AttentionCall, ...]
     longest_row: int  # prompt and response
     later: "LaterTokens | None" = None  # of blocks
+    groups: tuple[tuple[int, tuple[int, ...]], ...] = ()  # prompt length and response lengths
+    _local: dict[tuple[int | None, int | None], AttentionCall] = field(
+        default_factory=dict
+    )  # by window and chunk
 
     @classmethod
     def of(
@@ -118,17 +133,25 @@ class SharedLayout:
             calls.append(AttentionCall.of(queries, keys, is_causal=False))
         longest = max((prompt + max(responses, default=0) for prompt, responses in groups), default=0)
         segments = [length for prompt, responses in groups for length in (prompt, *responses)]
-        return cls(tuple(calls), longest, LaterTokens.of(blocks, segments, device))
+        own = tuple((prompt, tuple(responses)) for prompt, responses in groups)
+        return cls(tuple(calls), longest, LaterTokens.of(blocks, segments, device), own)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
     ) -> Tensor:
-        refusal = unsupported(rule, self.longest_row)
-        if refusal is not None:
+        if not rule.is_causal:
             raise NotImplementedError(
-                f"with a shared prompt, {refusal}: set `worker.actor.share_prompt` to false"
+                "with a shared prompt, attention to later tokens is not supported: set"
+                " `worker.actor.share_prompt` to false"
             )
-        return _attend(query, key, value, (*self.calls, *later_calls(self.later, rule)), rule, sinks)
+        calls = (self._local_call(rule),) if is_local(rule, self.longest_row) else self.calls
+        return _attend(query, key, value, (*calls, *later_calls(self.later, rule)), rule, sinks)
+
+    def _local_call(self, rule: AttentionRule) -> AttentionCall:
+        key = rule.window, rule.chunk
+        if key not in self._local:
+            self._local[key] = local_call(self.groups, rule, self.calls[0].queries.cu_rows.device)
+        return self._local[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +207,3 @@ def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:
     """Lengths of a group's causal rows: the prompt with its first response, and the other responses."""
     first, *others = [length for length in responses if length] or [0]
     return [prompt + first, *others]
-
-
-def unsupported(rule: AttentionRule, longest_row: int) -> str | None:
-    """Return why merged calls cannot follow a rule in sequences of up to `longest_row` tokens, or None."""
-    if not rule.is_causal:
-        return "attention to later tokens is not supported"
-    if rule.window is not None and rule.window < longest_row:
-        return (
-            f"a sliding window of {rule.window} tokens is not supported for longer sequences (the longest"
-            f" has {longest_row})"
-        )
-    return None

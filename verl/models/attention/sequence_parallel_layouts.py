@@ -20,7 +20,7 @@ from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
 from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, unsupported
+from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -99,11 +99,24 @@ class RingLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
     ) -> Tensor:
-        refusal = unsupported(rule, self.longest_row)
+        refusal = ring_obstacle(rule, self.longest_row)
         if refusal is not None:
             raise NotImplementedError(f"in a ring, {refusal}: use `ulysses_size` instead of `ring_size`")
         tokens = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (n, heads, D) each
         return _AttendRing.apply(*tokens, sinks, self, rule).unsqueeze(0)  # pyright: ignore (untyped)
+
+
+def ring_obstacle(rule: AttentionRule, longest_row: int) -> str | None:
+    """Return why a ring cannot follow a rule in sequences of up to `longest_row` tokens, or None."""
+    if not rule.is_causal:
+        return "attention to later tokens is not supported"
+    for size, name in ((rule.window, "a sliding window"), (rule.chunk, "attention in chunks")):
+        if size is not None and size < longest_row:
+            return (
+                f"{name} of {size} tokens is not supported for longer sequences (the longest has"
+                f" {longest_row})"
+            )
+    return None
 
 
 class _ChunkSpans(NamedTuple):
