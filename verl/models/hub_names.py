@@ -120,7 +120,7 @@ def keep_tower_prefixes(model: PreTrainedModel) -> None:
     # A prefix of the whole model is found on loading, not fixed by the architecture.
     kept = [each for each in conversions if type(each).__name__ != PREFIX_CHANGE or each.scope_prefix]
     if any(type(each).__name__ == PREFIX_CHANGE for each in kept):
-        model._weight_conversions = kept
+        vars(model)["_weight_conversions"] = kept
 
 
 def _find_groups(

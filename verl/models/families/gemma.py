@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl.models.attention.blocks import FULL, SLIDING
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
@@ -61,7 +62,7 @@ def tiny_gemma3_processor(tokenizer: Any) -> Any:
     """Return a processor for images of 4 tokens."""
     import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
 
-    size = dict(height=TOWER_3["image_size"], width=TOWER_3["image_size"])
+    size: Any = dict(height=TOWER_3["image_size"], width=TOWER_3["image_size"])
     return transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessor(size=size),
         tokenizer=tokenizer,
@@ -73,7 +74,7 @@ def tiny_gemma4_processor(tokenizer: Any) -> Any:
     """Return a processor for images of up to 70 tokens, the fewest that the image processor allows."""
     import transformers  # noqa: PLC0415
 
-    options = dict(patch_size=TOWER_4["patch_size"], pooling_kernel_size=TOWER_4["pooling_kernel_size"])
+    options: dict[str, Any] = {name: TOWER_4[name] for name in ("patch_size", "pooling_kernel_size")}
     return transformers.Gemma4Processor(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
         image_processor=transformers.Gemma4ImageProcessor(max_soft_tokens=70, **options),
@@ -127,6 +128,9 @@ class Gemma3(VisionFamily):
         expanded = super().expand(processor, prompt_ids, shape)
         # An image's tokens start and end with newlines, which are one token together with those around them.
         return join_newlines(processor.tokenizer, expanded) if shape.images else expanded
+
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        return FULL, SLIDING
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         made = processor.image_processor(images=[image], return_tensors="pt")
@@ -243,6 +247,9 @@ class Gemma4(VisionFamily):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
         return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
+
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
 
     # --- model inputs and features
 
