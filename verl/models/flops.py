@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
+from verl.models.layer_configs import experts_per_token, layer_heads
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
 
@@ -98,22 +99,25 @@ class TextShape:
         vision = {id(weight) for tower in vision_towers(model) for weight in tower.parameters()}
         head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
         weights = [weight for weight in matrices(model) if id(weight) not in vision and weight is not head]
-        experts_per_token = getattr(config, "num_experts_per_tok", 0)  # dense models have no such stacks
+        chosen = experts_per_token(config)
         # A stack of experts is one weight (experts, in, out).
         self.active = sum(
-            weight.numel() // len(weight) * experts_per_token if weight.ndim == 3 else weight.numel()
+            weight.numel() // len(weight) * chosen if weight.ndim == 3 else weight.numel()
             for weight in weights
         )
         self.head = head.numel()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.channels = config.num_attention_heads * head_dim
+        self.channels = [heads.queries * heads.dim for heads in layer_heads(config)]
         self.windows = attention_windows(config)
 
     def forward(self, lengths: Sequence[int], num_response_tokens: int | None) -> float:
         tokens = sum(lengths)
         to_head = tokens if num_response_tokens is None else num_response_tokens
-        pairs = sum(causal_pairs(length, window) for window in self.windows for length in lengths)
-        return 2.0 * (self.active * tokens + self.head * to_head) + 4.0 * self.channels * pairs
+        attention = sum(
+            channels * causal_pairs(length, window)
+            for channels, window in zip(self.channels, self.windows, strict=True)
+            for length in lengths
+        )
+        return 2.0 * (self.active * tokens + self.head * to_head) + 4.0 * attention
 
 
 class VisionShape:

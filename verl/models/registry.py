@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
@@ -28,7 +27,7 @@ from verl.models.monkey_patch import (
     evaluating,
     own_config,
     plain_attention,
-    set_attention,
+    set_packed_attention,
 )
 from verl.models.scalar_head import is_scalar
 
@@ -95,7 +94,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
-    set_attention(model, ATTENTION, VISION_ATTENTION)
+    set_packed_attention(model)
     defer_head(model)
     add_packed_forward(model, family_of(model.config))
 

@@ -12,6 +12,7 @@ from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
 from verl.models.families.registry import encoder_of, patches_per_token
 from verl.models.hub_names import meta_model
+from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.models.lora import adapted_layers, joint_experts
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
@@ -97,17 +98,19 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
-    heads, width = config.num_attention_heads, config.intermediate_size
+    # Of layers that differ, the plan has the largest.
+    heads = max(layer_heads(config), key=lambda layer: layer.queries * layer.dim)
+    width = config.intermediate_size
     if getattr(config, "moe_intermediate_size", None):
-        width = config.num_experts_per_tok * config.moe_intermediate_size
+        width = experts_per_token(config) * config.moe_intermediate_size
     names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Stack(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=width,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        heads=heads.queries,
+        kv_heads=heads.keys,
+        head_dim=heads.dim,
         params=max(_count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
     )

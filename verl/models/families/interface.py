@@ -77,6 +77,7 @@ class TinyModel:
     image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+    added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
 
 
 class Family:
@@ -117,6 +118,9 @@ class VisionFamily(Family):
     media_owner: ClassVar[str] = "model"  # the module with `get_image_features`
     tower: ClassVar[str] = "model.vision_tower"
     projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
+
+    # transformers' name of the tower's attention; with lengths of packed patches `VISION_ATTENTION`
+    tower_attention: ClassVar[str] = "sdpa"
 
     @property
     def encoder(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.minicpm_v import MiniCPMV46
 from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.glm_v import GlmV
+from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -22,6 +23,8 @@ FAMILIES: tuple[Family, ...] = (
     InternVL(),
     LlavaOnevision(),
     GlmV(),
+    Gemma3(),
+    Gemma4(),
 )
 TEXT, GENERIC = Family(), VisionFamily()
 
