@@ -3,13 +3,13 @@
 
 from typing import Any
 
+from verl.models.families.gemma import Gemma3, Gemma4
+from verl.models.families.glm_v import GlmV
 from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.minicpm_v import MiniCPMV46
 from verl.models.families.mistral3 import Ministral3, Mistral3
-from verl.models.families.glm_v import GlmV
-from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
