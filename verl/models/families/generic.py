@@ -7,6 +7,7 @@ are joined. What this cannot express is refused before training: here, or by the
 own padded forward (`verl.models.registry.check_model`) and with the rollout engine.
 """
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -52,9 +53,9 @@ class Structure(NamedTuple):
 class GenericFamily(VisionFamily):
     """A type of model, or without a config what its processor tells.
 
-    Facts of an image: `counts`, how often each token stands in its tokens, because only the config knows which
-    one is replaced by features; and `joins`, the dimension along which each of its tensors is joined with those
-    of other images, where other dimensions are padded with zeros.
+    Facts of an image: `counts`, the number of each of its tokens, because only the config knows which one is
+    replaced by features; and `joins`, the dimension along which each of its tensors is joined with those of
+    other images, where other dimensions are padded with zeros.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -100,6 +101,13 @@ class GenericFamily(VisionFamily):
 
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         return {"image": (input_ids == image_token(config)).nonzero()[:, 0]}
+
+    def video_shape(
+        self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
+    ) -> MediumShape:
+        raise ValueError(
+            f"{type(processor).__name__} reads no videos without a file of its model: {WHAT_TO_WRITE}"
+        )
 
     # --- model inputs and features
 
@@ -161,19 +169,20 @@ def image_token(config: Any) -> int:
 
 
 class _Structures:
-    """Structures by the type of model, because an empty model takes noticeable time to build."""
+    """Structures by the types of models, because an empty model takes noticeable time to build."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Structure | NotImplementedError] = {}
+        self._known: dict[tuple[str, str], Structure | NotImplementedError] = {}
 
     def of(self, config: Any) -> Structure:
-        known = self._known.get(config.model_type)
+        key = config.model_type, config.get_text_config().model_type
+        known = self._known.get(key)
         if known is None:
             try:
                 known = find_structure(_empty_model(config))
             except NotImplementedError as error:
                 known = error
-            self._known[config.model_type] = known
+            self._known[key] = known
         if isinstance(known, NotImplementedError):
             raise known
         return known
@@ -187,15 +196,19 @@ def _empty_model(config: Any) -> PreTrainedModel:
         raise NotImplementedError(
             f"{config.model_type} is not an image-text model of transformers: {WHAT_TO_WRITE}"
         )
-    with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(copy.deepcopy(config))
+    except (ImportError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise NotImplementedError(f"{config.model_type} cannot be built from its config: {reason}") from error
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
     """Find the modules of a model that read images.
 
     Raises:
-        NotImplementedError: There is something that nobody described and that cannot be derived.
+        NotImplementedError: The model needs a file of its own.
     """
     name, text = f"{type(model).__name__} ({model.config.model_type})", model.config.get_text_config()
     if any(hasattr(module, "get_rope_index") for module in model.modules()) or "mrope_section" in str(

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from verl.models.families.generic import GenericFamily
 from verl.models.families.interface import Family, VisionFamily
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
@@ -12,7 +13,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen25VL(),
     Qwen3VL(),
 )
-TEXT, GENERIC = Family(), VisionFamily()
+TEXT, GENERIC = Family(), GenericFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
 _by_type: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
@@ -20,7 +21,10 @@ _by_type: dict[str, Family] = {name: family for family in FAMILIES for name in f
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    return _by_type.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    named = _by_type.get(config.model_type)
+    if named is not None:
+        return named
+    return GenericFamily(config) if hasattr(config, "vision_config") else TEXT
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -32,7 +36,7 @@ def vision_family_of(config: Any) -> VisionFamily:
 
 def is_named(config: Any) -> bool:
     """Return whether a file describes the model, or it reads text only."""
-    return family_of(config) is not GENERIC
+    return not isinstance(family_of(config), GenericFamily)
 
 
 def register_family(spec: str | None) -> Family | None:
