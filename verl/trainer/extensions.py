@@ -34,8 +34,8 @@ from verl.data.loader import DATASETS, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.logger.base import LOGGERS, Logger
-from verl.models.family import FAMILIES, ModelFamily, register_family
-from verl.models.position_ids import MropeConstants
+from verl.models.families.interface import Family, MediaShape, VisionFamily
+from verl.models.families.registry import OWN_FAMILIES, register_family
 from verl.optim.build import OPTIMIZERS, parameter_groups
 from verl.optim.schedules import SCHEDULES, Position
 from verl.protocol import DataProto
@@ -44,6 +44,7 @@ from verl.trainer.reward_samples import open_unchecked
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error, digest_of
+from verl.workers.model_builder import load_model_config
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
 
@@ -242,16 +243,18 @@ def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
         raise ProtocolError(f"must make batches of the key table: {error}") from error
 
 
-def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
+def check_family(family: Any, used: UsedExtension, config: Any) -> None:
     """Compute positions of a short prompt without media."""
-    if not isinstance(family, ModelFamily):
-        raise ProtocolError(f"must be a ModelFamily, got {_describe(family)}")
+    if not isinstance(family, Family):
+        raise ProtocolError(f"must be a Family, got {_describe(family)}")
     register_family(used.spec)
-    if family.position_ids is None:
+    if not isinstance(family, VisionFamily):
         return
-    constants = MropeConstants(IMAGE_TOKEN, VIDEO_TOKEN)
-    positions = family.position_ids(torch.arange(LENGTH), constants=constants)
-    rows = family.properties.position_rows
+    model_config = load_model_config(config.worker.actor.model)
+    positions = family.positions(model_config, torch.arange(LENGTH), MediaShape())
+    if positions is None:
+        return
+    rows = family.position_rows
     _check_tensor("the position ids", positions, (rows, LENGTH) if rows > 1 else (LENGTH,), torch.int64)
 
 
@@ -278,7 +281,7 @@ KINDS: dict[str, Kind] = {
     "rollout engine": Kind(
         ROLLOUT_ENGINES, "a class, or function, of `worker.rollout` and EngineSetup", check_engine
     ),
-    "model family": Kind(FAMILIES, "a ModelFamily of verl.models.family", check_family),
+    "model family": Kind(OWN_FAMILIES, "a Family of verl.models.families.interface", check_family),
 }
 
 
