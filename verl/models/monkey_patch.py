@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
+from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Family, Kind, Medium, VisionFamily
+from verl.models.families.registry import family_of
 from verl.models.vision import Features, MediaRows, MediaShare, encode_media, in_order, order_of
 
 
@@ -32,8 +33,14 @@ def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
     # tower and the language model the same function, so the configs are written directly.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            is_tower = getattr(model.config, "vision_config", None) is module.config
-            module.config._attn_implementation_internal = vision_name if is_tower else name
+            is_text = module.config is model.config or module.config is model.config.get_text_config()
+            module.config._attn_implementation_internal = name if is_text else vision_name
+
+
+def set_packed_attention(model: PreTrainedModel) -> None:
+    family = family_of(model.config)
+    tower = family.tower_attention if isinstance(family, VisionFamily) else ATTENTION
+    set_attention(model, ATTENTION, tower)
 
 
 @contextlib.contextmanager
@@ -43,7 +50,7 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        set_attention(model, ATTENTION, VISION_ATTENTION)
+        set_packed_attention(model)
 
 
 def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:

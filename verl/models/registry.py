@@ -5,7 +5,7 @@ Any model that uses transformers' attention interface may work; the start compar
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
 from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import unsupported
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
+from verl.models.families.generic import WHAT_TO_WRITE
 from verl.models.families.interface import Medium, VisionFamily
-from verl.models.families.registry import family_of
+from verl.models.families.registry import family_of, is_named
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -28,7 +28,7 @@ from verl.models.monkey_patch import (
     evaluating,
     own_config,
     plain_attention,
-    set_attention,
+    set_packed_attention,
 )
 from verl.models.scalar_head import is_scalar
 
@@ -90,7 +90,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
-    set_attention(model, ATTENTION, VISION_ATTENTION)
+    set_packed_attention(model)
     defer_head(model)
     add_packed_forward(model, family_of(model.config))
 
@@ -106,7 +106,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not model._supports_attention_backend:
+    if not (model._supports_attention_backend or model.get_decoder()._supports_attention_backend):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -127,8 +127,10 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
     rows, media = to_device(_check_rows(model, processor), device)
-    scores = is_scalar(model.config)
+    scores, what_to_write = is_scalar(model.config), "" if is_named(model.config) else f": {WHAT_TO_WRITE}"
     with evaluating(model):
+        if not is_named(model.config):
+            _check_features(model, media)
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
         with plain_attention(model):
             plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
@@ -138,9 +140,24 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
             f" not support: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g}"
-            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed"
+            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed{what_to_write}"
         )
     return difference
+
+
+def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
+    """Raise NotImplementedError if features of an image depend on others that are encoded with it."""
+    together = model(media=media, only_encode=True)
+    alone = [model(media=[medium], only_encode=True)[0] for medium in media]
+    difference = max(
+        ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
+    )
+    if not difference <= TOLERANCE[together[0].dtype]:
+        raise NotImplementedError(
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image with another"
+            f" one: they differ by {difference:.2g} of their size, at most {TOLERANCE[together[0].dtype]:g} is"
+            f" allowed: {WHAT_TO_WRITE}"
+        )
 
 
 def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:

@@ -110,6 +110,9 @@ class VisionFamily(Family):
     tower: ClassVar[str] = "model.vision_tower"
     projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
 
+    # transformers' name of the tower's attention; with lengths of packed patches `VISION_ATTENTION`
+    tower_attention: ClassVar[str] = "sdpa"
+
     @property
     def encoder(self) -> tuple[str, ...]:
         """The modules that turn pixels into features, which `freeze_vision_tower` freezes."""
