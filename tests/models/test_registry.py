@@ -5,8 +5,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.models.deferred_logits import DeferredLogits
+from verl.models.families.registry import family_of
 from verl.models.hub_names import auto_class
-from verl.models.registry import check_model, model_type_of, prepare_model
+from verl.models.registry import check_model, prepare_model
 from verl.models.tiny import save_tiny_model
 
 SMALL = dict(
@@ -116,8 +117,8 @@ def test_a_prepared_model_keeps_its_class_name_parameters_and_own_config():
 def test_vision_language_models_are_recognized_by_their_config(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
 
-    assert model_type_of(config).position_rows == 4
-    assert model_type_of(build("llama").config).media_owner is None
+    assert family_of(config).position_rows == 4
+    assert not family_of(build("llama").config).reads_media
 
 
 def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer(tmp_path, monkeypatch):

@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file
 
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
-from verl.models.tiny import FAMILIES, save_tiny_model
+from verl.models.tiny import TINY_MODELS, save_tiny_model
 from verl.planning.model_sizes import read_shape
 from verl.planning.stored_shape import MODEL_TYPES, stored_shape
 from verl.utils.weight_files import save_weights
 
-KNOWN = [family for family in FAMILIES if FAMILIES[family].model_type in MODEL_TYPES]
+KNOWN = [family for family in TINY_MODELS if TINY_MODELS[family].model_type in MODEL_TYPES]
 CHANGES = {
     "overridden": {"override_config": {"tie_word_embeddings": False}},
     "adapted": {"lora": LoraConfig(rank=4)},
@@ -31,7 +31,7 @@ def both(folder, fsdp=FSDPConfig(), *, is_trained=True, **model):  # noqa: B008 
 
 
 def test_every_known_type_has_a_family_here():
-    assert {FAMILIES[family].model_type for family in KNOWN} == {*MODEL_TYPES}
+    assert {TINY_MODELS[family].model_type for family in KNOWN} == {*MODEL_TYPES}
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -80,7 +80,7 @@ def test_a_model_that_is_not_trained_whole_is_left_to_torch(tmp_path, change):
     assert stored_shape(config, FSDPConfig(), is_trained=True, head="causal") is None
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {*KNOWN}))
+@pytest.mark.parametrize("family", sorted(TINY_MODELS.keys() - {*KNOWN}))
 def test_an_unknown_type_is_left_to_torch(tmp_path, family):
     config = ModelConfig(model_path=str(save_tiny_model(tmp_path, family)))
 

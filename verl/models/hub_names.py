@@ -16,11 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl.models.families.registry import transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 
-# Joint experts are (experts, in, out) on the hub, as vLLM reads them; transformers holds and writes
-# (experts, out, in).
-TRANSPOSED_EXPERTS = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
 LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # a name up to its last number: the layer
 
 
@@ -137,7 +135,7 @@ def _to_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Ten
     """Undo transformers' conversion on loading."""
     converted = revert_weight_conversion(model, dict(tensors))
     # Square experts are not transposed: transformers detects the layout by the shape.
-    suffixes = TRANSPOSED_EXPERTS.get(model.config.model_type, ())
+    suffixes = transposed_experts(model.config)
     for name, tensor in converted.items():
         if suffixes and name.endswith(suffixes) and tensor.shape[-1] != tensor.shape[-2]:
             converted[name] = tensor.transpose(-1, -2).contiguous()

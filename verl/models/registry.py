@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supported models, and their preparation for packed training.
 
-Any causal language model that uses transformers' attention interface works without an entry here. A model
-that reads images or videos needs an entry in `MODEL_TYPES`, and its positions in `position_ids`.
+Any model that uses transformers' attention interface may work; the start compares it with its own forward.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
 from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import unsupported
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
+from verl.models.families.interface import Medium, VisionFamily
+from verl.models.families.registry import family_of
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -30,37 +31,12 @@ from verl.models.monkey_patch import (
     set_attention,
 )
 from verl.models.scalar_head import is_scalar
-from verl.models.vision import dummy_row
 
 CHECKED_TOKENS = 8  # at the end of each sequence, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
 LONGEST_CHECKED_WINDOW = 1024  # longer sequences would take noticeable time
 # Mean log-probability differences that rounding explains; unknown behavior causes tenths or more.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-
-
-@dataclass(frozen=True)
-class ModelType:
-    """Properties that a transformers config does not contain."""
-
-    media_owner: str | None = None  # the module with `get_image_features`; None for text models
-    vision_tower: str | None = None  # the module that `freeze_vision_tower` freezes
-    position_rows: int = 1  # 4 for M-RoPE: text, time, height, width
-
-
-_QWEN_VL = ModelType(media_owner="model", vision_tower="model.visual", position_rows=4)
-
-MODEL_TYPES: dict[str, ModelType] = {
-    "qwen2_vl": _QWEN_VL,
-    "qwen2_5_vl": _QWEN_VL,
-    "qwen3_vl": _QWEN_VL,
-    "qwen3_vl_moe": _QWEN_VL,
-}
-
-
-def model_type_of(config: PretrainedConfig) -> ModelType:
-    """Return the entry of a config, or that of a plain text model."""
-    return MODEL_TYPES.get(config.model_type, ModelType())
 
 
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
@@ -101,9 +77,9 @@ def prepare_model(model: PreTrainedModel) -> None:
             cu_seqlens=(B + 1,),  # or packed_layout=…, see `verl.models.attention.layouts`
             local_tokens=(n,),  # this rank's positions in a packed sequence that is sharded over ranks
             read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
-            pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
-            # or media_features={"image": EncodedMedia, "video": EncodedMedia}, computed before by
-            # model(pixel_values=…, image_grid_thw=…, only_encode=True)
+            media=[Medium, …],  # or media_features={"image": [features], "video": [features]}, computed
+            # before by model(media=[Medium, …], only_encode=True)
+            media_order={"image": [0, 0, 2], "video": [1]},  # media in the order of their tokens
             media_rows={"image": MediaRows, "video": MediaRows},  # by default found among the input ids
         ) -> result of `read`: TokenLogProbs of (M,)
 
@@ -116,7 +92,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     own_config(model)
     set_attention(model, ATTENTION, VISION_ATTENTION)
     defer_head(model)
-    add_packed_forward(model, model_type_of(model.config).media_owner)
+    add_packed_forward(model, family_of(model.config))
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -141,7 +117,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def check_model(model: PreTrainedModel) -> float:
+def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     """Compare packed log-probabilities with the model's own padded forward; return their mean difference.
 
     Raises NotImplementedError if they differ by more than rounding: the model does something unsupported.
@@ -150,9 +126,7 @@ def check_model(model: PreTrainedModel) -> float:
     """
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
-    rows, media = _check_rows(model)
-    rows = [row.to(device) for row in rows]
-    media = {key: value.to(device) for key, value in media.items()}
+    rows, media = to_device(_check_rows(model, processor), device)
     scores = is_scalar(model.config)
     with evaluating(model):
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
@@ -169,31 +143,39 @@ def check_model(model: PreTrainedModel) -> float:
     return difference
 
 
-def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:
     config, text = model.config, model.config.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
     length = 12 if window > LONGEST_CHECKED_WINDOW else max(12, window + CHECKED_TOKENS + 1)
     generator = torch.Generator().manual_seed(0)  # the same on every rank
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
-    if model_type_of(config).media_owner is None:
-        return rows, {}
-    parts = ("image", "video", "vision_start", "vision_end")
-    markers = [getattr(config, f"{part}_token_id") for part in parts]
+    family = family_of(config)
+    if not isinstance(family, VisionFamily):
+        return rows, []
+    markers = sorted(special_tokens(config))
     ordinary = min(set(range(len(markers) + 1)) - set(markers))
     rows = [row.masked_fill(torch.isin(row, torch.tensor(markers)), ordinary) for row in rows]
-    image = dummy_row(config, 2, 3)
-    pixels = torch.rand(image.pixel_values.shape, generator=generator)
-    media = {"pixel_values": pixels, "image_grid_thw": image.image_grid_thw}
-    return [torch.cat([image.input_ids, rows[0]]), rows[1]], media
+    image = family.example(config, processor, generator)
+    return [torch.cat([image.input_ids, rows[0]]), rows[1]], image.media
+
+
+def special_tokens(config: PretrainedConfig) -> set[int]:
+    """Return the tokens that the config names: those of media, and of the ends of texts."""
+    named = {**config.get_text_config().to_dict(), **config.to_dict()}
+    return {
+        value
+        for name, value in named.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
 
 
 def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
-    rows = model_type_of(model.config).position_rows  # M-RoPE has (4, B, T)
+    rows = family_of(model.config).position_rows  # M-RoPE has (4, B, T)
     return positions if rows == 1 else positions.expand(rows, *positions.shape)
 
 
 def _packed(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor], read: Callable[..., Tensor]
+    model: PreTrainedModel, rows: list[Tensor], media: list[Medium], read: Callable[..., Tensor]
 ) -> Tensor:
     """Return `read` of the predictions of the last tokens of each row: (rows x CHECKED_TOKENS, ...)."""
     tokens = torch.cat(rows)
@@ -205,7 +187,7 @@ def _packed(
         position_ids=_positions(model, positions[None]),
         cu_seqlens=nn.functional.pad(ends, (1, 0)).to(torch.int32),
         read=lambda logits: read(logits, before, tokens[before + 1]),
-        **media,
+        media=media,
     )
 
 
@@ -224,25 +206,29 @@ def _project(hidden: Tensor) -> Tensor:
     return hidden.float() @ nn.functional.normalize(directions, dim=0).to(hidden.device)
 
 
-def _padded(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]) -> tuple[Any, Tensor]:
+def _padded(model: PreTrainedModel, rows: list[Tensor], media: list[Medium]) -> tuple[Any, Tensor]:
     """Return the model's own logits of left-padded rows at the last columns, and the padded ids."""
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     columns = torch.arange(padded.shape[1], device=padded.device)
     starts = torch.tensor([padded.shape[1] - len(row) for row in rows], device=padded.device)[:, None]
+    family = family_of(model.config)
+    inputs = family.own_arguments(model.config, padded)
+    if media and isinstance(family, VisionFamily):
+        inputs |= family.own_inputs(media)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     logits = model(
         input_ids=padded,
         attention_mask=(columns >= starts).long(),
         position_ids=_positions(model, (columns - starts).clamp(min=0)),
         use_cache=False,
-        **media,
+        **inputs,
         **({"logits_to_keep": CHECKED_TOKENS + 1} if few else {}),
     ).logits
     return logits, padded
 
 
 def _padded_log_probs(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+    model: PreTrainedModel, rows: list[Tensor], media: list[Medium]
 ) -> tuple[Tensor, torch.dtype]:
     logits, padded = _padded(model, rows, media)
     logits = logits[:, -CHECKED_TOKENS - 1 : -1]
@@ -251,7 +237,7 @@ def _padded_log_probs(
 
 
 def _padded_projections(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+    model: PreTrainedModel, rows: list[Tensor], media: list[Medium]
 ) -> tuple[Tensor, torch.dtype]:
     with deferred(model):
         logits, _ = _padded(model, rows, media)

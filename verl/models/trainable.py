@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from verl.models.families.registry import encoder_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
-from verl.models.registry import model_type_of
 from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 
@@ -31,12 +31,12 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
 
     `option` is the config section named in errors.
     """
-    tower = model_type_of(model.config).vision_tower
-    if options.freeze_vision_tower and tower is None:
+    encoder = encoder_of(model.config)
+    if options.freeze_vision_tower and not encoder:
         logger.warning(
             "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
         )
-    frozen = [tower] if options.freeze_vision_tower and tower is not None else []
+    frozen = list(encoder) if options.freeze_vision_tower else []
     names = list(dict(model.named_parameters()))
     trained = set(_matching(names, options.train, f"{option}.train_modules"))
     if options.adapter is None:

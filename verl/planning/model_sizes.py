@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
+from verl.models.families.registry import encoder_of
 from verl.models.hub_names import meta_model
 from verl.models.lora import (
     adapted_expert_weights,
@@ -17,7 +18,6 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
-from verl.models.registry import model_type_of
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
@@ -72,8 +72,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     """Count the weights of a model; those with `requires_grad` are trained."""
     config: Any = model.config
     blocks = fsdp_blocks(model)
-    tower_name = model_type_of(config).vision_tower
-    in_tower = set() if tower_name is None else set(model.get_submodule(tower_name).modules())
+    in_tower = {part for name in encoder_of(config) for part in model.get_submodule(name).modules()}
     in_blocks = {id(param) for block in blocks for param in block.parameters()}
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]

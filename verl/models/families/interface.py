@@ -2,7 +2,7 @@
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
 `Family` describes text models, `VisionFamily` models that read images or videos. Both work as they stand for
-a model that nobody named, through the model's own processor and `get_image_features`; a family's file
+a model that has no file, through the model's own processor and `get_image_features`; a family's file
 overrides what its models do otherwise, or what they can do faster. `registry.py` lists the files.
 """
 
@@ -44,6 +44,13 @@ class MediaShape:
 
     images: list[MediumShape] = field(default_factory=list)
     videos: list[MediumShape] = field(default_factory=list)
+
+
+class EncodedMedium(NamedTuple):
+    """The features of an image or a video, and its facts."""
+
+    features: Tensor  # (tokens, hidden size x (1 + deepstack levels))
+    facts: Mapping[str, Any]
 
 
 class ExampleRow(NamedTuple):
@@ -95,6 +102,7 @@ class VisionFamily(Family):
 
     reads_media = True
     reads_videos: ClassVar[bool] = False
+    processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
     # --- modules
 
@@ -199,14 +207,20 @@ class VisionFamily(Family):
         """Return the edge in pixels of the part of a frame that a token stands for."""
         return 28
 
+    def smallest_frame(self, processor: Any) -> int:
+        """Return the fewest tokens of a frame that the processor never enlarges."""
+        return 1
+
+    def resized_image(self, processor: Any, height: int, width: int) -> tuple[int, int]:
+        """Return height and width after the processor's own resizing."""
+        return height, width
+
     # --- the rollout engine
 
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
 
-    def engine_features(
-        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Return vLLM's multimodal data of media whose features are known."""
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
         raise NotImplementedError
 
     def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:

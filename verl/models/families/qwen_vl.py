@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl.distributed.device import to_device
 from verl.models.families.interface import (
+    EncodedMedium,
     ExampleRow,
     Kind,
     MediaShape,
@@ -165,11 +166,23 @@ class PatchGridFamily(VisionFamily):
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.merge_size
 
+    def smallest_frame(self, processor: Any) -> int:
+        # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
+        # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has
+        # less than 2 limit + 2 merged patches, as both sides are rounded up.
+        return -(-4 * processor.video_processor.size["shortest_edge"] // self.frame_factor(processor) ** 2)
+
+    def resized_image(self, processor: Any, height: int, width: int) -> tuple[int, int]:
+        _, rows, columns = image_grid(processor.image_processor, height, width)
+        patch = processor.image_processor.patch_size
+        return rows * patch, columns * patch
+
 
 class QwenVL(PatchGridFamily):
     """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1: a video has a step of time for each patch."""
 
     model_types = ("qwen2_vl",)
+    processors = ("Qwen2VLProcessor",)
     hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
     takes_features = True
     engine_facts = ()  # of videos, in addition to features and grid
@@ -187,13 +200,13 @@ class QwenVL(PatchGridFamily):
         images, videos = grids_of(shape.images), grids_of(shape.videos)
         return mrope_positions(input_ids, MropeConstants.from_config(config), images, videos)
 
-    def engine_features(
-        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        grids = torch.tensor([each["grid_thw"] for each in facts])
-        data: dict[str, Any] = {f"{kind}_embeds": torch.cat(list(features)), f"{kind}_grid_thw": grids}
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            f"{kind}_embeds": torch.cat([medium.features for medium in media]),
+            f"{kind}_grid_thw": torch.tensor([medium.facts["grid_thw"] for medium in media]),
+        }
         for name in self.engine_facts if kind == "video" else ():
-            data[name] = [each[name] for each in facts]
+            data[name] = [medium.facts[name] for medium in media]
         return data
 
 
@@ -204,6 +217,7 @@ class Qwen25VL(QwenVL):
     """
 
     model_types = ("qwen2_5_vl",)
+    processors = ("Qwen2_5_VLProcessor",)
     hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
     engine_facts = ("second_per_grid_ts",)
     tiny: ClassVar = {
@@ -230,10 +244,8 @@ class Qwen25VL(QwenVL):
             inputs["second_per_grid_ts"] = torch.tensor(seconds, device=inputs["pixel_values_videos"].device)
         return inputs
 
-    def engine_features(
-        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        data = super().engine_features(kind, features, facts)
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        data = super().engine_features(kind, media)
         if kind == "video":
             data["second_per_grid_ts"] = torch.tensor(data["second_per_grid_ts"])
         return data
@@ -243,6 +255,7 @@ class Qwen3VL(QwenVL):
     """Qwen3-VL: each temporal patch of a video is a grid after its time as text."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
+    processors = ("Qwen3VLProcessor",)
     hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
     engine_facts = ("timestamps",)
     transposed_experts: ClassVar = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}

@@ -15,12 +15,17 @@ FAMILIES: tuple[Family, ...] = (
 TEXT, GENERIC = Family(), VisionFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
-_by_type: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+_by_processor = {
+    name: family for family in FAMILIES if isinstance(family, VisionFamily) for name in family.processors
+}
+TYPES: dict[str, Family] = {  # those of users' files are added
+    name: family for family in FAMILIES for name in family.model_types
+}
 
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    return _by_type.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    return TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -28,6 +33,22 @@ def vision_family_of(config: Any) -> VisionFamily:
     family = family_of(config)
     assert isinstance(family, VisionFamily), f"{config.model_type} reads no media"
     return family
+
+
+def family_of_processor(processor: Any) -> VisionFamily:
+    """Return the family that a processor's class belongs to; several types of models may share one."""
+    return _by_processor.get(type(processor).__name__, GENERIC)
+
+
+def transposed_experts(config: Any) -> tuple[str, ...]:
+    """Return the ends of the names of joint experts that the hub holds as (experts, in, out)."""
+    return family_of(config).transposed_experts.get(config.model_type, ())
+
+
+def encoder_of(config: Any) -> tuple[str, ...]:
+    """Return the modules that turn pixels into features; a text model has none."""
+    family = family_of(config)
+    return family.encoder if isinstance(family, VisionFamily) else ()
 
 
 def is_named(config: Any) -> bool:
@@ -45,9 +66,9 @@ def register_family(spec: str | None) -> Family | None:
     if not family.model_types:
         raise ValueError(f"`{OWN_FAMILIES.option}` ({spec}) must name its `model_types`")
     for name in family.model_types:
-        if type(_by_type.get(name, family)).__qualname__ != type(family).__qualname__:
+        if type(TYPES.get(name, family)).__qualname__ != type(family).__qualname__:
             raise ValueError(
                 f"`{OWN_FAMILIES.option}` ({spec}) must describe new types of models, {name} is known already"
             )
-        _by_type[name] = family
+        TYPES[name] = family
     return family
