@@ -190,9 +190,9 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     )
     if not difference <= TOLERANCE[together[0].dtype]:
         raise NotImplementedError(
-            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image with another"
-            f" one: they differ by {difference:.2g} of their size, at most {TOLERANCE[together[0].dtype]:g} is"
-            f" allowed: {WHAT_TO_WRITE}"
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
+            f" with another one: they differ by {difference:.2g} of their size, at most"
+            f" {TOLERANCE[together[0].dtype]:g} is allowed: {WHAT_TO_WRITE}"
         )
 
 
