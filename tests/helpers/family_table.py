@@ -41,7 +41,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.mrope import continue_positions
-from verl.models.families.registry import FAMILIES, encoder_of
+from verl.models.families.registry import FAMILIES, encoder_of, transposed_experts
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.registry import check_sequence_parallel
@@ -143,10 +143,14 @@ def merged(kind: str) -> Error:
     """Weights in memory under their names on the hub against the model's files, bit for bit."""
     tiny = load_tiny(kind)
     on_disk = load_file(tiny.folder / "model.safetensors")
-    made = dict(
-        HubNames(tiny.config).convert((name, each.detach()) for name, each in tiny.model.named_parameters())
-    )
+    names = HubNames(tiny.config)
+    in_memory = ((name, each) for name, each in tiny.model.state_dict().items() if name not in names.tied)
+    made = dict(names.convert(in_memory))
     assert made.keys() == on_disk.keys()
+    for name in made:
+        # transformers does not write these as the hub has them
+        if name.endswith(transposed_experts(tiny.config)) and made[name].shape != on_disk[name].shape:
+            made[name] = made[name].transpose(-1, -2)
     return float(not all(torch.equal(made[name], on_disk[name]) for name in made))
 
 
