@@ -6,6 +6,7 @@ that reads images or videos needs an entry in `MODEL_TYPES`, and its positions i
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.attention.block_inputs import record_block_inputs
 from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
@@ -121,6 +123,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     own_config(model)
     set_attention(model, ATTENTION, VISION_ATTENTION)
     defer_head(model)
+    record_block_inputs(model)
     add_packed_forward(model, model_type_of(model.config).media_owner)
 
 
@@ -135,7 +138,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     unknown = set(getattr(text, "layer_types", None) or []) - set(LAYER_TYPES)
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not model._supports_attention_backend:
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
