@@ -45,10 +45,12 @@ from verl.distributed.device import backend_of, resolve_device, synchronize, to_
 from verl.distributed.fsdp import clip_grad_norm, make_mesh, shard_model
 from verl.models.attention.layouts import SharedLayout
 from verl.models.deferred_logits import DeferredLogits
+from verl.models.families.interface import MediaShape, Medium, MediumShape
+from verl.models.families.mrope import continue_positions
+from verl.models.families.registry import vision_family_of
 from verl.models.flops import FlopsCounter, peak_flops
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.hub_names import meta_model
-from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
 from verl.models.registry import prepare_model
 from verl.optim.build import OPTIMIZERS, build_optimizer
 from verl.workers.packing.packed_batch import ResponseTokens
@@ -149,7 +151,7 @@ class Group(NamedTuple):
     prompt: Tensor  # (P,)
     positions: Tensor  # (4, P)
     responses: list[Tensor]
-    pixels: Tensor | None  # of all images of the prompt
+    images: list[Medium]
 
     def num_tokens(self, is_shared: bool) -> int:
         copies = 1 if is_shared else len(self.responses)
@@ -249,14 +251,14 @@ def make_group(
     ordinary = min(SHAPES[options.shape]["image_token_id"], 500)
     text = torch.randint(ordinary, (num_text,), generator=generator)
     prompt = torch.cat([torch.tensor(image * options.images, dtype=torch.int64), text])
-    grids = torch.tensor([grid] * options.images).reshape(-1, 3)
-    positions = position_ids_for("qwen2_5_vl")(
-        prompt, MropeConstants.from_config(config), image_grid_thw=grids
-    )  # (4, P)
+    shape = MediaShape(images=[MediumShape([], {"grid_thw": grid})] * options.images)
+    positions = vision_family_of(config).positions(config, prompt, shape)  # (4, P)
+    assert positions is not None, "the model has M-RoPE"
     responses = [torch.randint(ordinary, (length,), generator=generator) for length in lengths]
     patches = options.images * grid[1] * grid[2], 3 * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(*patches, generator=generator) if options.images else None
-    return Group(prompt, positions, responses, pixels)
+    pixels = torch.randn(*patches, generator=generator).split(grid[1] * grid[2]) if options.images else ()
+    images = [Medium("image", {"pixel_values": image}, {"grid_thw": grid}) for image in pixels]
+    return Group(prompt, positions, responses, images)
 
 
 def make_micro_batches(
@@ -308,9 +310,8 @@ def pack_groups(
         inputs["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
     grid = image_grid(config, options)
     if options.images:
-        inputs["pixel_values"] = torch.cat([group.pixels for group in groups]).to(device)
-        inputs["image_grid_thw"] = torch.tensor([grid] * (len(groups) * options.images)).to(device)
-        inputs["image_order"] = order
+        inputs["media"] = to_device([image for group in groups for image in group.images], device)
+        inputs["media_order"] = {"image": order}
     responses = [response for group in groups for response in group.responses]
     num_tokens = torch.tensor([len(response) for response in responses])
     mask = (torch.arange(int(num_tokens.max())) < num_tokens[:, None]).long()  # (B, R)

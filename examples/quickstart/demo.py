@@ -39,7 +39,9 @@ from shapes import IMAGE_SIZE, write_questions
 
 from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
-from verl.models.position_ids import MropeConstants, position_ids_for
+from verl.models.families.interface import KINDS as MEDIA
+from verl.models.families.interface import MediaShape, MediumShape, VisionFamily
+from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
 from verl.utils.quiet import no_weight_bars
 
@@ -210,15 +212,23 @@ def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
 def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the position ids that the model was trained with; transformers' differ after a video.
 
-    See `verl/models/position_ids.py`. Empty for models with positions 0, 1, 2, ...
+    Empty for models with positions 0, 1, 2, ...
     """
-    function = position_ids_for(config.model_type)
-    if function is None:
+    family = family_of(config)
+    if not isinstance(family, VisionFamily):
         return {}
-    names = [name for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if name in inputs]
-    grids = {name: torch.as_tensor(inputs[name]) for name in names}
-    positions = function(inputs["input_ids"][0], MropeConstants.from_config(config), **grids)  # (4, L)
-    return {"position_ids": positions.unsqueeze(1)}
+    grids = {kind: torch.as_tensor(inputs.get(f"{kind}_grid_thw", ())).tolist() for kind in MEDIA}
+    seconds = inputs.get("second_per_grid_ts", [1.0] * len(grids["video"]))
+    facts = {
+        "image": [{"grid_thw": grid} for grid in grids["image"]],
+        "video": [
+            {"grid_thw": grid, "second_per_grid_ts": float(value)}
+            for grid, value in zip(grids["video"], seconds, strict=True)
+        ],
+    }
+    shape = MediaShape(*([MediumShape([], each) for each in facts[kind]] for kind in MEDIA))
+    positions = family.positions(config, inputs["input_ids"][0], shape)  # (4, L)
+    return {} if positions is None else {"position_ids": positions.unsqueeze(1)}
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -13,7 +13,6 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.data import files as data_files
 from verl.logger.tracker import LOGGERS
-from verl.models import position_ids, registry
 from verl.optim.build import OPTIMIZERS
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
@@ -28,8 +27,6 @@ BLOCKS = {
 REGISTRIES = (ADV_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, OPTIMIZERS, LOGGERS, ROLLOUT_ENGINES)
 TABLES = (
     (batch_keys, "BATCH_KEYS"),
-    (registry, "MODEL_TYPES"),
-    (position_ids, "POSITION_IDS"),
     (data_files, "READERS"),
 )
 

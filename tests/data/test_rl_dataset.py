@@ -23,7 +23,7 @@ from verl.data.messages import references
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
-from verl.models.position_ids import MropeConstants, position_ids_for
+from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 
@@ -58,9 +58,7 @@ def open_text(model, folder, rows, **options):
 def open_media(model, files, row_timeout_s=60.0, report=None, **options):
     config, processor = make_config(**options), load_processor(model)
     hf_config = AutoConfig.from_pretrained(model)
-    positions = partial(
-        position_ids_for(hf_config.model_type), constants=MropeConstants.from_config(hf_config)
-    )
+    positions = partial(family_of(hf_config).positions, hf_config)
     media = MediaLoader(processor, MediaOptions.from_data(config))
     return RLHFDataset(
         files, load_tokenizer(model), processor, config, media=media, position_ids=positions,

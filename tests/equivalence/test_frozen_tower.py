@@ -16,14 +16,14 @@ from tests.helpers.media import save_image, save_video
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.data.media.tokens import expand_prompt
 from verl.data.tokenizer import load_processor
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
+from verl.models.families.mrope import continue_positions
+from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing import vision_features as frozen_tower
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.vision_features import FrameRange, FrozenTower, _tower_calls
+from verl.workers.packing.vision_features import FrozenTower, UnitRange, _tower_calls
 
 pytestmark = pytest.mark.heavy
 
@@ -58,14 +58,8 @@ def row_of(root, loader, config, names, response, seed):
     media["videos"] = [str(root / name) for name in names if name.endswith("mp4")]
     tokenizer, shape = loader.processor.tokenizer, loader.measure(media)
     marks = "".join(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in kinds_of(media))
-    prompt = expand_prompt(tokenizer.encode(f"{marks}What colour?"), loader.processor, shape)
-    positions = position_ids_for(config.model_type)(
-        torch.tensor(prompt),
-        MropeConstants.from_config(config),
-        image_grid_thw=shape.image_grid_thw,
-        video_grid_thw=shape.video_grid_thw,
-        second_per_grid_ts=shape.second_per_grid_ts,
-    )  # (4, P)
+    prompt = loader.expand(tokenizer.encode(f"{marks}What colour?"), shape)
+    positions = family_of(config).positions(config, torch.tensor(prompt), shape)  # (4, P)
     positions = torch.cat([positions, continue_positions(positions[:, -1], response)], 1)
     answer = torch.randint(8, 300, (response,), generator=torch.Generator().manual_seed(seed))
     return torch.tensor(prompt), answer, positions, {}, media
@@ -187,11 +181,11 @@ def test_long_videos_are_encoded_in_several_calls(root, monkeypatch):
     model = load(root / "qwen2_5_vl", True)
     rows = [{"images": [str(root / "small.png")], "videos": [str(root / "long.mp4")]}]
     (whole, whole_video) = tower_of(model, loader_for(root / "qwen2_5_vl")).encode(rows).values()
-    monkeypatch.setattr(frozen_tower, "PATCHES_AT_ONCE", 30)
+    monkeypatch.setattr(frozen_tower, "FEATURES_AT_ONCE", 8)
     seen = patches_seen(model)
     (parts, video_parts) = tower_of(model, loader_for(root / "qwen2_5_vl")).encode(rows).values()
 
-    assert len(seen) > 2 and max(seen) <= 30
+    assert len(seen) > 2 and max(seen) <= 32
     torch.testing.assert_close(parts.tensors["features"], whole.tensors["features"], atol=1e-6, rtol=0)
     torch.testing.assert_close(
         video_parts.tensors["features"], whole_video.tensors["features"], atol=1e-6, rtol=0
@@ -199,15 +193,14 @@ def test_long_videos_are_encoded_in_several_calls(root, monkeypatch):
 
 
 def test_calls_of_the_tower_take_whole_frames_up_to_the_limit():
-    # An image of 4 patches, 3 frames of 6, an image of 20 that alone is over the limit of 10, one of 2.
-    grids = {"a": (1, 2, 2), "b": (3, 2, 3), "c": (1, 4, 5), "d": (1, 1, 2)}
+    # An image of 4 features, 3 frames of 5, an image of 20 that alone is over the limit of 10, one of 2.
+    units = {"a": [4], "b": [5, 5, 5], "c": [20], "d": [2]}
 
-    assert _tower_calls(grids, 10) == [
-        [FrameRange("a", 0, 1, 4), FrameRange("b", 0, 1, 6)],
-        [FrameRange("b", 1, 2, 6)],
-        [FrameRange("b", 2, 3, 6)],
-        [FrameRange("c", 0, 1, 20)],
-        [FrameRange("d", 0, 1, 2)],
+    assert _tower_calls(units, 10) == [
+        [UnitRange("a", 0, 1, True), UnitRange("b", 0, 1, False)],
+        [UnitRange("b", 1, 3, True)],
+        [UnitRange("c", 0, 1, True)],
+        [UnitRange("d", 0, 1, True)],
     ]
     assert _tower_calls({}, 10) == []
 

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
+from tests.helpers.grids import media_in
 from verl.models.hub_names import auto_class
 from verl.models.registry import check_model, prepare_model
 from verl.models.tiny import save_tiny_model
@@ -40,8 +41,10 @@ def load(folder, prepared):
 class Features:
     """Stands for the media loader: rows hold their model inputs."""
 
-    def features(self, multi_modal_data):
-        return dict(multi_modal_data["inputs"])
+    processor = None
+
+    def media(self, multi_modal_data):
+        return media_in(dict(multi_modal_data["inputs"]))
 
 
 def as_batch(rows, prompt=PROMPT, response=RESPONSE):
@@ -248,10 +251,10 @@ class Sharing(Features):
     def __init__(self):
         self.seen = []
 
-    def features(self, multi_modal_data):
+    def media(self, multi_modal_data):
         assert not any(multi_modal_data is row for row in self.seen)
         self.seen.append(multi_modal_data)
-        return super().features(multi_modal_data)
+        return super().media(multi_modal_data)
 
 
 @pytest.mark.parametrize("family", TEXT + VISION)

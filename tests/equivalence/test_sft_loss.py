@@ -8,6 +8,7 @@ surround a turn.
 
 import io
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.models.families.registry import family_of
 from verl.models.hub_names import auto_class
-from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 
@@ -57,11 +58,7 @@ def make_batch(kind, folder, rows_file):
     positions = None
     if processor is not None:
         config = AutoConfig.from_pretrained(folder)
-        constants = MropeConstants.from_config(config)
-        function = position_ids_for(config.model_type)
-
-        def positions(ids, **grids):
-            return function(ids, constants=constants, **grids)
+        positions = partial(family_of(config).positions, config)
 
     dataset = SFTDataset(
         str(rows_file), load_tokenizer(folder), processor,

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoProcessor
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.grids import positions_of
 from verl.models.hub_names import auto_class
-from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
 
@@ -66,8 +66,7 @@ def make_prompts(kind, folder):
         for grid in [] if grids is None else grids:
             tokens = [config.vision_start_token_id, *[config.image_token_id] * (int(grid.prod()) // 4)]
             ids = torch.cat([ids[:2], torch.tensor([*tokens, config.vision_end_token_id]), ids[2:]])
-        constants = MropeConstants.from_config(config)
-        positions = position_ids_for(config.model_type)(ids, constants, image_grid_thw=grids)
+        positions = positions_of(config, ids, image_grid_thw=grids)
         prompts.append((ids, positions, {"images": refs} if refs else None))
     return prompts
 

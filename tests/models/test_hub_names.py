@@ -6,10 +6,10 @@ from transformers import AutoConfig
 
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.scalar_head import is_scalar, make_scalar
-from verl.models.tiny import FAMILIES, save_tiny_model
+from verl.models.tiny import TINY_MODELS, save_tiny_model
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
+@pytest.mark.parametrize("family", sorted(TINY_MODELS.keys() - {"qwen3_vl_moe"}))
 def test_converted_tensors_match_save_pretrained(family, tmp_path):
     folder = save_tiny_model(tmp_path, family)
     config = AutoConfig.from_pretrained(folder)
@@ -65,7 +65,7 @@ def test_joint_experts_are_transposed_for_the_hub_and_vllm(tmp_path):
     assert torch.equal(on_hub, in_memory.transpose(1, 2))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl_moe"}))
+@pytest.mark.parametrize("family", sorted(TINY_MODELS.keys() - {"qwen3_vl_moe"}))
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_scalar_model_has_the_same_names_with_a_score_instead_of_the_head(family, has_bias, tmp_path):
     folder = save_tiny_model(tmp_path, family)

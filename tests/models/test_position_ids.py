@@ -8,15 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
+from tests.helpers.grids import positions_of
+from verl.models.families.mrope import continue_positions
+from verl.models.families.registry import TEXT, family_of
 
 IMAGE, VIDEO, START, END = 501, 502, 503, 504
-CONSTANTS = MropeConstants(IMAGE, VIDEO, spatial_merge_size=2, tokens_per_second=2)
+VISION = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
 
 
 def positions(model_type, ids, **grids):
-    tensors = {name: torch.tensor(value) for name, value in grids.items()}
-    return position_ids_for(model_type)(torch.tensor(ids), CONSTANTS, **tensors)
+    config = SimpleNamespace(
+        model_type=model_type, image_token_id=IMAGE, video_token_id=VIDEO, vision_config=VISION
+    )
+    return positions_of(config, torch.tensor(ids), **grids)
 
 
 def test_text_counts_up_in_all_rows():
@@ -68,8 +72,8 @@ def test_responses_continue_from_the_last_position_of_each_row():
     assert continue_positions(last, 3).tolist() == [[8, 9, 10], [5, 6, 7], [5, 6, 7], [5, 6, 7]]
 
 
-def test_a_text_model_has_no_position_function():
-    assert position_ids_for("qwen2") is None
+def test_a_text_model_belongs_to_the_family_of_text():
+    assert family_of(SimpleNamespace(model_type="qwen2")) is TEXT
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def vllm_positions(model_type, ids, places):
 
     vision = SimpleNamespace(spatial_merge_size=2)
     if model_type == "qwen2_5_vl":
-        vision.tokens_per_second = CONSTANTS.tokens_per_second
+        vision.tokens_per_second = VISION.tokens_per_second
     config = SimpleNamespace(
         vision_config=vision, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END
     )

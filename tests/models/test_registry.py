@@ -5,8 +5,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.models.deferred_logits import DeferredLogits
+from verl.models.families.registry import family_of
 from verl.models.hub_names import auto_class
-from verl.models.registry import check_model, model_type_of, prepare_model
+from verl.models.registry import check_model, prepare_model
 from verl.models.tiny import save_tiny_model
 
 SMALL = dict(
@@ -59,7 +60,7 @@ def test_models_without_an_entry_pass_the_self_check(model_type, overrides):
     ("model_type", "overrides", "message"),
     [
         ("qwen3_moe", {"output_router_logits": True, "num_experts": 4}, "output_router_logits` to false"),
-        ("qwen3_next", {"num_experts": 4}, "linear_attention"),
+        ("minimax", {"num_local_experts": 4}, "linear_attention"),
     ],
 )
 def test_unsupported_model_features_are_refused_by_name(model_type, overrides, message):
@@ -114,8 +115,8 @@ def test_a_prepared_model_keeps_its_class_name_parameters_and_own_config():
 def test_vision_language_models_are_recognized_by_their_config(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
 
-    assert model_type_of(config).position_rows == 4
-    assert model_type_of(build("llama").config).media_owner is None
+    assert family_of(config).position_rows == 4
+    assert not family_of(build("llama").config).reads_media
 
 
 def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer(tmp_path, monkeypatch):

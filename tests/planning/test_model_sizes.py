@@ -5,7 +5,7 @@ import pytest
 from safetensors.torch import load_file
 
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
-from verl.models.tiny import FAMILIES, save_tiny_model
+from verl.models.tiny import TINY_MODELS, save_tiny_model
 from verl.planning.model_sizes import read_shape
 
 
@@ -15,7 +15,7 @@ def shape_of(folder, *, is_trained=True, head="causal", dtype=None, **model):
     return read_shape(config, fsdp, option="worker.actor.model", is_trained=is_trained, head=head)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_the_weights_are_those_of_the_files(tmp_path, family):
     folder = save_tiny_model(tmp_path, family)
     in_files = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
@@ -26,7 +26,7 @@ def test_the_weights_are_those_of_the_files(tmp_path, family):
     assert shape.params == in_files
     assert shape.stored == 4 * in_files
     assert shape.root + shape.text.layers * shape.text.params + tower == in_files
-    assert (shape.tower is not None) == (FAMILIES[family].vision is not None)
+    assert (shape.tower is not None) == (TINY_MODELS[family].vision is not None)
 
 
 def test_a_frozen_model_is_held_in_bf16_and_has_no_trained_weights(tmp_path):

@@ -19,8 +19,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config, walk_options
 from verl.logger.base import Run
 from verl.logger.tracker import Tracker
-from verl.models.position_ids import POSITION_IDS
-from verl.models.registry import MODEL_TYPES
+from verl.models.families.registry import TYPES
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.trainer.extensions import KINDS, check_extensions
@@ -50,11 +49,10 @@ def own(files):
 
 @pytest.fixture(autouse=True)
 def restored_families():
-    saved = [(table, dict(table)) for table in (MODEL_TYPES, POSITION_IDS)]
+    saved = dict(TYPES)
     yield
-    for table, entries in saved:
-        table.clear()
-        table.update(entries)
+    TYPES.clear()
+    TYPES.update(saved)
 
 
 def test_the_page_has_one_file_and_one_setting_for_each_kind():

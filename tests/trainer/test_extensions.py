@@ -11,8 +11,7 @@ from tests.helpers.fine_tuning import arguments_for, write_conversations
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config, walk_options
 from verl.config.sft import SFTConfig
-from verl.models.position_ids import POSITION_IDS
-from verl.models.registry import MODEL_TYPES
+from verl.models.families.registry import TYPES
 from verl.models.tiny import save_tiny_model
 from verl.trainer.extensions import KINDS, check_extensions, extensions_in
 
@@ -21,8 +20,8 @@ import torch
 from verl.algorithms.advantage_types import Advantages
 from verl.algorithms.policy_loss_types import PolicyLoss, policy_loss, policy_terms
 from verl.logger.base import Logger
-from verl.models.family import ModelFamily
-from verl.models.registry import ModelType
+from verl.models.families.interface import Family
+from verl.models.families.qwen_vl import QwenVL
 from verl.utils.registry import needs
 
 """
@@ -78,7 +77,10 @@ GOOD = {
             pass
         """,
     "family": """
-        good = ModelFamily("new_type")
+        class MyFamily(Family):
+            model_types = ("new_type",)
+
+        good = MyFamily()
         """,
 }
 
@@ -269,15 +271,18 @@ BAD = {
     "a family that is a name": (
         "family",
         "bad = 'qwen2_vl'\n",
-        "must be a ModelFamily, got 'qwen2_vl'",
+        "must be a Family, got 'qwen2_vl'",
     ),
     "a family with positions of the wrong shape": (
         "family",
         """
-        def positions(input_ids, constants, **grids):
-            return torch.arange(len(input_ids))
+        class Other(QwenVL):
+            model_types = ("other_vl",)
 
-        bad = ModelFamily("other_vl", ModelType("model", "model.visual", position_rows=4), positions)
+            def positions(self, config, input_ids, shape):
+                return torch.arange(len(input_ids))
+
+        bad = Other()
         """,
         "must return `the position ids` of shape (4, 3), got (3,)",
     ),
@@ -287,8 +292,7 @@ BAD = {
 @pytest.fixture
 def checked(tmp_path):
     """Write a file and check what it names `name` as an extension of a kind."""
-    tables = (MODEL_TYPES, POSITION_IDS)
-    saved = [dict(table) for table in tables]
+    saved = dict(TYPES)
 
     def check(kind, source, name):
         path = tmp_path / f"{kind}.py"
@@ -309,9 +313,8 @@ def checked(tmp_path):
         check_extensions(config)
 
     yield check
-    for table, entries in zip(tables, saved, strict=True):
-        table.clear()
-        table.update(entries)
+    TYPES.clear()
+    TYPES.update(saved)
 
 
 @pytest.mark.parametrize("kind", GOOD)

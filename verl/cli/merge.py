@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Imported here so that `--help` answers before torch loads.
     from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
     from verl.distributed.fsdp import torch_dtype  # noqa: PLC0415
-    from verl.models.family import register_family  # noqa: PLC0415
+    from verl.models.families.registry import register_family  # noqa: PLC0415
 
     try:
         register_family(extension_in_file(options.family) if options.family else None)

@@ -37,14 +37,15 @@ from verl.data.columns import FileColumns, notes_on_columns
 from verl.data.files import Rows, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import Message
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
+from verl.models.families.interface import MediaShape
 from verl.utils.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
+PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (L,) or (4, L); None counts from 0
 # Below this number of rows, starting processes takes longer than checking (0.3 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
@@ -82,7 +83,7 @@ class RowDataset(Dataset, ABC):
         processor: None for a text model.
         config: The `data` section.
         media: Decodes the rows' media; required with a processor.
-        position_ids: Called with token ids (L,) and media grids; None counts from 0.
+        position_ids: Called with token ids (L,) and the shapes of their media; None counts from 0.
         option: The option that named the files, for errors.
         row_timeout_s: Seconds for reading the media of a row; None is unlimited.
         report: Lists the rows that cannot be used.
@@ -100,7 +101,7 @@ class RowDataset(Dataset, ABC):
         config: Any,
         *,
         media: MediaLoader | None = None,
-        position_ids: Callable[..., Tensor] | None = None,
+        position_ids: PositionIds | None = None,
         option: str = "data.train_files",
         row_timeout_s: float | None = ROW_TIMEOUT_S,
         report: BadRowReport | None = None,
@@ -176,7 +177,7 @@ class RowDataset(Dataset, ABC):
             ids = rendered.raw_ids
             if rendered.media and self.config.filter_overlong_prompts:
                 shape = self._media_reader.read(rendered.media, decode=False)
-                ids = expand_prompt(ids, self.processor, shape)
+                ids = self._expand(ids, shape)
             return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row))
         except ValueError as error:
             return RowCheck(str(error))
@@ -191,10 +192,16 @@ class RowDataset(Dataset, ABC):
             raise BadRowError(f"{text} {self.limit}: raise it, or set `data.filter_overlong_prompts=true`")
 
     def _positions(self, ids: Tensor, shape: MediaShape | None) -> Tensor:
-        if self.position_ids is None:
-            return torch.arange(len(ids))  # (L,)
-        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if shape is not None else ()
-        return self.position_ids(ids, **{name: getattr(shape, name) for name in names})  # (L,) or (4, L)
+        positions = None if self.position_ids is None else self.position_ids(ids, shape or MediaShape())
+        return torch.arange(len(ids)) if positions is None else positions  # (L,) or (4, L)
+
+    def _expand(self, ids: list[int], shape: MediaShape) -> list[int]:
+        return self._media.expand(ids, shape)
+
+    @property
+    def _media(self) -> MediaLoader:
+        assert self.media is not None, "a dataset with a processor has a media loader"
+        return self.media
 
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
@@ -29,7 +28,7 @@ from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
-from verl.data.dataset import RowDataset
+from verl.data.dataset import PositionIds, RowDataset
 from verl.data.first_look import prompts_of_batch, too_few_rows
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
@@ -38,8 +37,8 @@ from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
-from verl.models.family import register_family
-from verl.models.position_ids import MropeConstants, position_ids_for
+from verl.models.families.interface import VisionFamily
+from verl.models.families.registry import family_of, register_family
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry
@@ -221,7 +220,7 @@ class Readers(NamedTuple):
     tokenizer: Any
     processor: Any | None  # None for a text model, which has no media
     media: MediaLoader | None
-    position_ids: Callable[..., Tensor] | None
+    position_ids: PositionIds | None
 
 
 def load_readers(
@@ -238,10 +237,11 @@ def load_readers(
     if processor is None:
         return Readers(tokenizer, None, None, None)
     model_config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
-    positions = position_ids_for(model_config.model_type)
-    if positions is not None:
-        positions = partial(positions, constants=MropeConstants.from_config(model_config))
-    return Readers(tokenizer, processor, MediaLoader(processor, options, cache), positions)
+    family = family_of(model_config)
+    if not isinstance(family, VisionFamily):
+        return Readers(tokenizer, None, None, None)
+    media = MediaLoader(processor, options, cache, family)
+    return Readers(tokenizer, processor, media, partial(family.positions, model_config))
 
 
 def media_options(data: RowsConfig, frames: RolloutConfig | SFTDataConfig) -> MediaOptions:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from verl.data.columns import check_prompt_columns
 from verl.data.dataset import Item, Rendered, RowDataset
-from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import media_of, prompt_of
 from verl.data.plain_files import Row
+from verl.models.families.interface import MediaShape
 from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
@@ -60,7 +60,7 @@ class RLHFDataset(RowDataset):
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
         prompt_ids = rendered.raw_ids
         if shape is not None:
-            prompt_ids = expand_prompt(prompt_ids, self.processor, shape)
+            prompt_ids = self._expand(prompt_ids, shape)
         length = len(prompt_ids)
         self._check_length(length, f"the prompt has {length} tokens, `data.max_prompt_length` is")
         ids = torch.tensor(prompt_ids, dtype=torch.int64)  # (L,)

@@ -19,9 +19,9 @@ from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import ConversationTokenizer, check_offsets
 from verl.data.columns import check_conversation_columns
 from verl.data.dataset import Item, Rendered, RowDataset
-from verl.data.media.tokens import MediaShape, expand_prompt
 from verl.data.messages import conversation_of, media_of
 from verl.data.plain_files import Row
+from verl.models.families.interface import MediaShape
 from verl.utils.plain_data import objects
 
 HIDDEN = -1  # replaces tokens of the assistant while media are expanded; not a token of any tokenizer
@@ -59,7 +59,7 @@ class SFTDataset(RowDataset):
         text, ids, is_trained = self._tokenize(messages)
         if self.processor is not None:
             learned = set(compress(ids, is_trained))
-            if learned & {self.processor.image_token_id, self.processor.video_token_id}:
+            if learned & self._media.family.placeholders(self.processor).keys():
                 raise BadRowError(
                     "an assistant turn contains an image or a video, which cannot be trained on"
                 )
@@ -101,6 +101,6 @@ class SFTDataset(RowDataset):
         """Expand media tokens outside of the trained tokens, which only move."""
         learned = compress(ids, is_trained)
         hidden = [HIDDEN if trained else token for token, trained in zip(ids, is_trained, strict=True)]
-        expanded = expand_prompt(hidden, self.processor, shape)
+        expanded = self._expand(hidden, shape)
         moved = [token == HIDDEN for token in expanded]
         return [next(learned) if token == HIDDEN else token for token in expanded], moved

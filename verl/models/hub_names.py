@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl.models.families.registry import transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 
-# Joint experts are (experts, in, out) on the hub, as vLLM reads them; transformers holds and writes
-# (experts, out, in).
-TRANSPOSED_EXPERTS = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
+PREFIX_CHANGE = "PrefixChange"  # of transformers 5.17 and later
 LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # a name up to its last number: the layer
 
 
@@ -63,6 +63,7 @@ class HubNames:
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
         # An empty model, because sharding renames the classes of a real one.
         self._model = meta_model(config, trust_remote_code=trust_remote_code)
+        keep_tower_prefixes(self._model)
         tensors = dict(self._model.state_dict())
         converted = _to_hub(self._model, tensors)
         self.memory_shapes = {name: tensor.shape for name, tensor in tensors.items()}  # including tied ones
@@ -110,6 +111,18 @@ def tied_names(model: PreTrainedModel) -> set[str]:
     return dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
 
 
+def keep_tower_prefixes(model: PreTrainedModel) -> None:
+    """Make transformers write `vision_tower.vision_model.…`, as checkpoints on the hub and vLLM have it.
+
+    It removes the second part on loading, and puts it back only in models that it has loaded.
+    """
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # A prefix of the whole model is found on loading, not fixed by the architecture.
+    kept = [each for each in conversions if type(each).__name__ != PREFIX_CHANGE or each.scope_prefix]
+    if any(type(each).__name__ == PREFIX_CHANGE for each in kept):
+        vars(model)["_weight_conversions"] = kept
+
+
 def _find_groups(
     model: PreTrainedModel, tensors: dict[str, Tensor], hub_shapes: dict[str, torch.Size]
 ) -> dict[str, _Group]:
@@ -137,7 +150,7 @@ def _to_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Ten
     """Undo transformers' conversion on loading."""
     converted = revert_weight_conversion(model, dict(tensors))
     # Square experts are not transposed: transformers detects the layout by the shape.
-    suffixes = TRANSPOSED_EXPERTS.get(model.config.model_type, ())
+    suffixes = transposed_experts(model.config)
     for name, tensor in converted.items():
         if suffixes and name.endswith(suffixes) and tensor.shape[-1] != tensor.shape[-2]:
             converted[name] = tensor.transpose(-1, -2).contiguous()

@@ -11,12 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
+from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.vision import EncodedMedia, MediaRows, MediaShare, encode_media, media_tokens
-
-MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+from verl.models.families.interface import Family, Kind, Medium, VisionFamily
+from verl.models.families.registry import family_of
+from verl.models.vision import (
+    Features,
+    MediaRows,
+    MediaShare,
+    blocks_of,
+    encode_media,
+    in_order,
+    order_of,
+)
 
 
 def own_config(model: PreTrainedModel) -> None:
@@ -33,8 +41,14 @@ def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
     # tower and the language model the same function, so the configs are written directly.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            is_tower = getattr(model.config, "vision_config", None) is module.config
-            module.config._attn_implementation_internal = vision_name if is_tower else name
+            is_text = module.config is model.config or module.config is model.config.get_text_config()
+            module.config._attn_implementation_internal = name if is_text else vision_name
+
+
+def set_packed_attention(model: PreTrainedModel) -> None:
+    family = family_of(model.config)
+    tower = family.tower_attention if isinstance(family, VisionFamily) else ATTENTION
+    set_attention(model, ATTENTION, tower)
 
 
 @contextlib.contextmanager
@@ -44,7 +58,7 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        set_attention(model, ATTENTION, VISION_ATTENTION)
+        set_packed_attention(model)
 
 
 def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:
@@ -66,21 +80,18 @@ def defer_head(model: PreTrainedModel) -> None:
     head.__class__ = DeferringHead
 
 
-def add_packed_forward(
-    model: PreTrainedModel,
-    media_owner: str | None,  # module that turns pixels into features; None for text models
-) -> None:
+def add_packed_forward(model: PreTrainedModel, family: Family) -> None:
     """Extend the model's forward: if `read` is passed, it returns `read(deferred logits)`."""
     # A subclass of the same name rather than a closure as `model.forward`, because FSDP2 derives its own
     # class from the model's, and copies of the model must run their own forward.
     original = type(model)
-    packed = functools.wraps(original.forward)(_packed_forward(original.forward, media_owner))
+    packed = functools.wraps(original.forward)(_packed_forward(original.forward, family))
     model.__class__ = type(
         original.__name__, (original,), {"forward": packed, "__module__": original.__module__}
     )
 
 
-def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
+def _packed_forward(original: Callable, family: Family) -> Callable:
     def forward(
         self: PreTrainedModel,
         *args: Any,
@@ -88,28 +99,33 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
         cu_seqlens: Tensor | None = None,
         packed_layout: Layout | None = None,
         local_tokens: Tensor | None = None,
-        image_order: list[int] | None = None,
-        video_order: list[int] | None = None,
-        media_rows: dict[str, MediaRows] | None = None,
+        media: list[Medium] | None = None,
+        media_order: dict[Kind, list[int]] | None = None,
+        media_rows: dict[Kind, MediaRows] | None = None,
         media_share: MediaShare | None = None,
-        media_features: dict[str, EncodedMedia] | None = None,
+        media_features: Features | None = None,
         only_encode: bool = False,
         **kwargs: Any,
     ) -> Any:
-        layout = packed_layout if cu_seqlens is None else PackedLayout.of(cu_seqlens)
-        media = {key: kwargs[key] for key in MEDIA_KEYS if kwargs.get(key) is not None}
+        layout = packed_layout
+        if cu_seqlens is not None:
+            blocks = blocks_of(family, self.config, kwargs["input_ids"][0])
+            layout = PackedLayout.of(cu_seqlens, blocks=blocks)
+        encoded: list[Tensor] = []
+        if media:
+            vision = _reading_media(self, family)
+            owner = self.get_submodule(vision.media_owner)
+            encoded = encode_media(vision, owner, media, media_share)
         if only_encode:
-            return encode_media(_media_owner(self, media_owner), media, share=media_share)
+            return encoded
         if read is None or layout is None:
             return original(self, *args, **kwargs)
         features = media_features or {}
         if media:
-            owner = _media_owner(self, media_owner)
-            features = encode_media(owner, media, image_order, video_order, media_share)
-            kwargs = {key: value for key, value in kwargs.items() if key not in MEDIA_KEYS}
+            features = in_order(encoded, order_of(media) if media_order is None else media_order)
         if features and media_rows is None:
             assert local_tokens is None, "a sharded sequence comes with the rows of its media"
-            found = media_tokens(self.config, kwargs["input_ids"][0])
+            found = _reading_media(self, family).media_tokens(self.config, kwargs["input_ids"][0])
             media_rows = {kind: MediaRows(rows, rows) for kind, rows in found.items()}
         with contextlib.ExitStack() as stack:
             if features or local_tokens is not None:
@@ -122,10 +138,10 @@ def _packed_forward(original: Callable, media_owner: str | None) -> Callable:
     return forward
 
 
-def _media_owner(model: PreTrainedModel, name: str | None) -> nn.Module:
-    if name is None:
+def _reading_media(model: PreTrainedModel, family: Family) -> VisionFamily:
+    if not isinstance(family, VisionFamily):
         raise NotImplementedError(f"{type(model).__name__} does not support images or videos")
-    return model.get_submodule(name)
+    return family
 
 
 def _checked(logits: Any, model: PreTrainedModel) -> DeferredLogits:
@@ -149,7 +165,7 @@ def deferred(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoder_inputs(
-    decoder: Any, features: dict[str, EncodedMedia], rows: dict[str, MediaRows], local_tokens: Tensor | None
+    decoder: Any, features: Features, rows: dict[Kind, MediaRows], local_tokens: Tensor | None
 ) -> Iterator[None]:
     """Replace media tokens by features, then run the decoder on this rank's tokens of the packed sequence."""
     # The models would find media tokens by masks on the device, whose ones the CPU must count.
@@ -167,8 +183,8 @@ def _decoder_inputs(
 
 
 def _changed_inputs(
-    features: dict[str, EncodedMedia],
-    rows: dict[str, MediaRows],
+    features: Features,
+    rows: dict[Kind, MediaRows],
     local_tokens: Tensor | None,
     decoder: nn.Module,
     args: tuple,
@@ -180,29 +196,28 @@ def _changed_inputs(
             " packed sequence cannot be sharded over ranks"
         )
     changed = dict(kwargs)
-    for kind, encoded in features.items():
+    levels: list[list[tuple[MediaRows, Tensor]]] = []  # of deepstack, for each the features of each kind
+    for kind, parts in features.items():
         hidden = changed["inputs_embeds"]  # (1, N, D)
-        joined = torch.cat(encoded.pooler_output).to(hidden.dtype)
-        changed["inputs_embeds"] = hidden.index_copy(1, rows[kind].packed, joined[None])
-    levels = [encoded.deepstack_features or () for encoded in features.values()]
-    if any(levels):
-        places = [rows[kind] for kind in features]
+        first, *others = torch.cat(parts).to(hidden.dtype).split(hidden.shape[-1], -1)
+        changed["inputs_embeds"] = hidden.index_copy(1, rows[kind].packed, first[None])
+        levels += [[] for _ in range(len(others) - len(levels))]
+        for level, values in zip(levels, others, strict=True):
+            level.append((rows[kind], values))
+    if levels:
         changed["visual_pos_masks"] = changed["inputs_embeds"]  # not read by `_add_level`
-        changed["deepstack_visual_embeds"] = [
-            list(zip(places, level, strict=True)) for level in zip(*levels, strict=True)
-        ]
+        changed["deepstack_visual_embeds"] = levels
     if local_tokens is not None:
-        names = ("input_ids", "inputs_embeds")  # (1, N, ...)
+        names = ("input_ids", "inputs_embeds", "per_layer_inputs")  # (1, N, ...)
         given = [name for name in names if changed.get(name) is not None]
         changed |= {name: changed[name].index_select(1, local_tokens) for name in given}
         changed["position_ids"] = changed["position_ids"].index_select(-1, local_tokens)
     return args, changed
 
 
-def _add_level(hidden: Tensor, _mask: Tensor, level: list[tuple[MediaRows, tuple[Tensor, ...]]]) -> Tensor:
+def _add_level(hidden: Tensor, _mask: Tensor, level: list[tuple[MediaRows, Tensor]]) -> Tensor:
     """Add a deepstack level's features of each kind of media to the hidden states (1, N, D) of its tokens."""
-    for rows, parts in level:
-        values = torch.cat(parts).to(hidden.dtype)
+    for rows, values in level:
         hidden = hidden.index_add(1, rows.local, rows.select(values)[None])
     return hidden
 

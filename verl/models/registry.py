@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supported models, and their preparation for packed training.
 
-Any causal language model that uses transformers' attention interface works without an entry here. A model
-that reads images or videos needs an entry in `MODEL_TYPES`, and its positions in `position_ids`.
+Any model that uses transformers' attention interface may work; the start compares it with its own forward.
 """
 
 import inspect
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.block_inputs import record_block_inputs
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
+from verl.models.families.generic import WHAT_TO_WRITE
+from verl.models.families.interface import Medium, VisionFamily
+from verl.models.families.registry import family_of, is_named
+from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -29,40 +30,15 @@ from verl.models.monkey_patch import (
     evaluating,
     own_config,
     plain_attention,
-    set_attention,
+    set_packed_attention,
 )
 from verl.models.scalar_head import is_scalar
-from verl.models.vision import dummy_row
 
 CHECKED_TOKENS = 8  # at the end of each sequence, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
 LONGEST_CHECKED_WINDOW = 1024  # longer sequences would take noticeable time
 # Mean log-probability differences that rounding explains; unknown behavior causes tenths or more.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-
-
-@dataclass(frozen=True)
-class ModelType:
-    """Properties that a transformers config does not contain."""
-
-    media_owner: str | None = None  # the module with `get_image_features`; None for text models
-    vision_tower: str | None = None  # the module that `freeze_vision_tower` freezes
-    position_rows: int = 1  # 4 for M-RoPE: text, time, height, width
-
-
-_QWEN_VL = ModelType(media_owner="model", vision_tower="model.visual", position_rows=4)
-
-MODEL_TYPES: dict[str, ModelType] = {
-    "qwen2_vl": _QWEN_VL,
-    "qwen2_5_vl": _QWEN_VL,
-    "qwen3_vl": _QWEN_VL,
-    "qwen3_vl_moe": _QWEN_VL,
-}
-
-
-def model_type_of(config: PretrainedConfig) -> ModelType:
-    """Return the entry of a config, or that of a plain text model."""
-    return MODEL_TYPES.get(config.model_type, ModelType())
 
 
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
@@ -82,12 +58,31 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
+    heads = _linear_heads(text)
+    if heads % sp.ulysses_size:
+        raise ValueError(
+            f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
+            f" of {config.model_type}: choose another"
+        )
+    if heads and sp.ring_size > 1:
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
+            " carry a state from token to token, so the ranks of a ring would wait for each other: use"
+            " `ulysses_size`"
+        )
     reason = ring_obstacle(_attention_rule(text), text.max_position_embeddings) if sp.ring_size > 1 else None
     if reason is not None:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: in a ring, {reason}; use"
             " `ulysses_size`"
         )
+
+
+def _linear_heads(text: PretrainedConfig) -> int:
+    """Return the heads of linear attention layers; 0 for models without any."""
+    if "linear_attention" not in (getattr(text, "layer_types", None) or []):
+        return 0
+    return getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:
@@ -108,9 +103,9 @@ def prepare_model(model: PreTrainedModel) -> None:
             cu_seqlens=(B + 1,),  # or packed_layout=…, see `verl.models.attention.layouts`
             local_tokens=(n,),  # this rank's positions in a packed sequence that is sharded over ranks
             read=lambda logits: logits.log_probs(targets, rows, temperature),  # a DeferredLogits
-            pixel_values=…, image_grid_thw=…, pixel_values_videos=…, video_grid_thw=…,
-            # or media_features={"image": EncodedMedia, "video": EncodedMedia}, computed before by
-            # model(pixel_values=…, image_grid_thw=…, only_encode=True)
+            media=[Medium, …],  # or media_features={"image": [features], "video": [features]}, computed
+            # before by model(media=[Medium, …], only_encode=True)
+            media_order={"image": [0, 0, 2], "video": [1]},  # media in the order of their tokens
             media_rows={"image": MediaRows, "video": MediaRows},  # by default found among the input ids
         ) -> result of `read`: TokenLogProbs of (M,)
 
@@ -121,10 +116,11 @@ def prepare_model(model: PreTrainedModel) -> None:
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
-    set_attention(model, ATTENTION, VISION_ATTENTION)
+    set_packed_attention(model)
+    pack_linear_layers(model)
     defer_head(model)
     record_block_inputs(model)
-    add_packed_forward(model, model_type_of(model.config).media_owner)
+    add_packed_forward(model, family_of(model.config))
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -135,11 +131,14 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
-    unknown = set(getattr(text, "layer_types", None) or []) - set(LAYER_TYPES)
+    packable: set[str] = set(LAYER_TYPES)
+    if next(linear_layers(model), None) is not None:
+        packable.add("linear_attention")
+    unknown = set(getattr(text, "layer_types", None) or []) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
+    parts = (model, model.get_decoder())
+    if not (any(part._supports_attention_backend for part in parts) or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -150,7 +149,13 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def check_model(model: PreTrainedModel) -> float:
+def _calls_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether attention is looked up where it was registered: some models work, but do not say so."""
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
+
+
+def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     """Compare packed log-probabilities with the model's own padded forward; return their mean difference.
 
     Raises NotImplementedError if they differ by more than rounding: the model does something unsupported.
@@ -159,11 +164,11 @@ def check_model(model: PreTrainedModel) -> float:
     """
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
-    rows, media = _check_rows(model)
-    rows = [row.to(device) for row in rows]
-    media = {key: value.to(device) for key, value in media.items()}
-    scores = is_scalar(model.config)
+    rows, media = to_device(_check_rows(model, processor), device)
+    scores, what_to_write = is_scalar(model.config), "" if is_named(model.config) else f": {WHAT_TO_WRITE}"
     with evaluating(model):
+        if not is_named(model.config):
+            _check_features(model, media)
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
         with plain_attention(model):
             plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
@@ -173,36 +178,59 @@ def check_model(model: PreTrainedModel) -> float:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
             f" not support: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g}"
-            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed"
+            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed{what_to_write}"
         )
     return difference
 
 
-def _check_rows(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
+    """Raise NotImplementedError if features of an image depend on others that are encoded with it."""
+    together = model(media=media, only_encode=True)
+    alone = [model(media=[medium], only_encode=True)[0] for medium in media]
+    difference = max(
+        ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
+    )
+    if not difference <= TOLERANCE[together[0].dtype]:
+        raise NotImplementedError(
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
+            f" with another one: they differ by {difference:.2g} of their size, at most"
+            f" {TOLERANCE[together[0].dtype]:g} is allowed: {WHAT_TO_WRITE}"
+        )
+
+
+def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:
     config, text = model.config, model.config.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
     length = 12 if window > LONGEST_CHECKED_WINDOW else max(12, window + CHECKED_TOKENS + 1)
     generator = torch.Generator().manual_seed(0)  # the same on every rank
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
-    if model_type_of(config).media_owner is None:
-        return rows, {}
-    parts = ("image", "video", "vision_start", "vision_end")
-    markers = [getattr(config, f"{part}_token_id") for part in parts]
+    family = family_of(config)
+    if not isinstance(family, VisionFamily):
+        return rows, []
+    markers = sorted(special_tokens(config))
     ordinary = min(set(range(len(markers) + 1)) - set(markers))
     rows = [row.masked_fill(torch.isin(row, torch.tensor(markers)), ordinary) for row in rows]
-    image = dummy_row(config, 2, 3)
-    pixels = torch.rand(image.pixel_values.shape, generator=generator)
-    media = {"pixel_values": pixels, "image_grid_thw": image.image_grid_thw}
-    return [torch.cat([image.input_ids, rows[0]]), rows[1]], media
+    image = family.example(config, processor, generator)
+    return [torch.cat([image.input_ids, rows[0]]), rows[1]], image.media
+
+
+def special_tokens(config: PretrainedConfig) -> set[int]:
+    """Return the tokens that the config names: those of media, and of the ends of texts."""
+    named = {**config.get_text_config().to_dict(), **config.to_dict()}
+    return {
+        value
+        for name, value in named.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
 
 
 def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
-    rows = model_type_of(model.config).position_rows  # M-RoPE has (4, B, T)
+    rows = family_of(model.config).position_rows  # M-RoPE has (4, B, T)
     return positions if rows == 1 else positions.expand(rows, *positions.shape)
 
 
 def _packed(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor], read: Callable[..., Tensor]
+    model: PreTrainedModel, rows: list[Tensor], media: list[Medium], read: Callable[..., Tensor]
 ) -> Tensor:
     """Return `read` of the predictions of the last tokens of each row: (rows x CHECKED_TOKENS, ...)."""
     tokens = torch.cat(rows)
@@ -214,7 +242,7 @@ def _packed(
         position_ids=_positions(model, positions[None]),
         cu_seqlens=nn.functional.pad(ends, (1, 0)).to(torch.int32),
         read=lambda logits: read(logits, before, tokens[before + 1]),
-        **media,
+        media=media,
     )
 
 
@@ -233,25 +261,29 @@ def _project(hidden: Tensor) -> Tensor:
     return hidden.float() @ nn.functional.normalize(directions, dim=0).to(hidden.device)
 
 
-def _padded(model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]) -> tuple[Any, Tensor]:
+def _padded(model: PreTrainedModel, rows: list[Tensor], media: list[Medium]) -> tuple[Any, Tensor]:
     """Return the model's own logits of left-padded rows at the last columns, and the padded ids."""
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     columns = torch.arange(padded.shape[1], device=padded.device)
     starts = torch.tensor([padded.shape[1] - len(row) for row in rows], device=padded.device)[:, None]
+    family = family_of(model.config)
+    inputs = family.own_arguments(model.config, padded)
+    if media and isinstance(family, VisionFamily):
+        inputs |= family.own_inputs(media)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     logits = model(
         input_ids=padded,
         attention_mask=(columns >= starts).long(),
         position_ids=_positions(model, (columns - starts).clamp(min=0)),
         use_cache=False,
-        **media,
+        **inputs,
         **({"logits_to_keep": CHECKED_TOKENS + 1} if few else {}),
     ).logits
     return logits, padded
 
 
 def _padded_log_probs(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+    model: PreTrainedModel, rows: list[Tensor], media: list[Medium]
 ) -> tuple[Tensor, torch.dtype]:
     logits, padded = _padded(model, rows, media)
     logits = logits[:, -CHECKED_TOKENS - 1 : -1]
@@ -260,7 +292,7 @@ def _padded_log_probs(
 
 
 def _padded_projections(
-    model: PreTrainedModel, rows: list[Tensor], media: dict[str, Tensor]
+    model: PreTrainedModel, rows: list[Tensor], media: list[Medium]
 ) -> tuple[Tensor, torch.dtype]:
     with deferred(model):
         logits, _ = _padded(model, rows, media)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from verl.models.lora import attach_adapters, compile_pattern
-from verl.models.lora_weights import AdapterConfig, is_adapter
-from verl.models.registry import model_type_of
+from verl.models.families.registry import encoder_of
+from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
+from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
 from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 
@@ -31,12 +31,12 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
 
     `option` is the config section named in errors.
     """
-    tower = model_type_of(model.config).vision_tower
-    if options.freeze_vision_tower and tower is None:
+    encoder = encoder_of(model.config)
+    if options.freeze_vision_tower and not encoder:
         logger.warning(
             "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
         )
-    frozen = [tower] if options.freeze_vision_tower and tower is not None else []
+    frozen = list(encoder) if options.freeze_vision_tower else []
     names = list(dict(model.named_parameters()))
     trained = set(_matching(names, options.train, f"{option}.train_modules"))
     if options.adapter is None:
@@ -44,7 +44,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
     else:
         attach_adapters(model, options.adapter, f"{option}.lora", frozen)
         names = list(dict(model.named_parameters()))  # with adapters
-        trained = {name for name in names if is_adapter(name) or name in trained}
+        trained = {name for name in names if is_adapter(name) or name in trained | _moved(model, trained)}
     # A value model's score starts without useful values: it is trained unless it is frozen by name.
     trained |= {name for name in names if name.startswith(f"{SCORE}.")}
     trained -= set(_matching(names, options.freeze, f"{option}.freeze_modules"))
@@ -58,6 +58,14 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
         # With LoRA everything trained is float32.
         if options.adapter is not None and (name in trained or is_adapter(name)):
             param.data = param.data.to(torch.float32)
+
+
+def _moved(model: PreTrainedModel, trained: set[str]) -> set[str]:
+    # trained tensors next to adapted ones, whose modules were wrapped
+    adapted = {each.name for each in adapted_parameters(model)}
+    holders = {name.rpartition(".")[0] for name in adapted}
+    plain = {plain_name(name): name for name, _ in model.named_parameters()}
+    return {plain[name] for name in trained - adapted if name.rpartition(".")[0] in holders}
 
 
 def _matching(names: list[str], patterns: Sequence[str], option: str) -> list[str]:

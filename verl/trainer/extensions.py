@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,8 +35,8 @@ from verl.data.loader import DATASETS, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.logger.base import LOGGERS, Logger
-from verl.models.family import FAMILIES, ModelFamily, register_family
-from verl.models.position_ids import MropeConstants
+from verl.models.families.interface import Family, MediaShape, VisionFamily
+from verl.models.families.registry import OWN_FAMILIES, register_family
 from verl.optim.build import OPTIMIZERS, parameter_groups
 from verl.optim.schedules import SCHEDULES, Position
 from verl.protocol import DataProto
@@ -244,14 +245,17 @@ def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
 
 def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
     """Compute positions of a short prompt without media."""
-    if not isinstance(family, ModelFamily):
-        raise ProtocolError(f"must be a ModelFamily, got {_describe(family)}")
+    if not isinstance(family, Family):
+        raise ProtocolError(f"must be a Family, got {_describe(family)}")
     register_family(used.spec)
-    if family.position_ids is None:
+    if not isinstance(family, VisionFamily):
         return
-    constants = MropeConstants(IMAGE_TOKEN, VIDEO_TOKEN)
-    positions = family.position_ids(torch.arange(LENGTH), constants=constants)
-    rows = family.properties.position_rows
+    vision = SimpleNamespace(spatial_merge_size=2)
+    config = SimpleNamespace(image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN, vision_config=vision)
+    positions = family.positions(config, torch.arange(LENGTH), MediaShape())
+    if positions is None:
+        return
+    rows = family.position_rows
     _check_tensor("the position ids", positions, (rows, LENGTH) if rows > 1 else (LENGTH,), torch.int64)
 
 
@@ -278,7 +282,7 @@ KINDS: dict[str, Kind] = {
     "rollout engine": Kind(
         ROLLOUT_ENGINES, "a class, or function, of `worker.rollout` and EngineSetup", check_engine
     ),
-    "model family": Kind(FAMILIES, "a ModelFamily of verl.models.family", check_family),
+    "model family": Kind(OWN_FAMILIES, "a Family of verl.models.families.interface", check_family),
 }
 
 

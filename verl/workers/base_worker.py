@@ -22,11 +22,13 @@ from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.models.attention.flash_packages import select_kernels
-from verl.models.family import register_family
+from verl.models.families.interface import VisionFamily
+from verl.models.families.registry import family_of
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.rank_logger import get_logger
+from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
@@ -145,12 +147,12 @@ class ModelWorker(Worker):
     def _load_tokenizer(self, model: ModelConfig) -> None:
         options = self.options
         assert model.tokenizer_path is not None, "filled in when the config was checked"
-        register_family(model.family)
+        family = family_of(load_model_config(model))
         arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
         self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
         self.media = None
-        if self.processor is not None:
-            self.media = MediaLoader(self.processor, options.media, options.media_cache)
+        if self.processor is not None and isinstance(family, VisionFamily):
+            self.media = MediaLoader(self.processor, options.media, options.media_cache, family)
 
     def _build_model(
         self,

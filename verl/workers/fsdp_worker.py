@@ -299,7 +299,7 @@ class FSDPWorker(ModelWorker):
         if self.policy.tower is not None and self.engine.takes_embeddings:
             known = self.policy.tower.known(media)  # None if the cache had no room for it
             if known is not None:
-                return EmbeddedMedia(*([entry.tensors for entry in known[kind]] for kind in known))
+                return EmbeddedMedia(known["image"], known["video"])
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameters, torch_dtype
-from verl.models.family import register_family
+from verl.models.families.registry import register_family
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
@@ -173,11 +173,12 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
         return AdapterConfig(
             rank=lora.rank,
             alpha=lora.alpha,
-            target_modules=lora.target_modules,
+            target_modules=lora.target_modules or "",
             exclude_modules=lora.exclude_modules,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             base=model.model_path,
+            target_parameters=tuple(lora.target_parameters),
         )
     saved = read_adapter_config(Path(lora.path), f"`{option}.lora.path` ({lora.path})")
     if lora.rank not in (0, saved.rank):

@@ -21,10 +21,11 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.families.registry import encoder_of
 from verl.models.flops import FlopsCounter
-from verl.models.lora import adapted_layers
+from verl.models.lora import adapted_layers, adapted_parameters
 from verl.models.lora_weights import AdapterFiles, fold, is_adapter
-from verl.models.registry import check_model, model_type_of
+from verl.models.registry import check_model
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import adapter_config, build_model
@@ -92,7 +93,7 @@ class ShardedModel:
         self.forward = self._forward(PackedForward)
         self.flops = FlopsCounter(self.model.config, device=setup.device)
         with self.loaded():
-            check_model(self.model)
+            check_model(self.model, None if setup.media is None else setup.media.processor)
 
     @property
     def training(self) -> tuple[Optimizer, LRScheduler]:
@@ -101,7 +102,7 @@ class ShardedModel:
 
     def _frozen_tower(self) -> FrozenTower | None:
         config, setup = self.model.config, self.setup
-        if model_type_of(config).vision_tower is None or setup.media is None:
+        if not encoder_of(config) or setup.media is None:
             return None
         dtype = torch_dtype(self.fsdp.mp_param_dtype)
         return FrozenTower(self.model, config, setup.media, setup.device, dtype, setup.sp, setup.embeds_dir)
@@ -127,15 +128,21 @@ class ShardedModel:
         Weights are cast to `dtype` before they are gathered, unless adapters are folded in. Those of a frozen
         vision tower are left out on request.
         """
-        tower = None if with_tower or self.tower is None else model_type_of(self.model.config).vision_tower
+        left_out = () if with_tower or self.tower is None else encoder_of(self.model.config)
+        prefixes = tuple(f"{part}." for part in left_out)
 
         def is_wanted(name: str) -> bool:
-            return tower is None or not name.startswith(f"{tower}.")
+            return not name.startswith(prefixes)
 
         if self.adapter is None:
             return full_named_tensors(self.model, dtype, is_wanted)
         tensors = full_named_tensors(self.model, select=is_wanted)
-        return fold(tensors, self.adapter.scale, has_magnitude=self.adapter.use_dora)
+        return fold(
+            tensors,
+            self.adapter.scale,
+            has_magnitude=self.adapter.use_dora,
+            parameters=adapted_parameters(self.model),
+        )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         # collective
@@ -161,7 +168,8 @@ class ShardedModel:
         adapter = None
         if self.adapter is not None:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.adapter_tensors().items()}
-            adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors)
+            parameters = [each.name for each in adapted_parameters(self.model)]
+            adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors, parameters)
         return take_snapshot(self.model, optimizer, scheduler, extra, savable, adapter, copies=copies)
 
     def load(self, folder: Path) -> Restored:

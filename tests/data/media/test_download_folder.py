@@ -14,6 +14,7 @@ import torch
 
 from tests.data.test_rl_dataset import open_media, write
 from tests.helpers.file_server import FileServer, content, in_turn, status
+from tests.helpers.grids import inputs_of
 from tests.helpers.media import image_bytes, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow, BadRowReport
@@ -187,8 +188,8 @@ def test_rows_with_urls_give_the_same_prompts_and_features_as_rows_with_files(me
             assert torch.equal(ours[name], theirs[name])
         assert ours["multi_modal_data"][1] == {"images": [image], "videos": [video]}
         for row in (0, 1):
-            made = by_url.media.features(ours["multi_modal_data"][row])
-            expected = by_path.media.features(theirs["multi_modal_data"][row])
+            made = inputs_of(by_url.media, ours["multi_modal_data"][row])
+            expected = inputs_of(by_path.media, theirs["multi_modal_data"][row])
             assert list(made) == list(expected)
             assert all(torch.equal(made[name], expected[name]) for name in expected)
         assert by_url.media.feature_key("image", image) != by_url.media.feature_key("video", video)

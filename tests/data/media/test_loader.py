@@ -12,13 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.grids import grids_in, inputs_of
 from tests.helpers.media import image_bytes, noise, save_image, save_video
 from verl.config.data import DataConfig
 from verl.data.media.cache import MediaCache
 from verl.data.media.item_options import with_item_options
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
-from verl.data.media.tokens import expand_prompt
 from verl.data.media.video import SizeOptions, VideoOptions, choose_frames, probe_video, read_video
 from verl.data.messages import references
 from verl.data.tokenizer import load_processor
@@ -81,10 +81,10 @@ def test_tokens_counted_from_headers_equal_the_processors(family, options, proce
         raw = processor.tokenizer.encode(text, add_special_tokens=False)
         shape = loader.measure(one)
 
-        assert expand_prompt(raw, processor, shape) == expected["input_ids"][0].tolist()
-        for name in ("image_grid_thw", "video_grid_thw"):
-            if name in expected:
-                assert getattr(shape, name).tolist() == expected[name].tolist()
+        assert loader.expand(raw, shape) == expected["input_ids"][0].tolist()
+        for kind, shapes in (("image", shape.images), ("video", shape.videos)):
+            if shapes:
+                assert grids_in(shapes).tolist() == expected[f"{kind}_grid_thw"].tolist()
 
 
 @pytest.mark.parametrize("options", [OPTIONS, BY_NUMBER], ids=["fps", "number"])
@@ -95,10 +95,10 @@ def test_features_and_tokens_of_a_mixed_row_equal_the_whole_processors(family, o
     text, expected = processor_inputs(processor, loader, media)
 
     shape = loader.shape_of(loader.decode(media))
-    features = loader.features(media)
+    features = inputs_of(loader, media)
 
     raw = processor.tokenizer.encode(text, add_special_tokens=False)
-    assert expand_prompt(raw, processor, shape) == expected["input_ids"][0].tolist()
+    assert loader.expand(raw, shape) == expected["input_ids"][0].tolist()
     names = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
     assert set(features) == (names | {"second_per_grid_ts"} if family == "qwen2_5_vl" else names)
     for name, value in features.items():
@@ -125,10 +125,10 @@ def test_options_of_single_items_reach_sizes_pixels_tokens_and_features(family, 
     row = {"images": images, "videos": videos}
     text, expected = processor_inputs(processor, loader, row)
 
-    shape, features, decoded = loader.measure(row), loader.features(row), loader.decode(row)
+    shape, features, decoded = loader.measure(row), inputs_of(loader, row), loader.decode(row)
 
     raw = processor.tokenizer.encode(text, add_special_tokens=False)
-    assert expand_prompt(raw, processor, shape) == expected["input_ids"][0].tolist()
+    assert loader.expand(raw, shape) == expected["input_ids"][0].tolist()
     for name, value in features.items():
         torch.testing.assert_close(value, torch.as_tensor(expected[name]).to(value.dtype), rtol=0, atol=0)
     for taken, (frames, meta) in zip((4, 8, 4, None, None), decoded.videos, strict=True):
@@ -151,7 +151,7 @@ def test_a_part_of_a_video_has_its_own_frames_and_rate(processors, tmp_path):
     ((_, meta),) = loader.decode({"videos": [part]}).videos
 
     assert (meta["frames_indices"], meta["total_num_frames"]) == ([4, 7, 9, 12], 9)
-    assert loader.measure({"videos": [part]}).second_per_grid_ts.tolist() == [0.5625]
+    assert loader.measure({"videos": [part]}).videos[0].facts["second_per_grid_ts"] == 0.5625
     with pytest.raises(ValueError, match=r"a.mp4 cannot be read: ValueError: Invalid time range"):
         loader.measure({"videos": [part | {"video_start": 9.0, "video_end": 10.0}]})
 
@@ -195,8 +195,8 @@ def test_media_without_pixel_bounds_keep_their_size_up_to_the_models_own_bounds(
     assert decoded.images[0].size == (300, 37)
     assert decoded.videos[0][0].shape[1:3] == (56, 56)
     shape = loader.measure({"images": [image], "videos": [video]})
-    assert shape.image_grid_thw.tolist() == [[1, 2, 22]]
-    assert shape.video_grid_thw.tolist()[0][1:] == [4, 4]
+    assert grids_in(shape.images).tolist() == [[1, 2, 22]]
+    assert grids_in(shape.videos).tolist()[0][1:] == [4, 4]
 
 
 def test_seconds_of_a_temporal_patch_follow_from_the_sampled_frames(processors, tmp_path):
@@ -204,9 +204,9 @@ def test_seconds_of_a_temporal_patch_follow_from_the_sampled_frames(processors, 
     loader = MediaLoader(processors["qwen2_5_vl"], OPTIONS)
     media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 40)]}
 
-    assert loader.measure(media).second_per_grid_ts.tolist() == [1.0]
-    assert loader.features(media)["second_per_grid_ts"].tolist() == [1.0]
-    assert loader.measure(media).video_grid_thw[0, 0] == 5
+    assert loader.measure(media).videos[0].facts["second_per_grid_ts"] == 1.0
+    assert inputs_of(loader, media)["second_per_grid_ts"].tolist() == [1.0]
+    assert loader.measure(media).videos[0].facts["grid_thw"][0] == 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -217,9 +217,9 @@ def test_times_follow_from_a_given_number_of_frames_too(family, processors, tmp_
     media = {"videos": [save_video(tmp_path / "a.mp4", 64, 48, 40)]}
 
     for shape in (loader.measure(media), loader.shape_of(loader.decode(media))):
-        assert shape.second_per_grid_ts.tolist() == [2.5]
-        assert shape.timestamps == [[0.8125, 4.0625]]
-        assert shape.video_grid_thw[0, 0] == 2
+        assert shape.videos[0].facts["second_per_grid_ts"] == 2.5
+        assert shape.videos[0].facts["timestamps"] == [0.8125, 4.0625]
+        assert shape.videos[0].facts["grid_thw"][0] == 2
 
 
 @pytest.mark.parametrize("tokens", [16, 24, 64])
@@ -232,8 +232,8 @@ def test_no_frame_takes_more_tokens_than_its_budget(family, tokens, processors, 
         for width, height in [(16, 16), (64, 48), (330, 32), (20, 400), (640, 360)]:
             path = save_video(tmp_path / "a.mp4", width, height, 4)
 
-            ((_, rows, columns),) = loader.measure({"videos": [path]}).video_grid_thw.tolist()
-            features = loader.features({"videos": [path]})
+            ((_, rows, columns),) = grids_in(loader.measure({"videos": [path]}).videos).tolist()
+            features = inputs_of(loader, {"videos": [path]})
 
             assert rows * columns // merged <= tokens, (width, height, least)
             assert features["video_grid_thw"].tolist() == [[2, rows, columns]]
@@ -360,14 +360,14 @@ def test_media_are_decoded_once_for_all_processes_that_share_a_cache(processors,
     with pytest.MonkeyPatch.context() as patch:
         cache = MediaCache("decoded-once", owner=True, root=tmp_path)
         first = MediaLoader(processors["qwen2_5_vl"], OPTIONS, cache)
-        expected, features = first.decode(media), first.features(media)
+        expected, features = first.decode(media), inputs_of(first, media)
         second = MediaLoader(processors["qwen2_5_vl"], OPTIONS, pickle.loads(pickle.dumps(cache)))
         patch.setattr("verl.data.media.loader.process_image", None)  # decoding again would fail
         patch.setattr("verl.data.media.loader.read_video", None)
         patch.setattr(type(first.processor.image_processor), "__call__", None)
 
         decoded = second.decode(media)
-        for name, value in second.features(media).items():
+        for name, value in inputs_of(second, media).items():
             assert torch.equal(value, features[name])
 
         assert [list(i.getdata()) for i in decoded.images] == [list(i.getdata()) for i in expected.images]
@@ -399,7 +399,7 @@ def test_decoded_videos_outlive_the_run_in_their_folder(processors, tmp_path):
         again = MediaLoader(processors["qwen2_5_vl"], options)
 
         assert (again.decode(media).videos[0][0] == frames).all() and again.decode(media).videos[0][1] == meta
-        assert again.measure(media).video_grid_thw.tolist() == shape.video_grid_thw.tolist()
+        assert grids_in(again.measure(media).videos).tolist() == grids_in(shape.videos).tolist()
         others = [
             replace(options, video_fps=4.0),
             replace(options, num_video_frames=4),

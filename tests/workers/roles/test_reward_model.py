@@ -12,15 +12,14 @@ from transformers import (
 )
 
 from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.grids import inputs_of, positions_of
 from tests.helpers.media import image_bytes
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import RewardModelConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.data.media.tokens import expand_prompt
 from verl.distributed.fsdp import make_mesh
 from verl.models.hub_names import auto_class
-from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.models.scalar_head import make_scalar
 from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto, objects
@@ -236,12 +235,11 @@ def test_an_image_is_read_as_the_policy_reads_it(tmp_path, one_rank):
 
     media = MediaLoader(processor, MediaOptions(min_pixels=1, max_pixels=10**6))
     row = {"images": [{"bytes": image_bytes(84, 56)}], "videos": []}
-    features = media.features(row)
+    features = inputs_of(media, row)
     tokens = processor.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>What colour?")
-    ids = torch.tensor(expand_prompt(tokens, processor, media.shape_of(media.decode(row))))
-    constants = MropeConstants.from_config(config)
+    ids = torch.tensor(media.expand(tokens, media.shape_of(media.decode(row))))
     grid = features["image_grid_thw"]
-    positions = position_ids_for("qwen2_5_vl")(ids, constants, image_grid_thw=grid)  # (4, T)
+    positions = positions_of(config, ids, image_grid_thw=grid)  # (4, T)
     batch = DataProto.from_dict(
         {
             "input_ids": ids[None],

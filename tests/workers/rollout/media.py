@@ -8,11 +8,12 @@ import torch
 from PIL import Image
 
 from tests.workers.rollout.reference import reference_log_probs
-from verl.data.media.loader import DecodedMedia
-from verl.data.media.tokens import expand_prompt, sampled_fps, timestamps
-from verl.models.position_ids import MropeConstants, continue_positions, position_ids_for
+from verl.data.media.loader import DecodedMedia, shape_of
+from verl.models.families.interface import EncodedMedium, TinyModel
+from verl.models.families.mrope import continue_positions
+from verl.models.families.registry import family_of
 from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
-from verl.workers.rollout.hf_rollout import GRIDS, media_features
+from verl.workers.rollout.hf_rollout import media_in_order
 
 
 def picture(seed, height=60, width=90):
@@ -28,12 +29,9 @@ def film(seed, frames=6, height=56, width=84):
     return pixels, meta
 
 
-def media_requests(tokenizer):
+def media_requests(tokenizer, recipe=TinyModel):
     """Text alone, one image, two images of different sizes, a video, and an image with a video."""
-    image, video = (
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        "<|vision_start|><|video_pad|><|vision_end|>",
-    )
+    image, video = recipe.image, recipe.video  # by default those of the Qwen models
     rows = {
         "text": ("What colour?", DecodedMedia()),
         "image": (f"{image}What colour?", DecodedMedia([picture(1)])),
@@ -47,37 +45,33 @@ def media_requests(tokenizer):
 @torch.no_grad()
 def embedded(model, processor, request):
     """The request with features of the model's vision tower instead of pixels."""
-    features, _ = media_features(processor, request.media)
+    family = family_of(model.config)
+    shape = shape_of(family, processor, request.media)
+    media = media_in_order(family, processor, request.prompt_token_ids, request.media, shape)
+    facts = {"image": iter(shape.images), "video": iter(shape.videos)}
     found = {"image": [], "video": []}
-    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        if name not in features:
-            continue
-        grids = features[f"{kind}_grid_thw"]
-        encoded = model.model.get_image_features(features[name], grids, return_dict=True)
-        levels = [encoded.pooler_output, *(getattr(encoded, "deepstack_features", None) or [])]
-        sizes = (grids.prod(-1) // processor.image_processor.merge_size**2).tolist()
-        split = [level if isinstance(level, tuple) else level.split(sizes) for level in levels]
-        for index, parts in enumerate(zip(*split, strict=True)):
-            found[kind].append({"features": torch.cat(parts, -1), "grid_thw": grids[index : index + 1]})
-    patches = processor.video_processor.temporal_patch_size
-    for item, (_, meta) in zip(found["video"], request.media.videos, strict=True):
-        item["second_per_grid_ts"] = torch.tensor([patches / sampled_fps(meta)])
-        item["timestamps"] = torch.tensor(timestamps(meta, patches), dtype=torch.float64)
+    for medium in media:
+        (features,) = family.encode(model.get_submodule(family.media_owner), [medium])
+        found[medium.kind].append(EncodedMedium(features, next(facts[medium.kind]).facts))
     return replace(request, media=EmbeddedMedia(found["image"], found["video"]))
 
 
 def media_log_probs(model, processor, request, response_ids, temperature=1.0):
     """The reference's log-probs of a response to a prompt with media."""
-    features, shape = media_features(processor, request.media)
-    prompt_ids = expand_prompt(request.prompt_token_ids, processor, shape)
-    grids = {name: features[name] for name in GRIDS if name in features}
-    positions = position_ids_for(model.config.model_type)(
-        torch.tensor(prompt_ids), MropeConstants.from_config(model.config), **grids
-    )  # (4, L)
-    positions = torch.cat([positions, continue_positions(positions[:, -1], len(response_ids))], 1)
+    family, raw = family_of(model.config), request.prompt_token_ids
+    shape = shape_of(family, processor, request.media)
+    prompt_ids = family.expand(processor, raw, shape)
+    media = media_in_order(family, processor, raw, request.media, shape)
+    inputs = family.own_inputs(media) if media else {}
+    ids = torch.tensor([*prompt_ids, *response_ids])[None]
+    positions = family.positions(model.config, torch.tensor(prompt_ids), shape)  # (4, L)
+    if positions is None:
+        positions = torch.arange(len(prompt_ids))
+    positions = torch.cat([positions, continue_positions(positions[..., -1], len(response_ids))], -1)
     return reference_log_probs(
-        model, prompt_ids, response_ids, temperature, position_ids=positions[:, None], **features
-    )
+        model, prompt_ids, response_ids, temperature, position_ids=positions[..., None, :],
+        **inputs, **family.own_arguments(model.config, ids),
+    )  # fmt: skip
 
 
 def largest_media_difference(model, processor, requests, responses, temperature=1.0):

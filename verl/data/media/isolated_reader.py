@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
-from verl.data.media.loader import MediaData, MediaLoader, MediaShape
+from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.references import shown_name
+from verl.models.families.interface import MediaShape
 from verl.utils.child_process import IsolatedCalls
 
 ROW_TIMEOUT_S = 300.0

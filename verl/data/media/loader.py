@@ -22,13 +22,14 @@ from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import with_item_options
 from verl.data.media.references import Reference, content_id, is_url, openable, payload, reading
-from verl.data.media.sizes import MediaOptions, image_grid, process_image, resized_size, video_grid
-from verl.data.media.tokens import MediaShape, sampled_fps, timestamps
+from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.video import VideoInfo, choose_frames, frame_size, probe_video, read_video, video_meta
+from verl.models.families.interface import Kind, MediaShape, Medium, MediumShape, VisionFamily
+from verl.models.families.registry import family_of_processor
 
 MediaData = Mapping[str, Sequence[Reference]] | None
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
-FORMAT = {"image": "2", "video": "1"}  # change one when the content of its cached entries changes
+FORMAT = {"image": "3", "video": "1"}  # change one when the content of its cached entries changes
 
 
 @dataclass(frozen=True)
@@ -49,24 +50,26 @@ class MediaLoader:
 
     Args:
         cache: None opens the one of `options.run_id`.
+        family: That of the model; None is the family of the processor.
     """
 
-    def __init__(self, processor: Any, options: MediaOptions, cache: MediaCache | None = None) -> None:
-        image_processor = getattr(processor, "image_processor", None)
-        if not hasattr(processor, "video_processor") or not hasattr(image_processor, "merge_size"):
-            raise NotImplementedError(
-                f"{type(processor).__name__} is not supported: only the processors of Qwen2-VL, Qwen2.5-VL"
-                " and Qwen3-VL are"
-            )
+    def __init__(
+        self,
+        processor: Any,
+        options: MediaOptions,
+        cache: MediaCache | None = None,
+        family: VisionFamily | None = None,
+    ) -> None:
         self.processor = processor
+        self.family = family or family_of_processor(processor)
         self.cache = cache or MediaCache(options.run_id)
         self._folder = MediaFolder(options.cache_dir) if options.cache_dir is not None else None
         self._urls = None if options.urls is None else DownloadFolder(options.urls, self.cache.run_id)
-        video = processor.video_processor
         self._images = options.of_images()
-        self._videos = options.of_videos(video.patch_size * video.merge_size)
-        options.check_budget(video)
-        settings = processor.image_processor.to_json_string() + video.to_json_string()
+        self._videos = options.of_videos(self.family.frame_factor(processor))
+        options.check_budget(self.family.smallest_frame(processor))
+        parts = (processor.image_processor, getattr(processor, "video_processor", None))
+        settings = "".join(part.to_json_string() for part in parts if part is not None)
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
 
     # --- files
@@ -87,12 +90,22 @@ class MediaLoader:
 
     def measure(self, media: MediaData) -> MediaShape:
         """Read the shapes of a row's media from file headers, without decoding."""
-        images = [self._header_size(ref) for ref in self._local(media, "images")]
-        return self._shape(images, [self._header_video(ref) for ref in self._local(media, "videos")])
+        return MediaShape(
+            [self._measured("image", ref) for ref in self._local(media, "images")],
+            [self._measured("video", ref) for ref in self._local(media, "videos")],
+        )
+
+    def _measured(self, kind: Kind, ref: Reference) -> MediumShape:
+        if kind == "image":
+            return self.family.image_shape(self.processor, *self._header_size(ref))
+        return self.family.video_shape(self.processor, *self._header_video(ref))
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
-        images = [(image.height, image.width) for image in decoded.images]
-        return self._shape(images, [(*frames.shape[:3], meta) for frames, meta in decoded.videos])
+        return shape_of(self.family, self.processor, decoded)
+
+    def expand(self, prompt_ids: list[int], shape: MediaShape) -> list[int]:
+        """Replace the placeholder of each image and video by its tokens."""
+        return self.family.expand(self.processor, prompt_ids, shape)
 
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         with reading("image", ref), Image.open(openable(ref)) as image:
@@ -100,11 +113,11 @@ class MediaLoader:
             return height, width
 
     def _image_size(self, ref: Reference, image: Image.Image) -> tuple[int, int]:
-        options, processor = with_item_options(self._images, ref), self.processor.image_processor
+        options = with_item_options(self._images, ref)
         if options.size is None:
             return resized_size(image.width, image.height, options.min_pixels, options.max_pixels)
-        _, rows, columns = image_grid(processor, *options.size)
-        return columns * processor.patch_size, rows * processor.patch_size
+        height, width = self.family.resized_image(self.processor, *options.size)
+        return width, height
 
     def _header_video(self, ref: Reference) -> tuple[int, int, int, dict[str, Any]]:
         info, options = self._video_info(ref), with_item_options(self._videos, ref)
@@ -122,19 +135,6 @@ class MediaLoader:
 
         return VideoInfo(*self._keep(self._key("video info", ref, content), make).meta["info"])
 
-    def _shape(
-        self, images: list[tuple[int, int]], videos: list[tuple[int, int, int, dict[str, Any]]]
-    ) -> MediaShape:
-        patches = self.processor.video_processor.temporal_patch_size
-        metas = [meta for *_, meta in videos]
-        seconds = [patches / sampled_fps(meta) for meta in metas]
-        return MediaShape(
-            image_grid_thw=_grids([image_grid(self.processor.image_processor, *size) for size in images]),
-            video_grid_thw=_grids([video_grid(self.processor.video_processor, *size) for *size, _ in videos]),
-            second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
-            timestamps=[timestamps(meta, patches) for meta in metas],
-        )
-
     # --- pixels
 
     def decode(self, media: MediaData) -> DecodedMedia:
@@ -145,23 +145,22 @@ class MediaLoader:
             [(video.tensors["frames"].numpy(), video.meta) for video in videos],
         )
 
-    def features(self, media: MediaData) -> dict[str, Tensor]:
-        """Return the processor's outputs for a row's media: `pixel_values`, `image_grid_thw` and so on."""
-        entries = [self._image_features(ref) for ref in self._local(media, "images")]
-        entries += [self._video_features(ref) for ref in self._local(media, "videos")]
-        names = dict.fromkeys(name for entry in entries for name in entry.tensors)
-        parts = {name: [entry.tensors[name] for entry in entries if name in entry.tensors] for name in names}
-        return {name: part[0] if len(part) == 1 else torch.cat(part) for name, part in parts.items()}
+    def media(self, media: MediaData) -> list[Medium]:
+        """Return a row's images, then its videos, as the model's tower reads them."""
+        images = [self.medium("image", ref) for ref in self._local(media, "images")]
+        return images + [self.medium("video", ref) for ref in self._local(media, "videos")]
 
     def feature_key(self, kind: str, ref: Reference) -> str:
         """Return the cache key of the features of an image or a video, from its content and every option."""
         ref = self.on_disk(ref)
         return self._key(kind, ref, content_id(kind, ref), self._processor_options)
 
-    def features_of(self, kind: str, ref: Reference) -> dict[str, Tensor]:
-        """Like `features`, for one image or video."""
-        make = self._image_features if kind == "image" else self._video_features
-        return make(self.on_disk(ref)).tensors
+    def medium(self, kind: Kind, ref: Reference) -> Medium:
+        """Return an image or a video as the model's tower reads it."""
+        ref = self.on_disk(ref)
+        make = self._image_entry if kind == "image" else self._video_entry
+        entry = self.cache.get_or_make(self.feature_key(kind, ref), lambda: make(ref))
+        return Medium(kind, entry.tensors, entry.meta)
 
     def _image(self, ref: Reference) -> Tensor:
         def make() -> Entry:
@@ -186,31 +185,16 @@ class MediaLoader:
     def _keep(self, key: str, make: Callable[[], Entry]) -> Entry:
         return make() if self._folder is None else self._folder.get_or_make(key, make)
 
-    def _image_features(self, ref: Reference) -> Entry:
-        def make() -> Entry:
-            image = Image.fromarray(self._image(ref).numpy())
-            made = self.processor.image_processor(images=[image], return_tensors="pt")
-            return Entry({name: made[name] for name in ("pixel_values", "image_grid_thw")}, {})
+    def _image_entry(self, ref: Reference) -> Entry:
+        image = Image.fromarray(self._image(ref).numpy())
+        facts = self.family.image_shape(self.processor, image.height, image.width).facts
+        return Entry(self.family.image_inputs(self.processor, image), facts)
 
-        return self.cache.get_or_make(self.feature_key("image", ref), make)
-
-    def _video_features(self, ref: Reference) -> Entry:
-        def make() -> Entry:
-            video = self._video(ref)
-            meta = {name: value for name, value in video.meta.items() if name != "do_sample_frames"}
-            made = self.processor.video_processor(
-                videos=[video.tensors["frames"].numpy()],
-                video_metadata=[meta | {"frames_indices": list(meta["frames_indices"])}],
-                do_sample_frames=False,
-                return_tensors="pt",
-            )
-            tensors = {name: made[name] for name in ("pixel_values_videos", "video_grid_thw")}
-            if "second_per_grid_ts" in self.processor.model_input_names:
-                seconds = self.processor.video_processor.temporal_patch_size / sampled_fps(meta)
-                tensors["second_per_grid_ts"] = torch.tensor([seconds], dtype=torch.float32)
-            return Entry(tensors, {})
-
-        return self.cache.get_or_make(self.feature_key("video", ref), make)
+    def _video_entry(self, ref: Reference) -> Entry:
+        video = self._video(ref)
+        frames = video.tensors["frames"].numpy()
+        facts = _video_shape(self.family, self.processor, frames, video.meta).facts
+        return Entry(self.family.video_inputs(self.processor, frames, video.meta), facts)
 
     def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
         options: list[Any] = [FORMAT[kind.removesuffix(" info")]]
@@ -223,5 +207,16 @@ class MediaLoader:
         return digest.hexdigest()
 
 
-def _grids(grids: list[list[int]]) -> Tensor:
-    return torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
+def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:
+    """Return the shapes of decoded media."""
+    return MediaShape(
+        [family.image_shape(processor, image.height, image.width) for image in decoded.images],
+        [_video_shape(family, processor, *video) for video in decoded.videos],
+    )
+
+
+def _video_shape(
+    family: VisionFamily, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]
+) -> MediumShape:
+    num_frames, height, width, _ = frames.shape
+    return family.video_shape(processor, num_frames, height, width, meta)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of images and videos on their way into a model: options, pixels, and patches.
-
-Patches follow the arithmetic of the model's own processor with its own constants, so that a prompt can be
-measured from file headers.
-"""
+"""Sizes of images and videos on their way into a model: options and pixels."""
 
 import math
 import sys
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -48,13 +43,8 @@ class MediaOptions:
             self.tokens_per_frame,
         )  # fmt: skip
 
-    def check_budget(self, video_processor: Any) -> None:
+    def check_budget(self, smallest: int) -> None:
         """Raise a ValueError if the processor itself would enlarge frames beyond `tokens_per_frame`."""
-        # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
-        # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has
-        # less than 2 limit + 2 merged patches, as both sides are rounded up.
-        factor = video_processor.patch_size * video_processor.merge_size
-        smallest = -(-4 * video_processor.size["shortest_edge"] // factor**2)
         if self.tokens_per_frame is not None and self.tokens_per_frame < smallest:
             raise ValueError(
                 f"`tokens_per_frame` must be at least {smallest} for this model, got {self.tokens_per_frame}:"
@@ -94,35 +84,3 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     top = next((top for top in tops if low >= 0 and high <= top), None)
     low, size = (low, high - low or 1) if top is None else (0, top)
     return Image.fromarray(((pixels - low) * 255 / size).round().astype(np.uint8))
-
-
-def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
-    """Return patches in time, height and width after the processor's own resizing."""
-    resize = vars(sys.modules[type(image_processor).__module__])["smart_resize"]
-    patch, limits = image_processor.patch_size, image_processor.size
-    height, width = resize(
-        height, width, factor=patch * image_processor.merge_size,
-        min_pixels=limits["shortest_edge"], max_pixels=limits["longest_edge"],
-    )  # fmt: skip
-    return [1, height // patch, width // patch]
-
-
-def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
-    """Like `image_grid`, for a video."""
-    resize = vars(sys.modules[type(video_processor).__module__])["smart_resize"]
-    patch, temporal = video_processor.patch_size, video_processor.temporal_patch_size
-    factor = patch * video_processor.merge_size
-    smallest, largest = video_processor.size["shortest_edge"], video_processor.size["longest_edge"]
-    # In Qwen3-VL the limits apply to the whole video.
-    counts_frames = "num_frames" in signature(resize).parameters
-    if getattr(video_processor, "cap_pixels_per_frame", None):
-        budget = video_processor.max_video_tokens * factor * factor
-        if counts_frames:
-            largest = max(min(budget, largest // num_frames), int(smallest * 1.05)) * num_frames
-        else:
-            largest = max(min(largest, int(budget * 0.9) * temporal // num_frames), int(smallest * 1.05))
-    frames = {"num_frames": num_frames, "temporal_factor": temporal} if counts_frames else {}
-    height, width = resize(
-        height=height, width=width, factor=factor, min_pixels=smallest, max_pixels=largest, **frames
-    )
-    return [-(-num_frames // temporal), height // patch, width // patch]

@@ -2,7 +2,7 @@
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
 `Family` describes text models, `VisionFamily` models that read images or videos. Both work as they stand for
-a model that nobody named, through the model's own processor and `get_image_features`; a family's file
+a model that has no file, through the model's own processor and `get_image_features`; a family's file
 overrides what its models do otherwise, or what they can do faster. `registry.py` lists the files.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
+DEFAULT_PATCHES = 4  # of a token
 EXAMPLE_SIZE = (64, 64)  # height and width in pixels
 
 
@@ -46,6 +47,13 @@ class MediaShape:
     videos: list[MediumShape] = field(default_factory=list)
 
 
+class EncodedMedium(NamedTuple):
+    """The features of an image or a video, and its facts."""
+
+    features: Tensor  # (tokens, hidden size x (1 + deepstack levels))
+    facts: Mapping[str, Any]
+
+
 class ExampleRow(NamedTuple):
     """Tokens that contain a small image, and the image."""
 
@@ -69,6 +77,7 @@ class TinyModel:
     image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+    added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
 
 
 class Family:
@@ -82,8 +91,15 @@ class Family:
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
 
+    # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
+    engine_patches: ClassVar[tuple[str, ...]] = ()
+
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
+        return {}
+
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        """Return options of the language model's config that vLLM reads by other names."""
         return {}
 
 
@@ -95,12 +111,16 @@ class VisionFamily(Family):
 
     reads_media = True
     reads_videos: ClassVar[bool] = False
+    processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
     # --- modules
 
     media_owner: ClassVar[str] = "model"  # the module with `get_image_features`
     tower: ClassVar[str] = "model.vision_tower"
     projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
+
+    # transformers' name of the tower's attention; with lengths of packed patches `VISION_ATTENTION`
+    tower_attention: ClassVar[str] = "sdpa"
 
     @property
     def encoder(self) -> tuple[str, ...]:
@@ -123,6 +143,10 @@ class VisionFamily(Family):
     ) -> MediumShape:
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
+
+    # Images and videos have one token, which `media_tokens` lists as that of images: features of both kinds
+    # replace it in the order of the prompt.
+    shared_token: ClassVar[bool] = False
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
@@ -200,20 +224,31 @@ class VisionFamily(Family):
         shape = self.image_shape(processor, height, width)
         return ExampleRow(torch.tensor(shape.tokens), [Medium("image", tensors, shape.facts)])
 
+    def patches_per_token(self, config: Any) -> int:
+        """Return the patches of the tower that make one token, for the memory plan."""
+        merge = getattr(config.vision_config, "spatial_merge_size", None)
+        return DEFAULT_PATCHES if merge is None else merge**2
+
     # --- media options
 
     def frame_factor(self, processor: Any) -> int:
         """Return the edge in pixels of the part of a frame that a token stands for."""
         return 28
 
+    def smallest_frame(self, processor: Any) -> int:
+        """Return the fewest tokens of a frame that the processor never enlarges."""
+        return 1
+
+    def resized_image(self, processor: Any, height: int, width: int) -> tuple[int, int]:
+        """Return height and width after the processor's own resizing."""
+        return height, width
+
     # --- the rollout engine
 
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
 
-    def engine_features(
-        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Return vLLM's multimodal data of media whose features are known."""
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
         raise NotImplementedError
 
     def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from PIL import Image
 from torch import Tensor
 
 from verl.distributed.device import to_device
+from verl.models.attention.interface import VISION_ATTENTION
 from verl.models.families.interface import (
+    EncodedMedium,
     ExampleRow,
     Kind,
     MediaShape,
@@ -70,8 +72,11 @@ class PatchGridFamily(VisionFamily):
 
     reads_videos = True
     tower = "model.visual"
+    tower_attention = VISION_ATTENTION
     projector = None
     position_rows = 4
+    # Options of the config: the tokens before and after an image.
+    image_edges: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
 
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         return {processor.image_token_id: "image", processor.video_token_id: "video"}
@@ -89,9 +94,15 @@ class PatchGridFamily(VisionFamily):
         facts = {
             "grid_thw": grid,
             "second_per_grid_ts": patch / sampled_fps(meta),
-            "timestamps": timestamps(meta, patch),
+            "timestamps": self.timestamps(meta, patch),
         }
         return MediumShape(self.video_tokens(processor, facts), facts)
+
+    def timestamps(self, meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
+        """Return the time of each temporal patch in seconds: the middle between its first and last frame."""
+        times = frame_times(meta, temporal_patch_size)
+        last = temporal_patch_size - 1
+        return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
 
     def video_tokens(self, processor: Any, facts: Mapping[str, Any]) -> list[int]:
         features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
@@ -157,19 +168,31 @@ class PatchGridFamily(VisionFamily):
         values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
         size = (rows * columns * merge * merge, values)
         pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
-        tokens = [config.vision_start_token_id, *[config.image_token_id] * (rows * columns)]
+        before, after = (getattr(config, name) for name in self.image_edges)
+        ids = torch.tensor([before, *[config.image_token_id] * (rows * columns), after])
         facts = {"grid_thw": [1, rows * merge, columns * merge]}
-        ids = torch.tensor([*tokens, config.vision_end_token_id])
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.merge_size
+
+    def smallest_frame(self, processor: Any) -> int:
+        # The processor enlarges frames with fewer pixels than its lower limit. A frame that fits a budget has
+        # more than a quarter of it, as both sides are rounded down to merged patches; an enlarged frame has
+        # less than 2 limit + 2 merged patches, as both sides are rounded up.
+        return -(-4 * processor.video_processor.size["shortest_edge"] // self.frame_factor(processor) ** 2)
+
+    def resized_image(self, processor: Any, height: int, width: int) -> tuple[int, int]:
+        _, rows, columns = image_grid(processor.image_processor, height, width)
+        patch = processor.image_processor.patch_size
+        return rows * patch, columns * patch
 
 
 class QwenVL(PatchGridFamily):
     """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1: a video has a step of time for each patch."""
 
     model_types = ("qwen2_vl",)
+    processors = ("Qwen2VLProcessor",)
     hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
     takes_features = True
     engine_facts = ()  # of videos, in addition to features and grid
@@ -187,13 +210,13 @@ class QwenVL(PatchGridFamily):
         images, videos = grids_of(shape.images), grids_of(shape.videos)
         return mrope_positions(input_ids, MropeConstants.from_config(config), images, videos)
 
-    def engine_features(
-        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        grids = torch.tensor([each["grid_thw"] for each in facts])
-        data: dict[str, Any] = {f"{kind}_embeds": torch.cat(list(features)), f"{kind}_grid_thw": grids}
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            f"{kind}_embeds": torch.cat([medium.features for medium in media]),
+            f"{kind}_grid_thw": torch.tensor([medium.facts["grid_thw"] for medium in media]),
+        }
         for name in self.engine_facts if kind == "video" else ():
-            data[name] = [each[name] for each in facts]
+            data[name] = [medium.facts[name] for medium in media]
         return data
 
 
@@ -204,6 +227,7 @@ class Qwen25VL(QwenVL):
     """
 
     model_types = ("qwen2_5_vl",)
+    processors = ("Qwen2_5_VLProcessor",)
     hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
     engine_facts = ("second_per_grid_ts",)
     tiny: ClassVar = {
@@ -230,10 +254,8 @@ class Qwen25VL(QwenVL):
             inputs["second_per_grid_ts"] = torch.tensor(seconds, device=inputs["pixel_values_videos"].device)
         return inputs
 
-    def engine_features(
-        self, kind: Kind, features: Sequence[Tensor], facts: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        data = super().engine_features(kind, features, facts)
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        data = super().engine_features(kind, media)
         if kind == "video":
             data["second_per_grid_ts"] = torch.tensor(data["second_per_grid_ts"])
         return data
@@ -243,6 +265,7 @@ class Qwen3VL(QwenVL):
     """Qwen3-VL: each temporal patch of a video is a grid after its time as text."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
+    processors = ("Qwen3VLProcessor",)
     hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
     engine_facts = ("timestamps",)
     transposed_experts: ClassVar = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
@@ -287,9 +310,13 @@ def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
     """Return patches in time, height and width after the processor's own resizing."""
     resize = vars(sys.modules[type(image_processor).__module__])["smart_resize"]
     patch, limits = image_processor.patch_size, image_processor.size
+    # In GLM-4.xV an image counts as the frames of a temporal patch.
+    counts_frames = "num_frames" in signature(resize).parameters
+    frames = dict.fromkeys(("num_frames", "temporal_factor"), image_processor.temporal_patch_size)
     height, width = resize(
-        height, width, factor=patch * image_processor.merge_size,
+        height=height, width=width, factor=patch * image_processor.merge_size,
         min_pixels=limits["shortest_edge"], max_pixels=limits["longest_edge"],
+        **(frames if counts_frames else {}),
     )  # fmt: skip
     return [1, height // patch, width // patch]
 
@@ -320,12 +347,10 @@ def sampled_fps(meta: Mapping[str, Any]) -> float:
     return len(meta["frames_indices"]) / meta["total_num_frames"] * meta["fps"]
 
 
-def timestamps(meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
-    """Return the time of each temporal patch in seconds: the middle between its first and last frame."""
+def frame_times(meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
+    """Return the times of sampled frames in seconds; the last one repeats to fill a temporal patch."""
     indices = list(meta["frames_indices"])
-    times = [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
-    last = temporal_patch_size - 1
-    return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
+    return [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
 
 
 def tower_inputs(tower: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:

@@ -3,7 +3,14 @@
 
 from typing import Any
 
-from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.gemma import Gemma3, Gemma4
+from verl.models.families.generic import GenericFamily
+from verl.models.families.glm_v import GlmV
+from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
+from verl.models.families.internvl import InternVL
+from verl.models.families.llava_onevision import LlavaOnevision
+from verl.models.families.minicpm_v import MiniCPMV46
+from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -11,16 +18,32 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Ministral3(),
+    Mistral3(),
+    MiniCPMV46(),
+    InternVL(),
+    LlavaOnevision(),
+    GlmV(),
+    Gemma3(),
+    Gemma4(),
 )
-TEXT, GENERIC = Family(), VisionFamily()
+TEXT, GENERIC = Family(), GenericFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
-_by_type: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+_by_processor = {
+    name: family for family in FAMILIES if isinstance(family, VisionFamily) for name in family.processors
+}
+TYPES: dict[str, Family] = {  # those of users' files are added
+    name: family for family in FAMILIES for name in family.model_types
+}
 
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    return _by_type.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    named = TYPES.get(config.model_type)
+    if named is not None:
+        return named
+    return GenericFamily(config) if hasattr(config, "vision_config") else TEXT
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -30,9 +53,31 @@ def vision_family_of(config: Any) -> VisionFamily:
     return family
 
 
+def family_of_processor(processor: Any) -> VisionFamily:
+    """Return the family that a processor's class belongs to; several types of models may share one."""
+    return _by_processor.get(type(processor).__name__, GENERIC)
+
+
+def transposed_experts(config: Any) -> tuple[str, ...]:
+    """Return the ends of the names of joint experts that the hub holds as (experts, in, out)."""
+    return family_of(config).transposed_experts.get(config.model_type, ())
+
+
+def encoder_of(config: Any) -> tuple[str, ...]:
+    """Return the modules that turn pixels into features; a text model has none."""
+    family = family_of(config)
+    return family.encoder if isinstance(family, VisionFamily) else ()
+
+
+def patches_per_token(config: Any) -> int:
+    """Return the patches of the vision tower that make one token; of no interest for a text model."""
+    family = family_of(config)
+    return family.patches_per_token(config) if isinstance(family, VisionFamily) else DEFAULT_PATCHES
+
+
 def is_named(config: Any) -> bool:
     """Return whether a file describes the model, or it reads text only."""
-    return family_of(config) is not GENERIC
+    return not isinstance(family_of(config), GenericFamily)
 
 
 def register_family(spec: str | None) -> Family | None:
@@ -45,9 +90,9 @@ def register_family(spec: str | None) -> Family | None:
     if not family.model_types:
         raise ValueError(f"`{OWN_FAMILIES.option}` ({spec}) must name its `model_types`")
     for name in family.model_types:
-        if type(_by_type.get(name, family)).__qualname__ != type(family).__qualname__:
+        if type(TYPES.get(name, family)).__qualname__ != type(family).__qualname__:
             raise ValueError(
                 f"`{OWN_FAMILIES.option}` ({spec}) must describe new types of models, {name} is known already"
             )
-        _by_type[name] = family
+        TYPES[name] = family
     return family

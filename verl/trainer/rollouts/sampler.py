@@ -11,7 +11,7 @@ import torch
 
 from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
-from verl.models.position_ids import continue_positions
+from verl.models.families.mrope import continue_positions
 from verl.protocol import DataProto, objects
 from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, ZeroScores
 from verl.single_controller.ray.worker_group import RayWorkerGroup

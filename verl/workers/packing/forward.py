@@ -21,16 +21,17 @@ from verl.distributed.token_sharding import ShardPlan, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
+from verl.models.families.interface import ExampleRow, Medium, VisionFamily
+from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
-from verl.models.registry import check_sequence_parallel, model_type_of, prompt_sharing_obstacle
-from verl.models.vision import MediaRows, dummy_row, media_tokens, share_media, with_grids_as_lists
+from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
+from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import (
     BLANK,
-    Features,
     MediaFeatures,
     MediaRow,
     WholeRows,
@@ -90,7 +91,8 @@ class PackedForward:
     ) -> None:
         self.model, self.config, self.media, self.device = model, config, media, device
         self.tower = tower
-        self.model_type = model_type_of(config)
+        self.family = family_of(config)
+        self.vision = self.family if isinstance(self.family, VisionFamily) else None
         self.sp = SequenceParallel.none() if sp is None else sp
         check_sequence_parallel(config, self.sp)
         reason = prompt_sharing_obstacle(config) if share_prompt else None
@@ -105,10 +107,10 @@ class PackedForward:
     def media_tokens(self, batch: DataProto) -> list[int]:
         """(B,) media tokens of each row that the model's own tower encodes."""
         ids = batch.batch["input_ids"]
-        if self.model_type.media_owner is None or self._has_features:
+        if self.vision is None or self._has_features:
             return [0] * len(ids)
-        is_media = (ids == self.config.image_token_id) | (ids == self.config.video_token_id)  # (B, T)
-        return is_media.sum(-1).tolist()
+        found = torch.cat(list(self.vision.media_tokens(self.config, ids.flatten()).values()))
+        return (found // ids.shape[1]).bincount(minlength=len(ids)).tolist()
 
     def log_probs(
         self,
@@ -191,17 +193,18 @@ class PackedForward:
         packed, media = self._with_media(self._pack(micro), micro)
         positions = packed.position_ids if len(packed.position_ids) == 1 else packed.position_ids[:, None]
         arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
-        plan = None
+        plan, blocks = None, blocks_of(self.family, self.config, packed.input_ids)
         if self.sp.size > 1 and WholeRows.of(micro) is None:
             plan = shard_plan(packed.groups, self.sp)
-            layout = sequence_layout(plan, self.sp, self.device)
+            layout = sequence_layout(plan, self.sp, self.device, blocks)
             arguments |= {"packed_layout": layout, "local_tokens": plan.local}
         elif packed.is_shared:
-            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device)
+            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device, blocks)
         else:
-            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device)
+            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device, blocks)
         if media:
-            found = media_tokens(self.config, packed.input_ids)
+            assert self.vision is not None, "rows with media were refused"
+            found = self.vision.media_tokens(self.config, packed.input_ids)
             arguments["media_rows"] = {kind: self._media_rows(rows, plan) for kind, rows in found.items()}
         return ModelInputs(arguments | media, packed.positions, plan)
 
@@ -223,7 +226,7 @@ class PackedForward:
 
     def _position_rows(self, position_ids: Tensor) -> Tensor:
         # (B, T) or (B, 4, T) to (rows, B, T)
-        rows = self.model_type.position_rows
+        rows = self.family.position_rows
         if position_ids.ndim == 2:
             position_ids = position_ids[:, None].expand(-1, rows, -1)
         if position_ids.shape[1] != rows:
@@ -240,8 +243,8 @@ class PackedForward:
         if rows and self._has_features:
             assert self.tower is not None, "it provides the features"
             return packed, {"media_features": self.tower.features(rows)}
-        if not rows and self.model_type.media_owner is not None and not self._has_features:
-            packed, rows = packed.append(dummy_row(self.config).input_ids), [BLANK]
+        if not rows and self.vision is not None and not self._has_features:
+            packed, rows = packed.append(self._blank.input_ids), [BLANK]
         if rows:
             return packed, self._encoded_media(rows, micro)
         if not len(packed.input_ids):
@@ -253,22 +256,28 @@ class PackedForward:
         # then no rank runs the model's own tower
         return self.tower is not None and self.tower.held is not None
 
+    @cached_property
+    def _blank(self) -> ExampleRow:
+        assert self.vision is not None, "text models need no blank image"
+        return self.vision.example(self.config, None if self.media is None else self.media.processor)
+
     def _encoded_media(self, rows: list[MediaRow], micro: DataProto) -> dict[str, Any]:
         # where ranks encode together, the inputs are of all ranks' rows
         whole = WholeRows.of(micro)
         together = None if whole is None else whole.media
-        media, order = media_inputs(rows, rows if together is None else together, self._row_features)
-        share = {}
+        media, order = media_inputs(rows, rows if together is None else together, self._row_media)
+        share = None
         if self.sp.size > 1 and (whole is None or together is not None):
-            media, share["media_share"] = share_media(self.config, media, self.sp)
-        return with_grids_as_lists(media) | share | order
+            assert self.vision is not None, "rows with media were refused"
+            media, share = share_media(self.vision, self.config, media, self.sp, self._blank.media)
+        return {"media": media, "media_order": order, "media_share": share}
 
-    def _row_features(self, row: MediaRow) -> Features:
+    def _row_media(self, row: MediaRow) -> list[Medium]:
         if not has_media(row):
-            return dummy_row(self.config).media
-        if self.model_type.media_owner is None or self.media is None:
+            return self._blank.media
+        if self.vision is None or self.media is None:
             raise ValueError(f"rows hold media, which {self.config.model_type} is not known to read")
-        return self.media.features(row)
+        return self.media.media(row)
 
 
 class BaseForward(PackedForward):

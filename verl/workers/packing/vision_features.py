@@ -22,22 +22,24 @@ from verl.data.media.references import Reference
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.families.interface import KINDS, EncodedMedium, Kind
+from verl.models.families.registry import vision_family_of
 from verl.models.monkey_patch import evaluating
-from verl.models.registry import model_type_of
-from verl.models.vision import EncodedMedia, dummy_row, share_media, with_grids_as_lists
+from verl.models.vision import Features, share_media
 from verl.workers.packing.micro_batches import max_over_ranks
 
-PATCHES_AT_ONCE = 1 << 16  # on a rank, in one call of the tower; a frame with more runs alone
-FEATURES = "features"  # (tokens, hidden size x (1 + levels)), stored with the entries of `_metadata`
+FEATURES_AT_ONCE = 1 << 14  # on a rank, in one call of the tower; a frame or tile with more runs alone
+FEATURES = "features"  # (tokens, hidden size x (1 + levels)), stored with the medium's facts
+FORMAT = "2"  # of stored features; change it with their content
 
 
-class FrameRange(NamedTuple):
-    """Consecutive frames of a medium; an image is one frame."""
+class UnitRange(NamedTuple):
+    """Consecutive frames or tiles of a medium."""
 
     key: str
     first: int
     stop: int
-    patches: int  # of a frame
+    is_last: bool
 
 
 class FrozenTower:
@@ -64,6 +66,8 @@ class FrozenTower:
         folder: str | None = None,  # keeps features across runs
     ) -> None:
         self.model, self.config, self.media = model, config, media
+        self.family = vision_family_of(config)
+        self._blank = self.family.example(config, media.processor).media
         self.device, self.dtype = device, dtype
         self.sp = sp or SequenceParallel.none()
         self.num_encoded = 0
@@ -97,30 +101,29 @@ class FrozenTower:
         self.num_encoded += len(missing)
         return {key: entry for key, entry in found.items() if entry is not None} | self._compute(missing)
 
-    def known(self, row: MediaData) -> dict[str, list[Entry]] | None:
+    def known(self, row: MediaData) -> dict[Kind, list[EncodedMedium]] | None:
         """Find the features of a row's media without computing any; None if one is missing."""
         assert self._weights is not None, "`encode` comes first: it computes the name of the weights"
-        entries: dict[str, list[Entry]] = {"image": [], "video": []}
+        entries: dict[Kind, list[EncodedMedium]] = {"image": [], "video": []}
         for kind, ref in _media_of(row):
             entry = self._find(self._key(self._weights, kind, ref))
             if entry is None:
                 return None
-            entries[kind].append(entry)
+            entries[kind].append(EncodedMedium(entry.tensors[FEATURES], entry.meta))
         return entries
 
-    def features(self, rows: Iterable[MediaData]) -> dict[str, EncodedMedia]:
+    def features(self, rows: Iterable[MediaData]) -> Features:
         """The held features of all rows' images and videos, in order, on the device."""
         assert self.held is not None and self._weights is not None, "inside `holding`"
-        media = [
+        media: list[tuple[Kind, str]] = [
             (kind, self._key(self._weights, kind, ref))
             for kind, ref in itertools.chain.from_iterable(map(_media_of, rows))
         ]
         on_device = to_device({key: self.held[key].tensors[FEATURES] for _, key in media}, self.device)
-        features: dict[str, list[Tensor]] = {}
+        features: Features = {}
         for kind, key in media:
             features.setdefault(kind, []).append(on_device[key])
-        hidden_size = self.config.get_text_config().hidden_size
-        return {kind: EncodedMedia.of_joined(parts, hidden_size) for kind, parts in features.items()}
+        return features
 
     def _find(self, key: str) -> Entry | None:
         entry = self.media.cache.get(key)
@@ -128,8 +131,8 @@ class FrozenTower:
             entry = self._folder.get(key)
         return entry
 
-    def _key(self, weights: str, kind: str, ref: Reference) -> str:
-        name = f"{weights} {self.media.feature_key(kind, ref)}"
+    def _key(self, weights: str, kind: Kind, ref: Reference) -> str:
+        name = f"{FORMAT} {weights} {self.media.feature_key(kind, ref)}"
         return hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
 
     def _name_weights(self) -> str:
@@ -137,7 +140,7 @@ class FrozenTower:
         if self._weights is None:
             digest = hashlib.blake2b(self.config.vision_config.to_json_string().encode(), digest_size=20)
             is_first = not dist.is_initialized() or dist.get_rank() == 0
-            prefix = f"{model_type_of(self.config).vision_tower}."
+            prefix = tuple(f"{part}." for part in self.family.encoder)
             for name, tensor in full_named_tensors(
                 self.model, self.dtype, lambda name: name.startswith(prefix)
             ):
@@ -158,64 +161,44 @@ class FrozenTower:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.sp.group)
         return [key for key, flag in zip(found, flags.tolist(), strict=True) if flag]
 
-    def _compute(self, media: Mapping[str, tuple[str, Reference]]) -> dict[str, Entry]:
-        metadata = {key: self._metadata(kind, ref) for key, (kind, ref) in media.items()}
-        grids = {key: tuple(values["grid_thw"][0].tolist()) for key, values in metadata.items()}
-        calls = _tower_calls(grids, PATCHES_AT_ONCE * self.sp.size)
+    def _compute(self, media: Mapping[str, tuple[Kind, Reference]]) -> dict[str, Entry]:
+        facts = {key: self._facts(kind, ref) for key, (kind, ref) in media.items()}
+        units = {key: self.family.units(self.config, each) for key, each in facts.items()}
+        calls = _tower_calls(units, FEATURES_AT_ONCE * self.sp.size)
         parts: dict[str, list[Tensor]] = {key: [] for key in media}
         entries: dict[str, Entry] = {}
         for number in range(max_over_ranks(len(calls))):
-            frames = calls[number] if number < len(calls) else []
-            for part, features in zip(frames, self._encode(frames, media), strict=True):
+            ranges = calls[number] if number < len(calls) else []
+            for part, features in zip(ranges, self._encode(ranges, media), strict=True):
                 parts[part.key].append(features)
-                if part.stop == grids[part.key][0]:
+                if part.is_last:
                     whole = torch.cat(parts.pop(part.key))
-                    entries[part.key] = self._publish(part.key, whole, metadata[part.key])
+                    entries[part.key] = self._publish(part.key, whole, facts[part.key])
         if entries and self.sp.group is not None:
             dist.barrier(group=self.sp.group)  # the next call finds what one rank has published
         return entries
 
-    def _metadata(self, kind: str, ref: Reference) -> dict[str, Tensor]:
+    def _facts(self, kind: Kind, ref: Reference) -> dict[str, Any]:
         # what the rollout engine reads in addition to the features
         shape = self.media.measure({f"{kind}s": [ref]})
-        if kind == "image":
-            return {"grid_thw": shape.image_grid_thw}  # (1, 3)
-        return {
-            "grid_thw": shape.video_grid_thw,  # (1, 3)
-            "second_per_grid_ts": shape.second_per_grid_ts,  # (1,)
-            "timestamps": torch.tensor(shape.timestamps[0], dtype=torch.float64),  # (temporal patches,)
-        }
+        return [*shape.images, *shape.videos][0].facts
 
-    def _encode(self, frames: list[FrameRange], media: Mapping[str, tuple[str, Reference]]) -> list[Tensor]:
-        # without frames, an unused blank image: all ranks must run the tower
-        inputs = self._inputs(frames, media)
+    def _encode(self, ranges: list[UnitRange], media: Mapping[str, tuple[Kind, Reference]]) -> list[Tensor]:
+        # without units, an unused blank image: all ranks must run the tower
+        inputs = [
+            self.family.cut(self.media.medium(*media[part.key]), part.first, part.stop) for part in ranges
+        ] or self._blank
         share = None
         if self.sp.size > 1:
-            inputs, share = share_media(self.config, inputs, self.sp)
-        inputs = to_device(with_grids_as_lists(inputs), self.device)
+            inputs, share = share_media(self.family, self.config, inputs, self.sp, self._blank)
+        inputs = to_device(inputs, self.device)
         with evaluating(self.model):
-            encoded: EncodedMedia = self.model(**inputs, media_share=share, only_encode=True)["image"]
-        return [part.cpu() for part in encoded.joined()[: len(frames)]]
+            encoded: list[Tensor] = self.model(media=inputs, media_share=share, only_encode=True)
+        return [part.cpu() for part in encoded[: len(ranges)]]
 
-    def _inputs(
-        self, frames: list[FrameRange], media: Mapping[str, tuple[str, Reference]]
-    ) -> dict[str, Tensor]:
-        # the tower treats images and videos alike, so all go in as images
-        if not frames:
-            return dummy_row(self.config).media
-        pixels, grids = [], []
-        for key, first, stop, patches in frames:
-            kind, ref = media[key]
-            features = self.media.features_of(kind, ref)
-            suffix = "" if kind == "image" else "_videos"
-            pixels.append(features[f"pixel_values{suffix}"][first * patches : stop * patches])
-            grid = features[f"{kind}_grid_thw"]
-            grids.append(torch.cat([torch.tensor([[stop - first]]), grid[:, 1:]], 1))
-        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-
-    def _publish(self, key: str, features: Tensor, metadata: dict[str, Tensor]) -> Entry:
+    def _publish(self, key: str, features: Tensor, facts: dict[str, Any]) -> Entry:
         # one rank of the sequence-parallel group writes
-        entry = Entry({FEATURES: features, **metadata}, {})
+        entry = Entry({FEATURES: features}, facts)
         if self.sp.index != 0:
             return entry
         folder = self._folder
@@ -224,25 +207,27 @@ class FrozenTower:
         )
 
 
-def _media_of(row: MediaData) -> Iterator[tuple[str, Reference]]:
+def _media_of(row: MediaData) -> Iterator[tuple[Kind, Reference]]:
     # a row's images, then its videos
-    for kind in ("image", "video"):
+    for kind in KINDS:
         for ref in (row or {}).get(f"{kind}s") or ():
             yield kind, ref
 
 
-def _tower_calls(grids: Mapping[str, tuple[int, ...]], limit: int) -> list[list[FrameRange]]:
-    """Divide all frames, in order, into calls of at most `limit` patches but at least a frame."""
-    calls: list[list[FrameRange]] = []
+def _tower_calls(units: Mapping[str, list[int]], limit: int) -> list[list[UnitRange]]:
+    """Divide the units of all media, in order, into calls of at most `limit` features but at least a unit."""
+    calls: list[list[UnitRange]] = []
     room = 0
-    for key, (frames, height, width) in grids.items():
-        first, patches = 0, height * width
-        while first < frames:
-            if room < patches:
+    for key, sizes in units.items():
+        first = 0
+        while first < len(sizes):
+            if room < sizes[first]:
                 calls.append([])
-                room = max(limit, patches)
-            stop = min(frames, first + room // patches)
-            calls[-1].append(FrameRange(key, first, stop, patches))
-            room -= (stop - first) * patches
+                room = max(limit, sizes[first])
+            stop = first
+            while stop < len(sizes) and sizes[stop] <= room:
+                room -= sizes[stop]
+                stop += 1
+            calls[-1].append(UnitRange(key, first, stop, stop == len(sizes)))
             first = stop
     return calls

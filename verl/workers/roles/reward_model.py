@@ -19,7 +19,7 @@ from verl.config.model import as_number
 from verl.config.worker import RewardModelConfig
 from verl.data.files import use_modelscope_hub_if_asked
 from verl.data.messages import Message
-from verl.models.registry import model_type_of
+from verl.models.families.registry import family_of
 from verl.models.scalar_head import is_scalar
 from verl.protocol import DataProto
 from verl.workers.model_builder import load_model_config
@@ -83,7 +83,7 @@ class RewardModelScorer:
 
     def _policy_sequences(self, batch: DataProto) -> DataProto:
         rows = batch.select(MODEL_KEYS, ["multi_modal_data"])
-        if rows.batch["position_ids"].ndim == 2 or model_type_of(self.forward.config).position_rows > 1:
+        if rows.batch["position_ids"].ndim == 2 or family_of(self.forward.config).position_rows > 1:
             return rows
         # a text model cannot read the policy's M-RoPE positions
         positions = (rows.batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)  # (B, T)

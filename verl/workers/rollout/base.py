@@ -4,6 +4,7 @@
 `engines.py` lists the engines by name.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
@@ -11,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from verl.models.families.interface import EncodedMedium
 from verl.models.lora_weights import AdapterConfig
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
-MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Options of a model's config that name the tokens of media, and those before and after them.
+MEDIA_TOKENS = re.compile(r"(image|video|vision|audio|boi|eoi|boa|eoa)_(.+_)?token_(id|index)$")
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class SamplingOptions:
 class EmbeddedMedia:
     """Features of one prompt's media, computed by the policy's vision tower."""
 
-    images: list[dict[str, Tensor]]  # `features` (tokens, hidden x (1 + levels)), `grid_thw` (1, 3)
-    videos: list[dict[str, Tensor]]  # also `second_per_grid_ts` (1,), `timestamps` (temporal patches,)
+    images: list[EncodedMedium]
+    videos: list[EncodedMedium]
 
 
 @dataclass(frozen=True)
@@ -150,5 +153,5 @@ class EngineSetup:
 
 def media_token_ids(model_config: Any) -> list[int]:
     """Tokens that represent media in a prompt and must not be sampled; empty for a text model."""
-    options = model_config.to_dict()
-    return sorted({options[name] for name in MEDIA_TOKENS if options.get(name) is not None})
+    options = model_config.to_dict().items()
+    return sorted({token for name, token in options if MEDIA_TOKENS.match(name) and token is not None})

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
-from verl.data.media.tokens import MediaShape, expand_prompt, sampled_fps, timestamps
+from verl.data.media.loader import DecodedMedia, shape_of
+from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
+from verl.models.families.interface import MediaShape, Medium, MediumShape, VisionFamily
+from verl.models.families.registry import family_of, vision_family_of
 from verl.models.hub_names import auto_class
-from verl.models.position_ids import MropeConstants, position_ids_for
 from verl.workers.model_builder import read_config
-from verl.workers.packing.media_inputs import join_features
 from verl.workers.rollout.base import (
     EngineSetup,
     FinishedResponse,
@@ -28,8 +29,6 @@ from verl.workers.rollout.base import (
     media_token_ids,
 )
 
-GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-
 
 class PreparedPrompt(NamedTuple):
     """One prompt as the model reads it."""
@@ -37,7 +36,7 @@ class PreparedPrompt(NamedTuple):
     uid: Any
     input_ids: Tensor  # (L,), media tokens expanded
     position_ids: Tensor  # (L,), or (4, L) for M-RoPE
-    features: dict[str, Tensor]
+    media: list[Medium]  # in the order of their tokens
 
 
 class HFRollout:
@@ -60,6 +59,7 @@ class HFRollout:
         self.max_prompt_tokens = config.max_num_batched_tokens
         trust: Any = {"trust_remote_code": setup.trust_remote_code}
         self.hf_config = read_config(setup.model_path, overrides=setup.override_config, **trust)
+        self.family = family_of(self.hf_config)
         self.banned = media_token_ids(self.hf_config)
         tokenizer_path = setup.tokenizer_path or setup.model_path
         self.processor = AutoProcessor.from_pretrained(tokenizer_path, **trust) if self.banned else None
@@ -97,7 +97,7 @@ class HFRollout:
             generator = torch.Generator(self.device).manual_seed(sampling.seed)
         prompt, cache = self._prepare(request), DynamicCache(config=self.hf_config)
         input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left([prompt]))
-        logits = self._forward(input_ids, mask, position_ids, cache, join_features([prompt.features]))
+        logits = self._forward(input_ids, mask, position_ids, cache, prompt.media)
         for step in range(1, min(sampling.max_tokens, self.max_length - len(prompt.input_ids)) + 1):
             tokens, _ = sample_tokens(logits, sampling, self.banned, generator)
             token = int(tokens)
@@ -105,7 +105,7 @@ class HFRollout:
             if token in self.end_ids and not sampling.ignore_eos:
                 return
             mask = torch.cat([mask, mask.new_ones(1, 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, position_ids[..., -1:] + step, cache, {})
+            logits = self._forward(tokens[:, None], mask, position_ids[..., -1:] + step, cache)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         weights = {
@@ -144,22 +144,24 @@ class HFRollout:
         return model.to(self.device).eval().requires_grad_(False)
 
     def _prepare(self, request: RolloutRequest) -> PreparedPrompt:
-        features, ids = {}, list(request.prompt_token_ids)
+        media, shape, ids = [], MediaShape(), list(request.prompt_token_ids)
         if request.media:
-            features, shape = media_features(self.processor, request.media)
-            ids = expand_prompt(ids, self.processor, shape)
+            family = vision_family_of(self.hf_config)
+            shape = shape_of(family, self.processor, request.media)
+            expanded = family.expand(self.processor, ids, shape)
+            media = media_in_order(family, self.processor, ids, request.media, shape)
+            ids = expanded
         if len(ids) >= self.max_length:
             raise ValueError(
                 f"the prompt {request.uid} has {len(ids)} tokens and no room for a response:"
                 f" `worker.rollout.max_model_len` is {self.max_length}"
             )
-        input_ids = torch.tensor(ids)
-        position_ids = torch.arange(len(ids))
-        compute_positions = position_ids_for(self.hf_config.model_type)
-        if compute_positions is not None:
-            grids = {name: features[name] for name in GRIDS if name in features}
-            position_ids = compute_positions(input_ids, MropeConstants.from_config(self.hf_config), **grids)
-        return PreparedPrompt(request.uid, input_ids, position_ids, features)
+        input_ids, position_ids = torch.tensor(ids), None
+        if isinstance(self.family, VisionFamily):
+            position_ids = self.family.positions(self.hf_config, input_ids, shape)
+        if position_ids is None:
+            position_ids = torch.arange(len(ids))
+        return PreparedPrompt(request.uid, input_ids, position_ids, media)
 
     def _batches(self, prompts: list[PreparedPrompt]) -> Iterator[list[PreparedPrompt]]:
         # at most `max_num_batched_tokens` tokens with padding, but always one prompt
@@ -178,8 +180,8 @@ class HFRollout:
     ) -> Iterator[list[FinishedResponse]]:
         n, cache = sampling.n, DynamicCache(config=self.hf_config)
         input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left(prompts))
-        features = join_features(prompt.features for prompt in prompts)
-        logits = self._forward(input_ids, mask, position_ids, cache, features)  # (B, V)
+        media = [medium for prompt in prompts for medium in prompt.media]
+        logits = self._forward(input_ids, mask, position_ids, cache, media)  # (B, V)
         cache.batch_repeat_interleave(n)
         logits = logits.repeat_interleave(n, 0)  # (B * n, V)
         mask = mask.repeat_interleave(n, 0)
@@ -206,15 +208,21 @@ class HFRollout:
             if not running:
                 return
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, last_positions + step, cache, {})
+            logits = self._forward(tokens[:, None], mask, last_positions + step, cache)
 
     def _forward(
-        self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, cache: Any, features: dict[str, Tensor]
+        self,
+        input_ids: Tensor,
+        mask: Tensor,
+        position_ids: Tensor,
+        cache: Any,
+        media: list[Medium] | None = None,  # with a prompt
     ) -> Tensor:
         """Logits of the last position, (B, V) float32."""
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids} | {
-            name: tensor.to(self.device) for name, tensor in features.items()
-        }
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
+        inputs |= self.family.own_arguments(self.hf_config, input_ids)
+        if media and isinstance(self.family, VisionFamily):
+            inputs |= self.family.own_inputs(to_device(media, self.device))
         output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 
@@ -226,28 +234,22 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
     return frozenset(end for end in [tokenizer.eos_token_id, *ends] if end is not None)
 
 
-def media_features(processor: Any, media: Any) -> tuple[dict[str, Tensor], MediaShape]:
-    """Model inputs of decoded `images` and `videos`, made by the model's processor, and their shapes."""
-    features: dict[str, Tensor] = {}
-    seconds, stamps = [], []
-    if media.images:
-        made = processor.image_processor(images=list(media.images), return_tensors="pt")
-        features |= {name: made[name] for name in ("pixel_values", "image_grid_thw")}
-    if media.videos:
-        frames = [pixels for pixels, _ in media.videos]
-        metas = [{k: v for k, v in meta.items() if k != "do_sample_frames"} for _, meta in media.videos]
-        made = processor.video_processor(
-            videos=frames, video_metadata=metas, do_sample_frames=False, return_tensors="pt"
-        )
-        features |= {name: made[name] for name in ("pixel_values_videos", "video_grid_thw")}
-        patch = processor.video_processor.temporal_patch_size
-        seconds = [patch / sampled_fps(meta) for meta in metas]
-        stamps = [timestamps(meta, patch) for meta in metas]
-        if "second_per_grid_ts" in processor.model_input_names:
-            features["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
-    none = torch.zeros(0, 3, dtype=torch.int64)
-    grids = features.get("image_grid_thw", none), features.get("video_grid_thw", none)
-    return features, MediaShape(*grids, torch.tensor(seconds), stamps)
+def media_in_order(
+    family: VisionFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
+) -> list[Medium]:
+    """Return decoded media as the model's tower reads them, in the order of their placeholders."""
+    images = [family.image_inputs(processor, image) for image in decoded.images]
+    videos = [family.video_inputs(processor, *video) for video in decoded.videos]
+    media = {
+        "image": (Medium("image", *each) for each in zip(images, _facts(shape.images), strict=True)),
+        "video": (Medium("video", *each) for each in zip(videos, _facts(shape.videos), strict=True)),
+    }
+    kinds = family.placeholders(processor)
+    return [next(media[kinds[token]]) for token in prompt_ids if token in kinds]
+
+
+def _facts(shapes: list[MediumShape]) -> list[dict[str, Any]]:
+    return [shape.facts for shape in shapes]
 
 
 def pad_left(prompts: list[PreparedPrompt]) -> tuple[Tensor, Tensor, Tensor]:

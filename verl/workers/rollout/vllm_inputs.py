@@ -4,11 +4,13 @@
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
+from verl.models.families.interface import EncodedMedium, Kind, VisionFamily
+from verl.models.families.registry import family_of, vision_family_of
+from verl.models.layer_configs import layer_heads
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout import vllm_patches
@@ -26,12 +28,6 @@ logger = get_logger(__name__)
 
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
 READS_EMBEDDINGS = (0, 32)  # the first vLLM that was checked for it
-VIDEO_FACTS = {  # read by vLLM for an embedded video, in addition to features and grid
-    "qwen2_vl": (),
-    "qwen2_5_vl": ("second_per_grid_ts",),
-    "qwen3_vl": ("timestamps",),
-    "qwen3_vl_moe": ("timestamps",),
-}
 
 
 def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
@@ -60,7 +56,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     head_dtype = _head_dtype(setup.device)
-    if setup.override_config or head_dtype:
+    if setup.override_config or head_dtype or family_of(hf_config).engine_overrides(hf_config):
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), head_dtype=head_dtype
         )
@@ -98,6 +94,8 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
     apply_overrides(hf_config, overrides)
+    for name, value in family_of(hf_config).engine_overrides(hf_config).items():
+        setattr(hf_config.get_text_config(), name, value)
     if head_dtype is not None:
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
@@ -108,9 +106,8 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
 def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     """Size of a cache for the sequences at once, at most 1 GiB, but always enough for four."""
     text = hf_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * torch_dtype(config.dtype).itemsize
+    values = sum(2 * heads.keys * heads.dim for heads in layer_heads(text))  # keys and values of a token
+    token_bytes = values * torch_dtype(config.dtype).itemsize
     blocks_of_sequence = -(-max_model_len // 128) + 1  # vLLM's CPU cache has blocks of 128 tokens
     sequence_bytes = blocks_of_sequence * 128 * token_bytes
     sequences = config.sequences_at_once(on_gpu=False)
@@ -120,7 +117,8 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
 def reads_embeddings(version: str, hf_config: Any) -> bool:
     """True if vLLM reads features instead of pixels for all of a model's media, videos included."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
-    can = can and hf_config.model_type in VIDEO_FACTS
+    family = family_of(hf_config)
+    can = can and isinstance(family, VisionFamily) and family.takes_features
     if not can:
         logger.warning(
             "the rollout engine encodes media again: model=%s vllm=%s take no features",
@@ -130,36 +128,26 @@ def reads_embeddings(version: str, hf_config: Any) -> bool:
     return can
 
 
-def vllm_prompt(request: RolloutRequest, model_type: str) -> dict[str, Any]:
+def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     """Convert a prompt to vLLM's."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
     if request.media is None:
         return prompt
+    family = vision_family_of(hf_config)
     if isinstance(request.media, EmbeddedMedia):
-        return prompt | {"multi_modal_data": embedded_data(request.media, model_type)}
+        return prompt | {"multi_modal_data": embedded_data(request.media, family)}
     data = {"image": list(request.media.images), "video": list(request.media.videos)}
     data = {modality: items for modality, items in data.items() if items}
     if data:
         prompt["multi_modal_data"] = data
-    if "video" in data:
-        # frames were sampled when the video was decoded
-        prompt["mm_processor_kwargs"] = {"do_sample_frames": False}
-    return prompt
+    options = family.engine_options(data.keys())
+    return prompt | {"mm_processor_kwargs": options} if options else prompt
 
 
-def embedded_data(media: EmbeddedMedia, model_type: str) -> dict[str, Any]:
-    """Convert features to vLLM's multimodal data, with the metadata that its video tokens depend on."""
-    data: dict[str, Any] = {}
-    for kind, items in (("image", media.images), ("video", media.videos)):
-        if not items:
-            continue
-        joined = {name: torch.cat([item[name] for item in items]) for name in ("features", "grid_thw")}
-        data[kind] = {f"{kind}_embeds": joined["features"], f"{kind}_grid_thw": joined["grid_thw"]}
-        for name in VIDEO_FACTS[model_type] if kind == "video" else ():
-            values = [item[name] for item in items]
-            is_number = name == "second_per_grid_ts"
-            data[kind][name] = torch.cat(values) if is_number else [value.tolist() for value in values]
-    return data
+def embedded_data(media: EmbeddedMedia, family: VisionFamily) -> dict[str, Any]:
+    """Convert features to vLLM's multimodal data."""
+    kinds: dict[Kind, list[EncodedMedium]] = {"image": media.images, "video": media.videos}
+    return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}
 
 
 def sampling_params(sampling: SamplingOptions, banned: list[int], sample: int) -> Any:

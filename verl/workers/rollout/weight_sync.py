@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.hub_names import TRANSPOSED_EXPERTS
+from verl.models.families.registry import transposed_experts
 
 TIED_HEAD = "lm_head.weight"
 
@@ -20,7 +20,7 @@ def engine_weights(
     named_tensors: Iterable[tuple[str, Tensor]], hf_config: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert what `HubNames.convert` yields to what vLLM's `load_weights` reads, in the engine's dtype."""
-    transposed = TRANSPOSED_EXPERTS.get(hf_config.model_type, ())
+    transposed = transposed_experts(hf_config)
     for name, tensor in named_tensors:
         # skipped, but consumed: producing it may be a collective operation
         if hf_config.tie_word_embeddings and name.endswith(TIED_HEAD):
