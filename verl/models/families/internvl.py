@@ -47,8 +47,8 @@ class InternVL(VisionFamily):
 
     model_types = ("internvl",)
     hub_names = ("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF")
+    processors = ("InternVLProcessor",)
     reads_videos = True
-    shared_token = True
     tiny: ClassVar = {
         "internvl": TinyModel(
             "internvl",
@@ -87,6 +87,9 @@ class InternVL(VisionFamily):
             title = f"Frame{number}: " if number == 1 else f"\nFrame{number}: "
             tokens += processor.tokenizer.encode(title, add_special_tokens=False) + frame
         return MediumShape(tokens, {"tiles": num_frames})
+
+    def token_kind(self, kind: Kind) -> Kind:
+        return "image"
 
     # --- model inputs and features
 

@@ -122,6 +122,7 @@ class LlavaOnevision(VisionFamily):
         "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
     )
+    processors = ("LlavaOnevisionProcessor",)
     reads_videos = True
     tiny: ClassVar = {
         "llava_onevision": TinyModel(
