@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-
 from tests.helpers.families import Part, Tiny, clips_of, images_of, render
 from tests.workers.rollout.media import embedded, largest_media_difference
 from tests.workers.rollout.reference import change_weights, collect, hub_tensors, load_model

@@ -6,7 +6,7 @@ rank to rank. `sequence_layout` composes them, with ulysses outside of the ring.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, unsupported
+from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, cached_on, unsupported
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -27,6 +27,7 @@ from verl.models.attention.partial_attention import (
     add_gradients,
     cu_seqlens_of,
 )
+from verl.models.linear_attention.recurrence import Recurrence
 
 
 def sequence_layout(
@@ -56,6 +57,10 @@ class UlyssesLayout:
     inner: Layout
     length: int | None = None  # tokens of `inner`, followed by padding; None means all
 
+    @property
+    def recurrence(self) -> Recurrence:
+        return cached_on(self, "_recurrence", lambda: replace(self.inner.recurrence, sp=self.sp))
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         query, key, value = tokens_to_heads(query, key, value, self.sp)
         size = query.shape[2]
@@ -80,6 +85,13 @@ class RingLayout:
         own = sp.ring_index
         calls = tuple(_calls(spans[own], spans[source], source - own) for source in range(sp.ring_size))
         return cls(sp, calls, max(group.prompt + max(group.responses, default=0) for group in plan.groups))
+
+    @property
+    def recurrence(self) -> Recurrence:
+        raise NotImplementedError(
+            "in a ring, a layer with a state is not supported, because each rank would wait for the states of"
+            " the tokens before its own: use `ulysses_size` instead of `ring_size`"
+        )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         refusal = unsupported(rule, self.longest_row)
