@@ -18,6 +18,7 @@ from torch import Tensor
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
+DEFAULT_PATCHES = 4  # of a token
 EXAMPLE_SIZE = (64, 64)  # height and width in pixels
 
 
@@ -76,6 +77,7 @@ class TinyModel:
     image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+    added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
 
 
 class Family:
@@ -88,6 +90,9 @@ class Family:
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
+
+    # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
+    engine_patches: ClassVar[tuple[str, ...]] = ()
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
@@ -113,6 +118,9 @@ class VisionFamily(Family):
     media_owner: ClassVar[str] = "model"  # the module with `get_image_features`
     tower: ClassVar[str] = "model.vision_tower"
     projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
+
+    # transformers' name of the tower's attention; with lengths of packed patches `VISION_ATTENTION`
+    tower_attention: ClassVar[str] = "sdpa"
 
     @property
     def encoder(self) -> tuple[str, ...]:
@@ -163,6 +171,13 @@ class VisionFamily(Family):
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
 
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
+
+        There each token of an image attends to the image's later tokens too.
+        """
+        return ()
+
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor | None:
         """Return positions (4, L) of an expanded prompt (L,), equal to vLLM's; None counts from 0."""
         return None
@@ -208,6 +223,11 @@ class VisionFamily(Family):
         tensors = self.image_inputs(processor, Image.fromarray(pixels.numpy()))
         shape = self.image_shape(processor, height, width)
         return ExampleRow(torch.tensor(shape.tokens), [Medium("image", tensors, shape.facts)])
+
+    def patches_per_token(self, config: Any) -> int:
+        """Return the patches of the tower that make one token, for the memory plan."""
+        merge = getattr(config.vision_config, "spatial_merge_size", None)
+        return DEFAULT_PATCHES if merge is None else merge**2
 
     # --- media options
 
