@@ -7,6 +7,7 @@ recomputation of gradient checkpointing.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,9 +56,8 @@ class FlopsCounter:
         trains_vision: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
-        model = meta_model(config, trust_remote_code=trust_remote_code)
-        self.text = TextShape(model)
-        self.vision = VisionShape(model) if hasattr(config, "vision_config") else None
+        self._model = meta_model(config, trust_remote_code=trust_remote_code)
+        self.text = TextShape(self._model)
         self.trains_vision = trains_vision
         on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
@@ -69,7 +69,7 @@ class FlopsCounter:
         num_response_tokens: int | None = None,  # tokens that reach the head; None means all
         grids: Iterable[Grid] = (),
     ) -> float:
-        """Count one forward pass over sequences of these lengths and media with these grids."""
+        """Count one forward pass over sequences of these lengths and media with these grids of patches."""
         return self.text.forward(lengths, num_response_tokens) + self._vision_forward(grids)
 
     def training(
@@ -83,8 +83,12 @@ class FlopsCounter:
         """Return the share of this device's peak that `training` reached in a time; None without a peak."""
         return None if self.peak is None else self.training(lengths, **options) / (seconds * self.peak)
 
+    @cached_property
+    def vision(self) -> "VisionShape":
+        return VisionShape(self._model)
+
     def _vision_forward(self, grids: Iterable[Grid]) -> float:
-        return 0.0 if self.vision is None else sum(self.vision.forward(*grid) for grid in grids)
+        return sum(self.vision.forward(*grid) for grid in grids)
 
 
 class TextShape:
@@ -117,7 +121,7 @@ class TextShape:
 
 
 class VisionShape:
-    """Weight elements for each patch and each merged token of a Qwen-style vision tower."""
+    """Weight elements for each patch and each merged token of a vision tower that reads grids."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.vision_config

@@ -5,7 +5,7 @@ Any model that uses transformers' attention interface may work; the start compar
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
+from verl.models.families.generic import WHAT_TO_WRITE
 from verl.models.families.interface import Medium, VisionFamily
-from verl.models.families.registry import family_of
+from verl.models.families.registry import family_of, is_named
+from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -55,12 +57,31 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
+    heads = _linear_heads(text)
+    if heads % sp.ulysses_size:
+        raise ValueError(
+            f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
+            f" of {config.model_type}: choose another"
+        )
+    if heads and sp.ring_size > 1:
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
+            " carry a state from token to token, so the ranks of a ring would wait for each other: use"
+            " `ulysses_size`"
+        )
     reason = ring_obstacle(_attention_rule(text), text.max_position_embeddings) if sp.ring_size > 1 else None
     if reason is not None:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: in a ring, {reason}; use"
             " `ulysses_size`"
         )
+
+
+def _linear_heads(text: PretrainedConfig) -> int:
+    """Return the heads of linear attention layers; 0 for models without any."""
+    if "linear_attention" not in (getattr(text, "layer_types", None) or []):
+        return 0
+    return getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:
@@ -95,6 +116,7 @@ def prepare_model(model: PreTrainedModel) -> None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
     set_packed_attention(model)
+    pack_linear_layers(model)
     defer_head(model)
     add_packed_forward(model, family_of(model.config))
 
@@ -107,10 +129,14 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
-    unknown = set(getattr(text, "layer_types", None) or []) - set(LAYER_TYPES)
+    packable: set[str] = set(LAYER_TYPES)
+    if next(linear_layers(model), None) is not None:
+        packable.add("linear_attention")
+    unknown = set(getattr(text, "layer_types", None) or []) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not model._supports_attention_backend:
+    parts = (model, model.get_decoder())
+    if not (any(part._supports_attention_backend for part in parts) or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -119,6 +145,12 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if type(head) not in (nn.Linear, DeferringHead):
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
     return None
+
+
+def _calls_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether attention is looked up where it was registered: some models work, but do not say so."""
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def check_model(model: PreTrainedModel, processor: Any = None) -> float:
@@ -131,8 +163,10 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
     rows, media = to_device(_check_rows(model, processor), device)
-    scores = is_scalar(model.config)
+    scores, what_to_write = is_scalar(model.config), "" if is_named(model.config) else f": {WHAT_TO_WRITE}"
     with evaluating(model):
+        if not is_named(model.config):
+            _check_features(model, media)
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
         with plain_attention(model):
             plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
@@ -142,9 +176,24 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
             f" not support: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g}"
-            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed"
+            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed{what_to_write}"
         )
     return difference
+
+
+def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
+    """Raise NotImplementedError if features of an image depend on others that are encoded with it."""
+    together = model(media=media, only_encode=True)
+    alone = [model(media=[medium], only_encode=True)[0] for medium in media]
+    difference = max(
+        ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
+    )
+    if not difference <= TOLERANCE[together[0].dtype]:
+        raise NotImplementedError(
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
+            f" with another one: they differ by {difference:.2g} of their size, at most"
+            f" {TOLERANCE[together[0].dtype]:g} is allowed: {WHAT_TO_WRITE}"
+        )
 
 
 def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:

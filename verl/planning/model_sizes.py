@@ -10,10 +10,15 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
-from verl.models.families.registry import encoder_of
+from verl.models.families.registry import encoder_of, patches_per_token
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
-from verl.models.lora import adapted_layers, joint_experts
+from verl.models.lora import (
+    adapted_expert_weights,
+    adapted_layers,
+    adapted_parameters,
+    experts_without_adapter,
+)
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
@@ -74,7 +79,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     trained = [param for param in params if param.requires_grad]
     root = [param for param in params if id(param) not in in_blocks]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    experts = joint_experts(model) if adapted_layers(model) else []
+    is_adapted = bool(adapted_layers(model) or adapted_parameters(model))
     tower_blocks = [block for block in blocks if block in in_tower]
     return ModelShape(
         params=_count(params),
@@ -88,7 +93,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         is_tied=head is not None and head.weight is embedding.weight,
         text=_text_stack(config.get_text_config(), [block for block in blocks if block not in in_tower]),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
-        frozen_experts=sum(not model.get_parameter(name).requires_grad for name in experts),
+        patches_per_token=patches_per_token(config),
+        frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
     )
 
 
@@ -112,18 +118,20 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         head_dim=heads.dim,
         params=max(_count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
+        adapted_experts=max(map(adapted_expert_weights, blocks)),
     )
 
 
 def _tower_stack(config: Any, blocks: list[nn.Module]) -> Stack:
-    # Qwen2-VL calls the width `embed_dim` and gives the MLP's as a ratio.
+    # Some call the width `embed_dim`, and give the MLP's as a ratio.
     hidden = getattr(config, "embed_dim", None) or config.hidden_size
+    heads = getattr(config, "num_heads", None) or config.num_attention_heads
     return Stack(
-        layers=config.depth,
+        layers=len(blocks),
         hidden=hidden,
         intermediate=getattr(config, "intermediate_size", None) or int(hidden * config.mlp_ratio),
-        heads=config.num_heads,
-        kv_heads=config.num_heads,
-        head_dim=hidden // config.num_heads,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
         params=max(_count(block.parameters()) for block in blocks),
     )

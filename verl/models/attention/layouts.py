@@ -10,7 +10,7 @@ To add a layout, write a class with `attend`; `sequence_parallel_layouts` has th
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
 from verl.models.attention.local_rows import is_local, local_call
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
 from verl.models.attention.row_attention import attend_rows
+from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
 
 T = TypeVar("T")
 
@@ -34,6 +35,11 @@ class Layout(Protocol):
 
         `sinks` (H,) are scores of a further key of each head, whose value is zero.
         """
+        ...
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The order in which layers with a state read the tokens."""
         ...
 
 
@@ -56,10 +62,10 @@ class PackedLayout:
         back, which does wait. Both are cached on `cu_seqlens`, which all blocks of a vision tower pass on.
         """
         device = cu_seqlens.device if device is None else torch.device(device)
-        lengths, runs = _cached(cu_seqlens, "rows", lambda: _rows_within(cu_seqlens))
+        lengths, runs = cached_on(cu_seqlens, "rows", lambda: _rows_within(cu_seqlens))
         on_device = cu_seqlens
         if cu_seqlens.device != device or cu_seqlens.dtype != torch.int32:
-            on_device = _cached(
+            on_device = cached_on(
                 cu_seqlens,
                 f"rows_on_{device}",
                 lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
@@ -70,6 +76,11 @@ class PackedLayout:
     @property
     def cu_seqlens(self) -> Tensor:
         return self.sequences.cu_rows
+
+    @property
+    def recurrence(self) -> Recurrence:
+        lengths, device = self.sequences.lengths, self.cu_seqlens.device
+        return cached_on(self, "_recurrence", lambda: Recurrence(row_segments(lengths), device))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
@@ -136,6 +147,11 @@ class SharedLayout:
         own = tuple((prompt, tuple(responses)) for prompt, responses in groups)
         return cls(tuple(calls), longest, LaterTokens.of(blocks, segments, device), own)
 
+    @property
+    def recurrence(self) -> Recurrence:
+        device = self.calls[0].queries.cu_rows.device
+        return cached_on(self, "_recurrence", lambda: Recurrence(group_segments(self.groups), device))
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
     ) -> Tensor:
@@ -196,11 +212,12 @@ def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...
     return lengths, row_runs(lengths, lengths)
 
 
-def _cached(tensor: Tensor, name: str, compute: Callable[[], T]) -> T:
-    """Compute a value once for a tensor, as an attribute of it."""
-    if not hasattr(tensor, name):
-        setattr(tensor, name, compute())
-    return getattr(tensor, name)
+def cached_on(owner: Any, name: str, compute: Callable[[], T]) -> T:
+    """Compute a value once for a tensor or a layout, as an attribute of it."""
+    known = vars(owner)
+    if name not in known:
+        known[name] = compute()
+    return known[name]
 
 
 def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ rank to rank. `sequence_layout` composes them, with ulysses outside of the ring.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
 from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
+from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, cached_on
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -30,6 +30,7 @@ from verl.models.attention.partial_attention import (
     cu_seqlens_of,
     sink_gradients,
 )
+from verl.models.linear_attention.recurrence import Recurrence
 
 
 def sequence_layout(
@@ -67,6 +68,10 @@ class UlyssesLayout:
     inner: Layout
     length: int | None = None  # tokens of `inner`, followed by padding; None means all
 
+    @property
+    def recurrence(self) -> Recurrence:
+        return cached_on(self, "_recurrence", lambda: replace(self.inner.recurrence, sp=self.sp))
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
     ) -> Tensor:
@@ -95,6 +100,13 @@ class RingLayout:
         own = sp.ring_index
         calls = tuple(_calls(spans[own], spans[source], source - own) for source in range(sp.ring_size))
         return cls(sp, calls, max(group.prompt + max(group.responses, default=0) for group in plan.groups))
+
+    @property
+    def recurrence(self) -> Recurrence:
+        raise NotImplementedError(
+            "in a ring, a layer with a state is not supported, because each rank would wait for the states of"
+            " the tokens before its own: use `ulysses_size` instead of `ring_size`"
+        )
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None

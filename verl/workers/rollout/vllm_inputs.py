@@ -56,7 +56,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     head_dtype = _head_dtype(setup.device)
-    if setup.override_config or head_dtype:
+    if setup.override_config or head_dtype or family_of(hf_config).engine_overrides(hf_config):
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), head_dtype=head_dtype
         )
@@ -94,6 +94,8 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
     apply_overrides(hf_config, overrides)
+    for name, value in family_of(hf_config).engine_overrides(hf_config).items():
+        setattr(hf_config.get_text_config(), name, value)
     if head_dtype is not None:
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
