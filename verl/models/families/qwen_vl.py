@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl.distributed.device import to_device
+from verl.models.attention.interface import VISION_ATTENTION
 from verl.models.families.interface import (
     EncodedMedium,
     ExampleRow,
@@ -71,6 +72,7 @@ class PatchGridFamily(VisionFamily):
 
     reads_videos = True
     tower = "model.visual"
+    tower_attention = VISION_ATTENTION
     projector = None
     position_rows = 4
     # Options of the config: the tokens before and after an image.
