@@ -24,13 +24,15 @@ GROUPS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share_prompt", [False, True])
 def test_packed_training_is_the_models_own_padded_forward(kind, share_prompt):
-    assert_small(training_errors(kind, GROUPS, share_prompt=share_prompt))
+    assert_small(training_errors(load_tiny(kind), GROUPS, share_prompt=share_prompt))
 
 
 def test_checkpointed_micro_batches_have_the_same_gradients():
     parts = [[2, 5], [0, 3], [], [1, 4, 6, 7]]
 
-    assert_small(training_errors("glm4v", GROUPS, share_prompt=False, checkpointed=True, parts=parts))
+    assert_small(
+        training_errors(load_tiny("glm4v"), GROUPS, share_prompt=False, checkpointed=True, parts=parts)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,5 +43,5 @@ def test_the_check_at_start_accepts_the_family(kind):
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_have_the_gradients_of_one(kind):
-    for found in run_distributed(errors_on_ranks, 2, kind, GROUPS):
+    for found in run_distributed(errors_on_ranks, 2, load_tiny(kind).folder, GROUPS):
         assert_small(*found.values())
