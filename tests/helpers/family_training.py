@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
 from tests.helpers.families import Part, Tiny, expanded, media_of, media_shape_of, open_tiny
+from verl.data.media.loader import references_in_order
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
 from verl.models.families.mrope import continue_positions
@@ -47,13 +48,14 @@ class HeldMedia:
 
     def row(self, number: int) -> dict[str, Any] | None:
         """Return the references of a prompt's media."""
-        refs: dict[str, list[str]] = {"images": [], "videos": []}
+        refs: dict[str, list[str]] = {"images": [], "videos": [], "order": []}
         for index, medium in enumerate(self.prompts[number]):
             refs[f"{medium.kind}s"].append(f"{number} {index}")
+            refs["order"].append(medium.kind)
         return refs if self.prompts[number] else None
 
     def media(self, multi_modal_data: Mapping[str, Sequence[str]]) -> list[Medium]:
-        return [self._medium(ref) for kind in ("images", "videos") for ref in multi_modal_data.get(kind, ())]
+        return [self._medium(str(ref)) for _, ref in references_in_order(multi_modal_data)]
 
     def _medium(self, ref: str) -> Medium:
         number, index = map(int, ref.split())

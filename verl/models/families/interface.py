@@ -144,10 +144,6 @@ class VisionFamily(Family):
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
 
-    # Images and videos have one token, which `media_tokens` lists as that of images: features of both kinds
-    # replace it in the order of the prompt.
-    shared_token: ClassVar[bool] = False
-
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
 
@@ -170,6 +166,13 @@ class VisionFamily(Family):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
+
+    def token_kind(self, kind: Kind) -> Kind:
+        """Return the kind under which `media_tokens` lists the tokens of media of this kind.
+
+        If both kinds have one token, features replace it in the order of the prompt.
+        """
+        return kind
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
