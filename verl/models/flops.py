@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.distributed.known_gpus import find_gpu
+from verl.models.families.qwen_vl import PatchGridFamily
+from verl.models.families.registry import family_of
 from verl.models.hub_names import meta_model
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
@@ -56,7 +58,9 @@ class FlopsCounter:
     ) -> None:
         model = meta_model(config, trust_remote_code=trust_remote_code)
         self.text = TextShape(model)
-        self.vision = VisionShape(model) if hasattr(config, "vision_config") else None
+        # Towers of other models have neither grids nor these names; their work is not counted.
+        has_grids = isinstance(family_of(config), PatchGridFamily)
+        self.vision = VisionShape(model) if has_grids else None
         self.trains_vision = trains_vision
         on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
