@@ -189,7 +189,7 @@ def test_a_prompt_template_without_effect_on_conversations_is_an_error(tmp_path,
 
 def test_position_ids_of_several_rows_are_padded_to_the_same_length(tmp_path, folders):
     dataset = open_rows(tmp_path, folders["qwen2"], [{"messages": CHAT}])
-    dataset.position_ids = lambda ids: torch.arange(len(ids)).repeat(4, 1)
+    dataset.position_ids = lambda ids, _shape: torch.arange(len(ids)).repeat(4, 1)
 
     batch = dataset.collate([dataset[0]])
 

@@ -15,12 +15,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import unsupported
+from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
+from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.generic import WHAT_TO_WRITE
 from verl.models.families.interface import Medium, VisionFamily
 from verl.models.families.registry import family_of, is_named
+from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -42,7 +43,10 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, tor
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
     """Return why a model's attention does not support shared prompts; None if it does."""
     text = config.get_text_config()
-    return unsupported(_attention_rule(text), text.max_position_embeddings)
+    # Gemma's models for embeddings
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "all tokens attend to later tokens"
+    return None
 
 
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
@@ -53,18 +57,39 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
-    if sp.ring_size > 1 and unsupported(_attention_rule(text), text.max_position_embeddings) is not None:
+    heads = _linear_heads(text)
+    if heads % sp.ulysses_size:
         raise ValueError(
-            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
-            " window: use `ulysses_size`"
+            f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
+            f" of {config.model_type}: choose another"
         )
+    if heads and sp.ring_size > 1:
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
+            " carry a state from token to token, so the ranks of a ring would wait for each other: use"
+            " `ulysses_size`"
+        )
+    reason = ring_obstacle(_attention_rule(text), text.max_position_embeddings) if sp.ring_size > 1 else None
+    if reason is not None:
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: in a ring, {reason}; use"
+            " `ulysses_size`"
+        )
+
+
+def _linear_heads(text: PretrainedConfig) -> int:
+    """Return the heads of linear attention layers; 0 for models without any."""
+    if "linear_attention" not in (getattr(text, "layer_types", None) or []):
+        return 0
+    return getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:
     """Return the most restrictive rule of a language model's layers."""
-    types = getattr(text, "layer_types", None) or ["sliding_attention"]
-    window = getattr(text, "sliding_window", None) if "sliding_attention" in types else None
-    return AttentionRule(1.0, window=window, softcap=getattr(text, "attn_logit_softcapping", None))
+    types = getattr(text, "layer_types", None) or [SLIDING]
+    window = getattr(text, "sliding_window", None) if SLIDING in types else None
+    chunk = getattr(text, "attention_chunk_size", None) if CHUNKED in types else None
+    return AttentionRule(1.0, window=window, chunk=chunk)
 
 
 def prepare_model(model: PreTrainedModel) -> None:
@@ -91,6 +116,7 @@ def prepare_model(model: PreTrainedModel) -> None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
     set_packed_attention(model)
+    pack_linear_layers(model)
     defer_head(model)
     add_packed_forward(model, family_of(model.config))
 
@@ -103,10 +129,13 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
-    unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    packable = set(LAYER_TYPES)
+    if next(linear_layers(model), None) is not None:
+        packable.add("linear_attention")
+    unknown = set(getattr(text, "layer_types", None) or []) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not (model._supports_attention_backend or model.get_decoder()._supports_attention_backend):
+    if not (model._supports_attention_backend or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -115,6 +144,12 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if type(head) not in (nn.Linear, DeferringHead):
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
     return None
+
+
+def _calls_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether attention is looked up where it was registered: some models work, but do not say so."""
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def check_model(model: PreTrainedModel, processor: Any = None) -> float:

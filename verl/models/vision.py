@@ -17,7 +17,8 @@ from torch import Tensor
 from verl.distributed.length_balancing import split_evenly
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
-from verl.models.families.interface import Kind, Medium, VisionFamily
+from verl.models.attention.blocks import Blocks
+from verl.models.families.interface import Family, Kind, Medium, VisionFamily
 
 Features = dict[Kind, list[Tensor]]  # (tokens, hidden size x (1 + deepstack levels)) of each medium
 
@@ -80,6 +81,14 @@ def share_media(
             own.append(family.cut(medium, max(start, first) - start, min(stop, last) - start))
         start = stop
     return own or list(blank), share
+
+
+def blocks_of(family: Family, config: Any, input_ids: Tensor) -> Blocks | None:
+    """Return the images and frames in packed tokens (N,) whose tokens attend to each other, if any do."""
+    if not isinstance(family, VisionFamily) or not (layers := family.block_layers(config)):
+        return None
+    tokens = torch.cat(list(family.media_tokens(config, input_ids).values()))
+    return Blocks.of(tokens.sort().values, layers)
 
 
 def in_order(features: Sequence[Tensor], order: Mapping[Kind, Sequence[int]]) -> Features:

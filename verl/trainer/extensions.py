@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,6 @@ from verl.trainer.reward_samples import open_unchecked
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error, digest_of
-from verl.workers.model_builder import load_model_config
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
 
@@ -243,15 +243,16 @@ def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
         raise ProtocolError(f"must make batches of the key table: {error}") from error
 
 
-def check_family(family: Any, used: UsedExtension, config: Any) -> None:
+def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
     """Compute positions of a short prompt without media."""
     if not isinstance(family, Family):
         raise ProtocolError(f"must be a Family, got {_describe(family)}")
     register_family(used.spec)
     if not isinstance(family, VisionFamily):
         return
-    model_config = load_model_config(config.worker.actor.model)
-    positions = family.positions(model_config, torch.arange(LENGTH), MediaShape())
+    vision = SimpleNamespace(spatial_merge_size=2)
+    config = SimpleNamespace(image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN, vision_config=vision)
+    positions = family.positions(config, torch.arange(LENGTH), MediaShape())
     if positions is None:
         return
     rows = family.position_rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from verl.models.attention.kernels import AttentionRule
+from verl.models.attention.kernels import CHUNKED, FULL, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout
 
 ATTENTION = "verl_packed"
@@ -39,6 +39,7 @@ def packed_attention(
     is_causal: bool | None = None,  # the module's attribute by default
     sliding_window: int | None = None,  # keys that a query attends to, including itself
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # (H,) sinks
     packed_layout: Layout | None = None,  # of a language model
     cu_seq_lens_q: Tensor | None = None,  # (B + 1,) of a vision tower
     **others: Any,
@@ -58,7 +59,17 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise NotImplementedError(f"{name}: a two-sided sliding window is not supported under packing")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(query, key, value, AttentionRule(scale, causal, sliding_window, softcap)), None
+    kind = _layer_type(module)
+    config: Any = getattr(module, "config", None)
+    chunk = config.attention_chunk_size if kind == CHUNKED else None
+    rule = AttentionRule(scale, causal, sliding_window, softcap, kind, chunk)
+    return layout.attend(query, key, value, rule, s_aux), None
+
+
+def _layer_type(module: nn.Module) -> str:
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return FULL if layer_types is None or index is None else layer_types[index]
 
 
 def _obstacle(
@@ -76,13 +87,11 @@ def _obstacle(
     unknown = sorted(given - HARMLESS)
     if unknown:
         return f"passes {', '.join(unknown)} to attention, which packed attention does not support"
-    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    kind = "full_attention" if layer_types is None or index is None else layer_types[index]
-    if kind not in ("full_attention", "sliding_attention"):
-        return f"uses {kind} in layer {index}, which packed attention does not support"
-    if kind == "sliding_attention" and window is None:
-        return f"does not pass the sliding window of layer {index}, which would be dropped"
+    kind = _layer_type(module)
+    if kind not in LAYER_TYPES:
+        return f"uses {kind} in layer {module.layer_idx}, which packed attention does not support"
+    if kind == SLIDING and window is None:
+        return f"does not pass the sliding window of layer {module.layer_idx}, which would be dropped"
     return None
 
 

@@ -2,7 +2,7 @@
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
 `Family` describes text models, `VisionFamily` models that read images or videos. Both work as they stand for
-a model that nobody named, through the model's own processor and `get_image_features`; a family's file
+a model that has no file, through the model's own processor and `get_image_features`; a family's file
 overrides what its models do otherwise, or what they can do faster. `registry.py` lists the files.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
+DEFAULT_PATCHES = 4  # of a token
 EXAMPLE_SIZE = (64, 64)  # height and width in pixels
 
 
@@ -76,6 +77,7 @@ class TinyModel:
     image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+    added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
 
 
 class Family:
@@ -89,8 +91,15 @@ class Family:
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
 
+    # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
+    engine_patches: ClassVar[tuple[str, ...]] = ()
+
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
+        return {}
+
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        """Return options of the language model's config that vLLM reads by other names."""
         return {}
 
 
@@ -135,6 +144,10 @@ class VisionFamily(Family):
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
 
+    # Images and videos have one token, which `media_tokens` lists as that of images: features of both kinds
+    # replace it in the order of the prompt.
+    shared_token: ClassVar[bool] = False
+
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
 
@@ -157,6 +170,13 @@ class VisionFamily(Family):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
+
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
+
+        There each token of an image attends to the image's later tokens too.
+        """
+        return ()
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor | None:
         """Return positions (4, L) of an expanded prompt (L,), equal to vLLM's; None counts from 0."""
@@ -203,6 +223,11 @@ class VisionFamily(Family):
         tensors = self.image_inputs(processor, Image.fromarray(pixels.numpy()))
         shape = self.image_shape(processor, height, width)
         return ExampleRow(torch.tensor(shape.tokens), [Medium("image", tensors, shape.facts)])
+
+    def patches_per_token(self, config: Any) -> int:
+        """Return the patches of the tower that make one token, for the memory plan."""
+        merge = getattr(config.vision_config, "spatial_merge_size", None)
+        return DEFAULT_PATCHES if merge is None else merge**2
 
     # --- media options
 

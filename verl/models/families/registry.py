@@ -3,8 +3,14 @@
 
 from typing import Any
 
+from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily
-from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.glm_v import GlmV
+from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
+from verl.models.families.internvl import InternVL
+from verl.models.families.llava_onevision import LlavaOnevision
+from verl.models.families.minicpm_v import MiniCPMV46
+from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -12,6 +18,14 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Ministral3(),
+    Mistral3(),
+    MiniCPMV46(),
+    InternVL(),
+    LlavaOnevision(),
+    GlmV(),
+    Gemma3(),
+    Gemma4(),
 )
 TEXT, GENERIC = Family(), GenericFamily()
 
@@ -53,6 +67,12 @@ def encoder_of(config: Any) -> tuple[str, ...]:
     """Return the modules that turn pixels into features; a text model has none."""
     family = family_of(config)
     return family.encoder if isinstance(family, VisionFamily) else ()
+
+
+def patches_per_token(config: Any) -> int:
+    """Return the patches of the vision tower that make one token; of no interest for a text model."""
+    family = family_of(config)
+    return family.patches_per_token(config) if isinstance(family, VisionFamily) else DEFAULT_PATCHES
 
 
 def is_named(config: Any) -> bool:

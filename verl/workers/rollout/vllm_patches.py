@@ -79,6 +79,7 @@ def apply_patches(device: str) -> None:
     inspect_models_here()
     keep_buffers_of_empty_models()
     keep_process_group()
+    keep_classes_of_transformers()
     if is_gpu(device):
         return
     keep_linear_weights_on_cpu()
@@ -129,6 +130,34 @@ def keep_process_group() -> None:
 def _end_model_parallel_groups() -> None:
     if torch.distributed.is_initialized():
         importlib.import_module("vllm.distributed.parallel_state").destroy_model_parallel()
+
+
+def keep_classes_of_transformers() -> None:
+    """Stop vLLM from compiling models that it takes from transformers, for which it changes their classes."""
+    # training uses the same classes: none of their models could be built, or would run, without vLLM's config
+    backend = _replaceable(
+        "vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile"
+    )
+    backend._decorate_cls_for_torch_compile = _leave_class
+
+
+def _leave_class(self: Any, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def keep_times_of_frames() -> None:
+    """Have vLLM write the times of a GLM-4.6V video's frames in tenths of a second, as its processor does."""
+    # vLLM 0.32 rounds them down to seconds, so that the engine would read another prompt than training
+    info = _replaceable(
+        "vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "_get_video_second_idx_glm46v"
+    )
+    info._get_video_second_idx_glm46v = _times_of_frames
+
+
+def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> list[float]:
+    """Return the time of the first frame of each temporal patch; frames were sampled before."""
+    step = self.get_video_processor().temporal_patch_size
+    return [index / metadata["fps"] for index in metadata["frames_indices"][::step]]
 
 
 def media_arguments() -> dict[str, Any]:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MiniCPM-V: tokens, features and inputs equal those of transformers' own processor and model."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.families import (
+    assert_features_are_the_models,
+    assert_inputs_are_the_processors,
+    assert_media_tokens_match,
+    assert_positions_are_the_models,
+    assert_tokens_are_the_processors,
+    assert_units_make_the_whole,
+    expanded,
+    load_tiny,
+    media_of,
+    random_clip,
+    random_image,
+    random_size,
+)
+
+SIZES = 30, 400  # what has more than 112 x 112 pixels is sliced
+FRAMES = 2  # transformers (5.19) takes no videos of different lengths in one call
+
+
+@pytest.fixture
+def tiny():
+    return load_tiny("minicpmv4_6")
+
+
+@pytest.fixture(params=range(4))
+def row(request):
+    rng = np.random.default_rng(request.param)
+    row = ["What colour?\n"]
+    for _ in range(request.param):
+        row += [random_image(rng, *random_size(rng, *SIZES)), "the answer\n"]
+        row += [random_clip(rng, FRAMES, *random_size(rng, *SIZES)), "\nred\n"]
+    return [*row, "How many?"]
+
+
+def test_tokens_counted_from_sizes_are_the_processors(tiny, row):
+    assert_tokens_are_the_processors(tiny, row)
+    assert_media_tokens_match(tiny, row)
+    assert_positions_are_the_models(tiny, row)
+
+
+def test_token_counts_of_many_sizes_are_the_processors(tiny):
+    rng = np.random.default_rng(0)
+
+    for _ in range(40):
+        assert_tokens_are_the_processors(tiny, [random_image(rng, *random_size(rng, 5, 600))])
+
+
+def test_images_and_videos_of_a_prompt_are_numbered_apart(tiny):
+    rng = np.random.default_rng(0)
+    image, clip = random_image(rng, 60, 60), random_clip(rng, 1, 60, 60)
+
+    tokens = tiny.processor.tokenizer.decode(expanded(tiny, [image, clip, image]).tolist())
+
+    assert [tokens.split("</image_id>")[i].split("<image_id>")[1] for i in range(3)] == ["0", "0", "1"]
+
+
+def test_images_are_not_numbered_if_the_processor_says_so(tiny, monkeypatch):
+    monkeypatch.setattr(tiny.processor, "default_use_image_id", False)
+
+    assert_tokens_are_the_processors(tiny, [random_image(np.random.default_rng(0), 60, 60)])
+
+
+def test_images_are_not_sliced_if_the_processor_says_so(tiny, monkeypatch):
+    row = [random_image(np.random.default_rng(0), 400, 300)]
+    sliced = len(expanded(tiny, row))
+    monkeypatch.setattr(tiny.processor.image_processor, "slice_mode", False)
+
+    assert_tokens_are_the_processors(tiny, row)
+    assert len(expanded(tiny, row)) < sliced
+
+
+def test_features_of_one_call_are_those_of_each_medium_alone(tiny, row):
+    image = [random_image(np.random.default_rng(9), 50, 300)]
+    assert_features_are_the_models(tiny, [row, image])
+
+
+def test_slices_and_frames_encoded_apart_are_the_whole(tiny, row):
+    assert_units_make_the_whole(tiny, media_of(tiny, row))
+
+
+def test_rows_with_media_run_through_the_models_own_forward(tiny, row):
+    assert_inputs_are_the_processors(tiny, row)
+
+
+def test_frames_that_the_processor_would_join_are_refused(tiny, monkeypatch):
+    monkeypatch.setattr(tiny.processor.video_processor, "stack_frames", 2)
+
+    with pytest.raises(ValueError, match="`stack_frames` must be 1"):
+        expanded(tiny, [random_clip(np.random.default_rng(0), 2, 60, 60)])
