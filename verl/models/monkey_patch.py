@@ -51,12 +51,6 @@ def set_packed_attention(model: PreTrainedModel) -> None:
     set_attention(model, ATTENTION, tower)
 
 
-def set_packed_attention(model: PreTrainedModel) -> None:
-    family = family_of(model.config)
-    tower = family.tower_attention if isinstance(family, VisionFamily) else ATTENTION
-    set_attention(model, ATTENTION, tower)
-
-
 @contextlib.contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     """Use transformers' own eager attention inside the block, as the reference of the self-check."""

@@ -187,11 +187,12 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     difference = max(
         ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
     )
-    if not difference <= TOLERANCE[together[0].dtype]:
+    allowed = TOLERANCE[together[0].dtype]
+    if not difference <= allowed:
         raise NotImplementedError(
-            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image with another"
-            f" one: they differ by {difference:.2g} of their size, at most {TOLERANCE[together[0].dtype]:g} is"
-            f" allowed: {WHAT_TO_WRITE}"
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image in one call"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
+            f" {WHAT_TO_WRITE}"
         )
 
 
