@@ -190,7 +190,7 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     allowed = TOLERANCE[together[0].dtype]
     if not difference <= allowed:
         raise NotImplementedError(
-            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image in one call"
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
             f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
             f" {WHAT_TO_WRITE}"
         )
