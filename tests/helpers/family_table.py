@@ -176,7 +176,7 @@ def _errors_of_kinds(
 def sampled(kind: str) -> Error:
     """Log-probs of transformers' engine, after a weight sync, against the model's own forward."""
     tiny = load_tiny(kind)
-    engine = build_rollout_engine(rollout_config(name="hf"), setup_of(tiny.folder))
+    engine = build_rollout_engine(rollout_config(name="hf", max_model_len=1024), setup_of(tiny.folder))
     return engine_error(tiny, engine, [row for row, _ in groups_of(kind)], seeds=(1,)) / 10
 
 
