@@ -24,6 +24,7 @@ VISION_ATTENTION = "verl_packed_flash"
 HARMLESS = frozenset({
     "position_ids", "use_cache", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "max_seqlen", "return_dict", "output_hidden_states", "num_items_in_batch", "is_first_iteration",
+    "logits_to_keep",
 })  # fmt: skip
 
 
