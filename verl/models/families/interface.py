@@ -92,6 +92,9 @@ class Family:
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
 
+    # Starts of the names of tensors on the hub that transformers does not load; merged models keep them.
+    unread: ClassVar[tuple[str, ...]] = ()
+
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
 
