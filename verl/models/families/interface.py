@@ -128,7 +128,7 @@ class VisionFamily(Family):
 
     @property
     def encoder(self) -> tuple[str, ...]:
-        """The modules that turn pixels into features, which `freeze_vision_tower` freezes."""
+        """The modules and parameters that turn pixels into features, which `freeze_vision_tower` freezes."""
         return (self.tower,) if self.projector is None else (self.tower, self.projector)
 
     # --- tokens and positions
@@ -262,6 +262,11 @@ class VisionFamily(Family):
         """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def is_part(name: str, parts: Sequence[str]) -> bool:
+    """Return whether a tensor or module is one of `parts`, or in one of them."""
+    return name in parts or name.startswith(tuple(f"{part}." for part in parts))
 
 
 def image_token_id(config: Any) -> int:
