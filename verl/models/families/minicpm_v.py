@@ -8,7 +8,7 @@ break separates rows. A video has these tokens for each frame, and one number fo
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -180,6 +180,9 @@ class MiniCPMV46(VisionFamily):
 
     def smallest_frame(self, processor: Any) -> int:
         return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2
+
+    def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
+        return {}  # vLLM samples no frames of this model, and passes options of videos to the image processor
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * math.isqrt(processor.video_token_divisor)
