@@ -2,7 +2,7 @@
 """Models that read images and that no file describes, through their own processor and `get_image_features`.
 
 Nothing here knows a name. The modules are found in the model's structure, the tokens and tensors of an image
-are those that the processor makes for it alone, and the processor itself shows how those of several images
+are what the processor makes for it alone, and the processor itself shows how those of several images
 are joined. What this cannot express is refused before training: here, or by the comparison with the model's
 own padded forward (`verl.models.registry.check_model`) and with the rollout engine.
 """
@@ -46,7 +46,7 @@ class Structure(NamedTuple):
     """Names of a model's modules and arguments."""
 
     owner: str  # the module with `get_image_features`
-    encoder: tuple[str, ...]  # those that turn pixels into features, the tower first
+    encoder: tuple[str, ...]  # what turns pixels into features, the tower first
     arguments: frozenset[str]  # of the model's own forward
 
 

@@ -83,6 +83,7 @@ def apply_patches(device: str) -> None:
     if is_gpu(device):
         return
     keep_linear_weights_on_cpu()
+    read_plain_convolution_weights_on_cpu()
     keep_expert_weights_on_cpu()
     name_shared_memory_per_run()
     skip_token_ranks()
@@ -179,6 +180,19 @@ def keep_linear_weights_on_cpu() -> None:
 
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
+
+
+def read_plain_convolution_weights_on_cpu() -> None:
+    """Tell convolutions of linear attention that `keep_linear_weights_on_cpu` kept their weights."""
+    # They expect the repacked weights of CPUs with AVX512-BF16: log-probs are off by 5.
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        if hasattr(ops, name):  # older versions have none
+            setattr(ops, name, functools.partial(_convolve, getattr(ops, name)))
+
+
+def _convolve(function: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
+    return function(weight=weight.flatten(1), **arguments | {"is_weight_packed": False})
 
 
 def keep_expert_weights_on_cpu() -> None:
