@@ -9,7 +9,7 @@ a batch share one decoding.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from verl.data.media.item_options import with_item_options
 from verl.data.media.references import Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.video import VideoInfo, choose_frames, frame_size, probe_video, read_video, video_meta
-from verl.models.families.interface import Kind, MediaShape, Medium, MediumShape, VisionFamily
+from verl.models.families.interface import KINDS, Kind, MediaShape, Medium, MediumShape, VisionFamily
 from verl.models.families.registry import family_of_processor
 
 MediaData = Mapping[str, Sequence[Reference]] | None
@@ -107,6 +107,15 @@ class MediaLoader:
         """Replace the placeholder of each image and video by its tokens."""
         return self.family.expand(self.processor, prompt_ids, shape)
 
+    def with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
+        """Add to a row the `order` of its kinds of media in the prompt, if features depend on it."""
+        if not media or not all(media.get(f"{kind}s") for kind in KINDS):
+            return media
+        if len({self.family.token_kind(kind) for kind in KINDS}) > 1:
+            return media
+        kinds = self.family.placeholders(self.processor)
+        return {**media, "order": [kinds[token] for token in prompt_ids if token in kinds]}
+
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         with reading("image", ref), Image.open(openable(ref)) as image:
             width, height = self._image_size(ref, image)
@@ -146,9 +155,8 @@ class MediaLoader:
         )
 
     def media(self, media: MediaData) -> list[Medium]:
-        """Return a row's images, then its videos, as the model's tower reads them."""
-        images = [self.medium("image", ref) for ref in self._local(media, "images")]
-        return images + [self.medium("video", ref) for ref in self._local(media, "videos")]
+        """Return a row's images and videos in the order of the prompt, as the model's tower reads them."""
+        return [self.medium(kind, ref) for kind, ref in references_in_order(media)]
 
     def feature_key(self, kind: str, ref: Reference) -> str:
         """Return the cache key of the features of an image or a video, from its content and every option."""
@@ -205,6 +213,17 @@ class MediaLoader:
         digest = hashlib.blake2b(f"{kind} {json.dumps(options)} {more} ".encode(), digest_size=20)
         digest.update(content)
         return digest.hexdigest()
+
+
+def references_in_order(media: MediaData) -> Iterator[tuple[Kind, Reference]]:
+    """Yield a row's images and videos in the order of the prompt, images first unless it has an `order`."""
+    refs = {kind: list((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
+    order = (media or {}).get("order") or [kind for kind in KINDS for _ in refs[kind]]
+    assert len(order) == sum(map(len, refs.values())), "`order` names the kind of each image and video"
+    remaining = {kind: iter(refs[kind]) for kind in KINDS}
+    for name in order:
+        kind = KINDS[KINDS.index(name)]
+        yield kind, next(remaining[kind])
 
 
 def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:

@@ -78,6 +78,7 @@ class TinyModel:
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
     added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
+    filled: Mapping[str, float] = field(default_factory=dict)  # weights and buffers by ends of their names
 
 
 class Family:
@@ -144,10 +145,6 @@ class VisionFamily(Family):
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
 
-    # Images and videos have one token, which `media_tokens` lists as that of images: features of both kinds
-    # replace it in the order of the prompt.
-    shared_token: ClassVar[bool] = False
-
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
 
@@ -170,6 +167,13 @@ class VisionFamily(Family):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
+
+    def token_kind(self, kind: Kind) -> Kind:
+        """Return the kind under which `media_tokens` lists the tokens of media of this kind.
+
+        If both kinds have one token, features replace it in the order of the prompt.
+        """
+        return kind
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.

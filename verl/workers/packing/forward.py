@@ -265,10 +265,11 @@ class PackedForward:
         # where ranks encode together, the inputs are of all ranks' rows
         whole = WholeRows.of(micro)
         together = None if whole is None else whole.media
-        media, order = media_inputs(rows, rows if together is None else together, self._row_media)
+        assert self.vision is not None, "rows with media were refused"
+        encoded = rows if together is None else together
+        media, order = media_inputs(rows, encoded, self._row_media, self.vision.token_kind)
         share = None
         if self.sp.size > 1 and (whole is None or together is not None):
-            assert self.vision is not None, "rows with media were refused"
             media, share = share_media(self.vision, self.config, media, self.sp, self._blank.media)
         return {"media": media, "media_order": order, "media_share": share}
 

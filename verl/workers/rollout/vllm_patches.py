@@ -207,6 +207,9 @@ def keep_expert_weights_on_cpu() -> None:
     experts.apply = _apply_experts
 
 
+EXPERT_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+
+
 def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
     self._use_zentorch = False
 
@@ -224,13 +227,14 @@ def _apply_experts(
     **kwargs: Any,
 ) -> None:
     """Write the weighted sum of the chosen experts' outputs."""
-    if activation.value != "silu" or self.w1_bias is not None:
+    activate = EXPERT_ACTIVATIONS.get(activation.value)
+    if activate is None or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
-        part = F.linear(F.silu(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
+        part = F.linear(activate(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
         output.index_add_(0, rows, part)
 
 
