@@ -266,7 +266,7 @@ def adapter_errors(tiny: Tiny, groups: Sequence[Group], *, share_prompt: bool) -
     found = result.log_probs, result.entropy
     _loss(found, weights).backward()
     error = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-    return error, _relative_difference(packed, plain, summed=False)
+    return error, relative_difference(packed, plain, summed=False)
 
 
 def frozen_tower_errors(tiny: Tiny, groups: Sequence[Group], folder: Path) -> Errors:
@@ -292,7 +292,7 @@ def frozen_tower_errors(tiny: Tiny, groups: Sequence[Group], folder: Path) -> Er
         results.append((result.log_probs, result.entropy))
         _loss(results[-1], weights).backward()
     error = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
-    return error, _relative_difference(models[1], models[0], summed=False)
+    return error, relative_difference(models[1], models[0], summed=False)
 
 
 def _calls_of(model: Any, tower: str) -> list[str]:
