@@ -182,7 +182,8 @@ class HFRollout:
         input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left(prompts))
         media = [medium for prompt in prompts for medium in prompt.media]
         logits = self._forward(input_ids, mask, position_ids, cache, media)  # (B, V)
-        cache.batch_repeat_interleave(n)
+        # `batch_repeat_interleave` does not know states of linear attention
+        cache.reorder_cache(torch.arange(len(prompts), device=mask.device).repeat_interleave(n))
         logits = logits.repeat_interleave(n, 0)  # (B * n, V)
         mask = mask.repeat_interleave(n, 0)
         last_positions = position_ids[..., -1:].repeat_interleave(n, -2)  # (B * n, 1) or (4, B * n, 1)
