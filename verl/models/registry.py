@@ -137,8 +137,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     unknown = set(getattr(text, "layer_types", None) or []) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    parts = (model, model.get_decoder())
-    if not (any(part._supports_attention_backend for part in parts) or _calls_attention_interface(model)):
+    if not (model._supports_attention_backend or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -190,11 +189,12 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     difference = max(
         ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
     )
-    if not difference <= TOLERANCE[together[0].dtype]:
+    allowed = TOLERANCE[together[0].dtype]
+    if not difference <= allowed:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
-            f" with another one: they differ by {difference:.2g} of their size, at most"
-            f" {TOLERANCE[together[0].dtype]:g} is allowed: {WHAT_TO_WRITE}"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
+            f" {WHAT_TO_WRITE}"
         )
 
 
