@@ -44,7 +44,7 @@ def with_image_rows(builder: Any, batch: Any) -> Any:
         query_start_loc_cpu=starts,
         seq_lens=torch.tensor([row.keys for row in rows], dtype=batch.seq_lens.dtype),
         block_table_tensor=batch.block_table_tensor[[row.request for row in rows]],
-        causal=torch.tensor([row.is_causal for row in rows]),
+        causal=torch.tensor([row.is_causal for row in rows], dtype=torch.int32),
         max_query_len=int(queries.max()),
     )
 
