@@ -5,10 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.checkpoint.shards import AdaptedShards
-from verl.models.lora_weights import AdapterConfig, AdapterFiles, tensors_to_save
+from verl.models.lora import adapted_layers, adapted_parameters, attach_adapters
+from verl.models.lora_weights import AdapterConfig, AdapterFiles, is_adapter, tensors_to_save
 from verl.models.tiny import save_tiny_model
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -53,6 +54,32 @@ def test_adapted_weights_are_folded_and_others_come_from_the_checkpoint_or_the_b
     assert torch.equal(shards.read(f"{MODULE}.bias"), weights[f"{MODULE}.bias"])
     assert torch.equal(shards.read(NORM), norm)
     assert torch.equal(shards.read("model.embed_tokens.weight"), weights["model.embed_tokens.weight"])
+
+
+@torch.no_grad()
+def test_adapters_of_experts_are_folded_next_to_an_expert_tensor_that_was_trained(tmp_path):
+    base = save_tiny_model(tmp_path / "mixture", "qwen3_moe")
+    config = AdapterConfig(4, 6, "q_proj", base=str(base), target_parameters=("experts.down_proj",))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    attach_adapters(model, config, "lora")
+    torch.manual_seed(0)
+    saved = {}
+    for name, param in model.named_parameters():
+        if is_adapter(name) or name.endswith("experts.base_layer.gate_up_proj"):
+            saved[name] = torch.nn.init.normal_(param, std=0.1)
+    names = [each.name for each in adapted_parameters(model)]
+    AdapterFiles(config, adapted_layers(model), {}, names).save_pretrained(tmp_path / "lora_adapter")
+
+    shards = AdaptedShards(Source(saved), tmp_path, None, model.config, False)
+
+    merged = AutoModelForCausalLM.from_config(model.config)
+    merged.load_state_dict({name: shards.read(name) for name in shards.names()})
+    ids = torch.arange(5, 25)[None]
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
+    del saved["model.layers.1.mlp.experts.lora_B.default.weight"]
+    cut = AdaptedShards(Source(saved), tmp_path, None, model.config, False)
+    with pytest.raises(ValueError, match=r"incomplete: \['model.layers.1.mlp.experts'\]"):
+        cut.read("model.layers.1.mlp.experts.down_proj")
 
 
 def test_an_incomplete_adapter_is_an_error_that_names_the_module(base, tmp_path):

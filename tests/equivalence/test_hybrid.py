@@ -12,8 +12,17 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from tests.equivalence import test_packed_forward as packed_rows
 from tests.equivalence import test_shared_prompts as shared_prompts
-from tests.equivalence.test_packed_forward import as_batch, load, reference, text_rows
-from tests.equivalence.test_shared_prompts import text_batch
+from tests.equivalence.test_packed_forward import (
+    CLIP,
+    IMAGE,
+    WIDE,
+    as_batch,
+    load,
+    reference,
+    text_rows,
+    vision_batch,
+)
+from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from verl.models import registry
 from verl.models.linear_attention import functions
 from verl.models.linear_attention.layers import linear_layers
@@ -22,6 +31,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.packing.forward import PackedForward
 
 FAMILIES = ["qwen3_next", "qwen3_5_text"]
+VISION = ["qwen3_5", "qwen3_5_moe"]
 LONG = ((70, 90), (3, 130), (9, 1), (64, 64))  # one to three chunks of the delta rule
 
 
@@ -80,6 +90,19 @@ def test_prompts_shorter_than_the_convolution_and_empty_responses_equal_it_too(f
     sizes = ((1, (7, 20, 1)), (2, (0, 3)), (66, (4, 4, 4, 9)), (3, (0,)))
 
     shared_prompts.assert_same(folders("qwen3_5_text"), text_batch(sizes))
+
+
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("shared", [False, True], ids=["packed", "shared"])
+def test_images_and_videos_equal_the_models_own_padded_forward(folders, family, shared):
+    folder = folders(family)
+
+    if shared:
+        contents = [((IMAGE,), (5, 8, 3)), ((CLIP,), (9, 9)), ((), (4, 1))]
+        shared_prompts.assert_same(folder, media_batch(folder, contents), checkpointed=True)
+    else:
+        contents = [((WIDE,), 5), ((), 4), ((IMAGE, CLIP), 3), ((CLIP,), 6)]
+        packed_rows.assert_same(folder, vision_batch(folder, contents), parts=[[1], [3, 0], [], [2]])
 
 
 def varlen_kernel(query, key, value, *, g, beta, initial_state, output_final_state, cu_seqlens, **options):

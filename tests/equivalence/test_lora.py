@@ -20,8 +20,12 @@ from verl.workers.packing.forward import BaseForward, PackedForward
 pytestmark = pytest.mark.heavy
 
 FP32 = FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32")
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "use_rslora": True}
 METHODS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
-FAMILIES = {"text": "qwen2", "images": "qwen2_5_vl"}
+FAMILIES = {"text": "qwen2", "images": "qwen2_5_vl", "experts": "qwen3_moe"}
+METHODS_OF = dict.fromkeys(("text", "images"), METHODS) | {"experts": {"experts": EXPERTS}}
+# of a mixture peft would adapt the router too, and experts with twice the rank
+LINEAR_OF = {"experts": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 GROUPS = [((WIDE, IMAGE), (5, 8, 3)), ((IMAGE,), (4, 1)), ((), (2,))]
 
 
@@ -38,6 +42,7 @@ class Case(NamedTuple):
 ALONE = [Case("text", method) for method in METHODS] + [
     Case("images", "lora", shared=False),
     Case("images", "lora"),
+    Case("experts", "experts"),
 ]
 TOGETHER = [
     Case("text", "lora"),
@@ -47,6 +52,8 @@ TOGETHER = [
     Case("text", "lora", ulysses=2),
     Case("images", "lora", ulysses=2),
     Case("images", "lora", ring=2),
+    Case("experts", "experts"),
+    Case("experts", "experts", ulysses=2),
 ]
 
 
@@ -65,9 +72,10 @@ def folders(tmp_path_factory):
     found = {}
     for content, family in FAMILIES.items():
         found[content] = str(save_tiny_model(root / family, family))
-        for method, options in METHODS.items():
+        for method, options in METHODS_OF[content].items():
             torch.manual_seed(3)
-            config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", **options)
+            targets = LINEAR_OF.get(content, "all-linear")
+            config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
             model = peft.get_peft_model(load(found[content], False), config)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -78,7 +86,7 @@ def folders(tmp_path_factory):
 
 
 def batch_of(content, folders):
-    return text_batch() if content == "text" else media_batch(folders[content], GROUPS)
+    return text_batch() if content != "images" else media_batch(folders[content], GROUPS)
 
 
 def from_peft(case, folders, batch, weights):

@@ -76,10 +76,10 @@ def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]
             after = continue_positions(positions[..., -1], length)
             rows.append((number, prompt, answer, torch.cat([positions, after], -1)))
     order = np.random.default_rng(0).permutation(len(rows))
-    return _as_batch([rows[index] for index in order], held), held
+    return as_batch([rows[index] for index in order], held), held
 
 
-def _as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
+def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
     widths = [max(len(row[index]) for row in rows) for index in (1, 2)]
     columns: dict[str, list[Tensor]] = {}
     for _, prompt, answer, positions in rows:
@@ -156,14 +156,14 @@ def training_errors(
         _loss(found, weights[rows]).backward()
         differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
         error = max([error, *(difference.max().item() for difference in differences)])
-    return error, _relative_difference(packed, plain, summed=sp is not None)
+    return error, relative_difference(packed, plain, summed=sp is not None)
 
 
 def _loss(found: tuple[Any, Any], weights: Tensor) -> Tensor:
     return (found[0] * weights + 0.1 * found[1]).sum()
 
 
-def _relative_difference(model: Any, other: Any, *, summed: bool) -> float:
+def relative_difference(model: Any, other: Any, *, summed: bool) -> float:
     """Return the relative difference of all gradients, `model`'s summed over ranks."""
     gradients = dict(model.named_parameters())
     difference = size = 0.0
@@ -199,7 +199,7 @@ def fsdp_errors(
         error = max([error, *(difference.max().item() for difference in differences)])
     for parameter in model.parameters():
         parameter.grad = None if parameter.grad is None else parameter.grad.full_tensor()
-    return error, _relative_difference(model, plain, summed=False)
+    return error, relative_difference(model, plain, summed=False)
 
 
 def _parts(rows: int, rank: int, world_size: int) -> list[list[int]]:

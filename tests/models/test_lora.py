@@ -127,7 +127,8 @@ def test_experts_without_an_adapter_are_counted(config, mixture):
         shape = model_shape(model)
 
         assert shape.frozen_experts == count
-        assert (f"; {count} joint tensors of experts are not" in shape.trained_text) == (count > 0)
+        said = f"; {count} joint tensors of experts are not, see `lora.target_parameters`"
+        assert (said in shape.trained_text) == (count > 0)
 
 
 def test_a_frozen_tower_is_not_adapted(model):

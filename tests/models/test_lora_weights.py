@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from verl.models.lora_weights import (
+    AdaptedParameter,
     AdapterConfig,
     AdapterFiles,
     fold,
+    fold_experts,
     fold_weight,
     memory_name,
     peft_name,
@@ -60,6 +62,38 @@ def test_folding_yields_plain_names_for_any_order_of_the_tensors():
     torch.testing.assert_close(result["layer.q.weight"], fold_weight(WEIGHT, DOWN, UP, 0.5))
 
 
+def test_each_expert_is_folded_with_its_own_rows_and_columns_of_the_adapter():
+    # rank 1; expert 0: B A = (1, 2)^T (1, 0), expert 1: B A = (3, 4)^T (0, 1)
+    down = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    up = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
+    expected = torch.tensor([[[2.0, 0.0], [4.0, 0.0]], [[0.0, 6.0], [0.0, 8.0]]])
+
+    folded = fold_experts(torch.zeros(2, 2, 2), down, up, 2.0, is_transposed=False)
+    transposed = fold_experts(torch.zeros(2, 2, 2), down, up, 2.0, is_transposed=True)
+
+    assert torch.equal(folded, expected) and torch.equal(transposed, expected.mT)
+
+
+def test_two_tensors_of_a_module_are_folded_with_the_layers_around_it():
+    first, second = (AdaptedParameter("experts.a", "experts.base_layer", False),
+                     AdaptedParameter("experts.b", "experts", False))  # fmt: skip
+    tensors = {
+        "experts.lora_A.default.weight": torch.ones(2, 2),
+        "experts.lora_B.default.weight": torch.ones(2, 2),
+        "experts.base_layer.lora_A.default.weight": torch.ones(2, 2),
+        "experts.base_layer.lora_B.default.weight": torch.ones(2, 2) * 5,
+        "experts.base_layer.base_layer.a": torch.zeros(2, 2, 2),
+        "experts.base_layer.base_layer.a_bias": torch.ones(2, 2),
+        "experts.base_layer.base_layer.b": torch.zeros(2, 2, 2),
+    }
+
+    found = dict(fold(tensors.items(), 1.0, has_magnitude=False, parameters=[first, second]))
+
+    assert sorted(found) == ["experts.a", "experts.a_bias", "experts.b"]
+    assert (found["experts.a"] == 5).all() and (found["experts.b"] == 1).all()
+    assert torch.equal(found["experts.a_bias"], torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("lost", ["base_layer", "lora_A", "lora_B", "lora_magnitude_vector"])
 def test_an_incomplete_adapter_is_an_error_that_names_the_module(lost):
     tensors = {
@@ -86,6 +120,7 @@ def test_names_convert_between_the_model_and_peft_files(inside, on_disk):
     assert peft_name(inside) == on_disk
     assert memory_name(on_disk) == inside
     assert plain_name("model.q.base_layer.bias") == "model.q.bias"
+    assert plain_name("mlp.experts.base_layer.base_layer.down_proj") == "mlp.experts.down_proj"
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_square_root():

@@ -15,11 +15,14 @@ from verl.checkpoint.legacy_shards import find_shard_files, join_shards, load_sh
 from verl.checkpoint.manifest import MANIFEST, check_digests, read_manifest, remedy
 from verl.checkpoint.sharded import LORA_ADAPTER, cause
 from verl.checkpoint.storage import ShardReader, read_tensors
-from verl.models.hub_names import auto_class
+from verl.models.hub_names import auto_class, meta_model
+from verl.models.lora import adapted_parameters, attach_adapters
 from verl.models.lora_weights import (
     BASE,
     CONFIG,
     PREFIX,
+    AdaptedParameter,
+    AdapterConfig,
     adapter_names,
     fold,
     is_adapter,
@@ -134,13 +137,14 @@ class AdaptedShards:
         self._saved = {name.removeprefix(PREFIX): name for name in source.names()}
         self._own = {plain_name(name): name for name in self._saved if not is_adapter(name)}
         self._base: dict[str, Tensor] = {}
-        if not any(BASE in name for name in self._saved):
+        if not any(name.endswith(f"{BASE}weight") for name in self._saved):
             self._base = _read_base(
                 base or self._adapter.base, folder, config, trust_remote_code, set(self._own)
             )
         first = next(iter(self._base.values()), None)
         self.base_dtype = first.dtype if first is not None else torch.bfloat16
-        fitting = {part for name in self.names() for part in adapter_names(name.removesuffix(".weight"))}
+        self._parameters = {each.name: each for each in _parameters(self._adapter, config, trust_remote_code)}
+        fitting = {part for name in self.names() for part in adapter_names(self._layer(name))}
         unused = [name for name in self._saved if is_adapter(name) and name not in fitting]
         if unused:
             raise ValueError(
@@ -158,17 +162,38 @@ class AdaptedShards:
     def read(self, name: str) -> Tensor:
         """Return a full tensor, in float32 if it is adapted."""
         weight = self._read(self._own[name]) if name in self._own else self._base[name]
-        module = name.removesuffix(".weight")
+        module = self._layer(name)
         adapter = [part for part in adapter_names(module) if part in self._saved]
         if not adapter:
             return weight
-        tensors = [(f"{module}{BASE}weight", weight), *((part, self._read(part)) for part in adapter)]
+        own = name if name in self._parameters else f"{module}{BASE}weight"
+        tensors = [(own, weight), *((part, self._read(part)) for part in adapter)]
         with reading(f"the adapter of {module}", f"it must fit its base model and {self._folder / CONFIG}"):
-            [(_, folded)] = fold(tensors, self._adapter.scale, has_magnitude=self._adapter.use_dora)
+            [(_, folded)] = fold(
+                tensors,
+                self._adapter.scale,
+                has_magnitude=self._adapter.use_dora,
+                parameters=self._parameters.values(),
+            )
         return folded
+
+    def _layer(self, name: str) -> str:
+        adapted = self._parameters.get(name)
+        return name.removesuffix(".weight") if adapted is None else adapted.layer
 
     def _read(self, name: str) -> Tensor:
         return self._source.read(self._saved[name])
+
+
+def _parameters(
+    adapter: AdapterConfig, config: PreTrainedConfig, trust_remote_code: bool
+) -> list[AdaptedParameter]:
+    """Return which tensors outside of linear modules an adapter changes, and how peft names its layers."""
+    if not adapter.target_parameters:
+        return []
+    model = meta_model(config, trust_remote_code=trust_remote_code)
+    attach_adapters(model, adapter, CONFIG)
+    return adapted_parameters(model)
 
 
 def _read_base(

@@ -47,8 +47,9 @@ class LoraConfig:
 
     rank: int = option(0, "Rank; 0 trains the full weights, or uses the rank of `path`.", minimum=0)
     alpha: int = option(64, "Scale, which is divided by the rank.", minimum=1)
-    target_modules: str = option(
-        "all-linear", "Modules with adapters: `all-linear`, comma-separated names, or a regular expression."
+    target_modules: str | None = option(
+        "all-linear",
+        "Modules with adapters: `all-linear`, comma-separated names, or a regular expression; null: none.",
     )
     exclude_modules: str | None = option(None, "Modules without adapters: names or a regular expression.")
     use_rslora: bool = option(False, "Divide alpha by the square root of the rank (rsLoRA).")
@@ -56,10 +57,19 @@ class LoraConfig:
     path: str | None = option(
         None, "Initial PEFT adapter folder; its config overrides this section.", resolve=existing_folder
     )
+    target_parameters: list[str] = option(
+        list, "Tensors with adapters outside of linear modules, by endings of names: `experts.down_proj`."
+    )
 
     @property
     def is_used(self) -> bool:
         return self.rank > 0 or self.path is not None
+
+    def problems(self, path: str) -> Iterator[str]:
+        if self.target_parameters and self.use_dora:
+            yield f"`{path}.use_dora` is not possible with `target_parameters`: DoRA is for modules only"
+        if self.is_used and self.target_modules is None and not (self.target_parameters or self.path):
+            yield f"`{path}.target_modules` may be null only if `target_parameters` names tensors to adapt"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA inside a model: attaching, disabling and initializing peft's adapters.
 
-peft replaces layers in place, so the model keeps its class, its config and its blocks. Only linear layers are
-adapted; the head never is, since its weight is read in chunks.
+peft replaces layers in place, so the model keeps its class, its config and its blocks. Linear layers are
+adapted, and tensors outside of them that are named, such as the joint weights of experts; the head never is,
+since its weight is read in chunks.
 """
 
 import contextlib
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion as conversion
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.hub_names import HubNames
-from verl.models.lora_weights import ADAPTER, AdapterConfig, is_adapter
+from verl.models.lora_weights import ADAPTER, JOINT, AdaptedParameter, AdapterConfig, is_adapter, plain_name
 from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 
@@ -34,38 +37,85 @@ def attach_adapters(
     option: str,  # config section, for errors
     frozen: Iterable[str] = (),  # modules without adapters, such as a frozen vision tower
 ) -> list[str]:
-    """Attach an adapter to every module that the config selects, and return their names.
+    """Attach an adapter to every module and tensor that the config selects, and return their names.
 
     The model is changed in place, in memory or on the meta device; its output does not change. peft freezes
     all other parameters.
     """
-    names = _adapted_modules(model, adapter, option, tuple(frozen))
+    parts = tuple(f"{module}." for module in frozen)
+    tensors = _selected_parameters(model, adapter, option, parts)
+    names = _adapted_modules(model, adapter, option, parts) if adapter.target_modules or not tensors else []
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType] - peft divides it, whatever it is
         target_modules=names,
+        target_parameters=tensors or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    return names
+    with _targets_as_named():
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    return names + tensors
+
+
+@contextlib.contextmanager
+def _targets_as_named() -> Iterator[None]:
+    """Keep peft from changing the targets inside the block."""
+    # For mixtures peft takes each `gate_proj`, in dense layers and shared experts too, for the experts of
+    # files from transformers 4, and would adapt the joint experts instead of the modules named.
+    original = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = original
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return peft's layers by the names of the modules that they adapt."""
+    """Return peft's layers by the names of the linear modules that they adapt."""
+    return {name: layer for name, layer in _layers(model).items() if not isinstance(layer, ParamWrapper)}
+
+
+def adapted_parameters(model: nn.Module) -> list[AdaptedParameter]:
+    """Return the tensors outside of linear modules that have adapters."""
+    wrappers = {name: layer for name, layer in _layers(model).items() if isinstance(layer, ParamWrapper)}
+    return [
+        AdaptedParameter(
+            plain_name(f"{name}.{layer.parameter_name}"),
+            name,
+            getattr(layer.get_base_layer(), "is_transposed", False),
+        )
+        for name, layer in wrappers.items()
+    ]
+
+
+def _layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def joint_experts(model: nn.Module) -> list[str]:
-    """Return names of 3-D expert weights (experts, out, in), which no adapter supports."""
-    return [name for name, param in model.named_parameters() if ".experts." in name and param.ndim == 3]
+    """Return names of 3-D expert weights, which only `target_parameters` adapts."""
+    return [name for name, param in model.named_parameters() if ".experts." in name and param.ndim == JOINT]
+
+
+def experts_without_adapter(model: nn.Module) -> list[str]:
+    """Return names of joint expert weights that are neither adapted nor trained."""
+    adapted = {each.name for each in adapted_parameters(model)}
+    frozen = [name for name in joint_experts(model) if not model.get_parameter(name).requires_grad]
+    return [name for name in frozen if plain_name(name) not in adapted]
+
+
+def adapted_expert_weights(module: nn.Module) -> int:
+    """Count the weights in a module that adapters are added to before each forward pass."""
+    layers = _layers(module).values()
+    return sum(layer.get_param().numel() for layer in layers if isinstance(layer, ParamWrapper))
 
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Compute exactly what the base model does inside the block."""
     # peft's own switch also changes which parameters are trained, which FSDP must not see.
-    layers = adapted_layers(model).values()
+    layers = _layers(model).values()
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -101,9 +151,9 @@ def set_adapter(
 
 
 def _adapted_modules(
-    model: PreTrainedModel, adapter: AdapterConfig, option: str, frozen: tuple[str, ...]
+    model: PreTrainedModel, adapter: AdapterConfig, option: str, parts: tuple[str, ...]
 ) -> list[str]:
-    head, parts = model.get_output_embeddings(), tuple(f"{module}." for module in frozen)
+    head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     modules = {name: module for name, module in modules.items() if module is not head and name != SCORE}
     linear = [name for name in modules if not name.startswith(parts)]
@@ -127,6 +177,47 @@ def _adapted_modules(
     return kept
 
 
+def _selected_parameters(
+    model: PreTrainedModel, adapter: AdapterConfig, option: str, parts: tuple[str, ...]
+) -> list[str]:
+    if not adapter.target_parameters:
+        return []
+    option = f"{option}.target_parameters"
+    if adapter.use_dora:
+        raise ValueError(f"`{option}` is not possible with DoRA, which peft has for linear modules only")
+    known = [name for name in _free_parameters(model) if not name.startswith(parts)]
+    found = [name for name in known if f".{name}".endswith(_endings(adapter.target_parameters))]
+    if not found:
+        raise ValueError(
+            f"`{option}` ({', '.join(adapter.target_parameters)}) matches no tensor of"
+            f" {type(model).__name__} outside of its linear modules; {_free_kinds(known)}"
+        )
+    for target in adapter.target_parameters:
+        if not any(f".{name}".endswith(f".{target}") for name in found):
+            logger.warning("`%s`: %s matches no tensor of %s", option, target, type(model).__name__)
+    return found
+
+
+def _free_parameters(model: nn.Module) -> list[str]:
+    """Return names of matrices that belong to neither linear modules nor embeddings."""
+    return [
+        f"{owner}.{name}"
+        for owner, module in model.named_modules()
+        if owner and not isinstance(module, nn.Linear | nn.Embedding)
+        for name, param in module.named_parameters(recurse=False)
+        if param.ndim in (2, JOINT)
+    ]
+
+
+def _free_kinds(names: list[str]) -> str:
+    kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
+    return f"it has {', '.join(kinds[:MOST_NAMED])}" if kinds else "it has none"
+
+
+def _endings(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f".{name}" for name in names)
+
+
 def _warn_of_unmatched(model: PreTrainedModel, pattern: str, linear: list[str], option: str) -> None:
     # peft ignores names without a match if others match.
     names = pattern.split(",") if NAMES.fullmatch(pattern) and pattern != ALL_LINEAR else []
@@ -143,8 +234,8 @@ def _why_nothing(model: PreTrainedModel, target: Callable[[str], bool]) -> str:
     if expert is None:
         return f"matches no linear module of {name}"
     return (
-        f"names only experts, which {name} holds as joint tensors ({expert}), and adapters support only"
-        " linear modules: name others, or train whole experts with `train_modules`"
+        f"names only experts, which {name} holds as joint tensors ({expert}): name the tensors in"
+        " `target_parameters`, other modules here, or train whole experts with `train_modules`"
     )
 
 
@@ -165,7 +256,7 @@ def _matcher(pattern: str, option: str) -> Callable[[str], bool]:
     if pattern == ALL_LINEAR:
         return lambda _: True
     if NAMES.fullmatch(pattern):
-        endings = tuple(f".{name}" for name in pattern.split(","))
+        endings = _endings(pattern.split(","))
         return lambda name: f".{name}".endswith(endings)
     regex = compile_pattern(pattern, option)
     return lambda name: regex.fullmatch(name) is not None

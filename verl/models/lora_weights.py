@@ -4,6 +4,10 @@
 Inside a model, peft's layers name the tensors: `X.base_layer.weight` is the weight that the plain model calls
 `X.weight`; `X.lora_A.default.weight`, `X.lora_B.default.weight` and, for DoRA,
 `X.lora_magnitude_vector.default.weight` adapt it.
+
+Tensors without a linear module, such as the joint weights of experts, are adapted at the module that holds
+them, by a layer around it for each: with two, `X.lora_A…` adapts the second one, `X.base_layer.base_layer.b`,
+and `X.base_layer.lora_A…` the first one, `X.base_layer.base_layer.a` (`AdaptedParameter`).
 """
 
 import json
@@ -25,6 +29,7 @@ ADAPTER = "default"  # peft's name of the only adapter
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 PARTS = (DOWN, UP, MAGNITUDE)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+JOINT = 3  # dimensions of a tensor that holds the weights of all experts
 PREFIX = "base_model.model."  # of every tensor in peft's files
 # Options of peft that would select another method, and the values with which they do not.
 NEUTRAL: dict[str, Any] = {
@@ -33,7 +38,6 @@ NEUTRAL: dict[str, Any] = {
     "modules_to_save": None,
     "layers_to_transform": None,
     "layer_replication": None,
-    "target_parameters": None,
     "bias": "none",
     "lora_bias": False,
     "fan_in_fan_out": False,
@@ -46,15 +50,24 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    target_modules: str  # `all-linear`, names separated by commas, or a regular expression of full names
+    target_modules: str  # `all-linear`, names separated by commas, a regular expression of full names, or ""
     exclude_modules: str | None = None  # names or a regular expression
     use_rslora: bool = False  # https://arxiv.org/abs/2312.03732
     use_dora: bool = False  # https://arxiv.org/abs/2402.09353
     base: str | None = None  # folder or hub name of the base model, if known
+    target_parameters: tuple[str, ...] = ()  # names, or their endings, of tensors outside of linear modules
 
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class AdaptedParameter(NamedTuple):
+    """A tensor outside of linear modules that an adapter changes, such as the joint weights of experts."""
+
+    name: str  # in the plain model: `…experts.gate_up_proj`
+    layer: str  # of peft, around the module: `…experts.base_layer`
+    is_transposed: bool  # joint weights are (experts, in, out) instead of (experts, out, in)
 
 
 def is_adapter(name: str) -> bool:
@@ -68,7 +81,7 @@ def adapter_names(module: str) -> list[str]:
 
 def plain_name(name: str) -> str:
     """Return the plain model's name of a tensor that does not belong to an adapter."""
-    return name.replace(BASE, ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def memory_name(name: str) -> str:
@@ -106,16 +119,40 @@ def fold_weight(
     return adapted * (magnitude.float()[:, None] / norm)
 
 
+def fold_experts(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed: bool) -> Tensor:
+    """Fold an adapter into the joint weights of experts, W_e + scale B_e A_e, in float32.
+
+    Args:
+        weight: (experts, out, in), or (experts, in, out) if `is_transposed`.
+        down: (experts * rank, in): the rows of each expert follow one another.
+        up: (out, rank * experts): a column of each expert for each of the ranks.
+        scale: Factor of the product.
+        is_transposed: See `weight`.
+    """
+    experts = len(weight)
+    a = down.float().view(experts, -1, down.shape[-1])  # (experts, rank, in)
+    b = up.float().view(len(up), -1, experts).permute(2, 0, 1)  # (experts, out, rank)
+    factors = (a.mT, b.mT) if is_transposed else (b, a)
+    return torch.baddbmm(weight.float(), *factors, alpha=scale)
+
+
 def fold(
-    named_tensors: Iterable[tuple[str, Tensor]], scale: float, *, has_magnitude: bool
+    named_tensors: Iterable[tuple[str, Tensor]],
+    scale: float,
+    *,
+    has_magnitude: bool,
+    parameters: Iterable[AdaptedParameter] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the plain model: adapted weights folded, in float32, and the others unchanged."""
+    by_name, by_layer = {each.name: each for each in parameters}, {each.layer: each for each in parameters}
     wanted = {BASE, DOWN, UP} | ({MAGNITUDE} if has_magnitude else set())
     waiting: dict[str, dict[str, Tensor]] = {}  # incomplete modules; peft keeps a weight next to its adapter
     for name, tensor in named_tensors:
         if is_adapter(name):
             part = next(part for part in PARTS if f".{part}." in name)
             module = name.split(f".{part}.")[0]
+        elif plain_name(name) in by_name:
+            module, part = by_name[plain_name(name)].layer, BASE
         elif name.endswith(f"{BASE}weight"):
             module, part = name.removesuffix(f"{BASE}weight"), BASE
         else:
@@ -125,10 +162,17 @@ def fold(
         parts[part] = tensor
         if wanted <= parts.keys():
             del waiting[module]
-            folded = fold_weight(parts[BASE], parts[DOWN], parts[UP], scale, parts.get(MAGNITUDE))
-            yield f"{module}.weight", folded
+            adapted = by_layer.get(module)
+            yield (adapted.name if adapted else f"{module}.weight", _folded(parts, scale, adapted))
     if waiting:
         raise ValueError(f"adapters are incomplete: {sorted(waiting)[:3]} of {len(waiting)}")
+
+
+def _folded(parts: Mapping[str, Tensor], scale: float, adapted: AdaptedParameter | None) -> Tensor:
+    weight, down, up = parts[BASE], parts[DOWN], parts[UP]
+    if adapted is not None and weight.ndim == JOINT:
+        return fold_experts(weight, down, up, scale, adapted.is_transposed)
+    return fold_weight(weight, down, up, scale, parts.get(MAGNITUDE))
 
 
 def read_adapter_config(folder: Path, where: str) -> AdapterConfig:
@@ -148,6 +192,7 @@ def read_adapter_config(folder: Path, where: str) -> AdapterConfig:
             use_rslora=values.get("use_rslora", False),
             use_dora=values.get("use_dora", False),
             base=values.get("base_model_name_or_path"),
+            target_parameters=tuple(sorted(values.get("target_parameters") or ())),
         )
     except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -174,16 +219,20 @@ class AdapterFiles(NamedTuple):
     config: AdapterConfig
     modules: Iterable[str]  # names of the adapted modules, which replace the patterns
     tensors: Mapping[str, Tensor]  # full tensors by their names inside the model
+    parameters: Iterable[str] = ()  # names of the adapted tensors outside of linear modules
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {peft_name(name): tensor.contiguous() for name, tensor in self.tensors.items()}
         save_weights(tensors, folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps(peft_config(self.config, self.modules), indent=2) + "\n")
+        config = peft_config(self.config, self.modules, self.parameters)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def peft_config(config: AdapterConfig, modules: Iterable[str]) -> dict[str, Any]:
+def peft_config(
+    config: AdapterConfig, modules: Iterable[str], parameters: Iterable[str] = ()
+) -> dict[str, Any]:
     """Build the contents of `adapter_config.json`."""
     return {
         "peft_type": "LORA",
@@ -195,6 +244,7 @@ def peft_config(config: AdapterConfig, modules: Iterable[str]) -> dict[str, Any]
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
     }

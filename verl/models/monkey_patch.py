@@ -41,8 +41,8 @@ def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
     # tower and the language model the same function, so the configs are written directly.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            is_tower = getattr(model.config, "vision_config", None) is module.config
-            module.config._attn_implementation_internal = vision_name if is_tower else name
+            is_text = module.config is model.config or module.config is model.config.get_text_config()
+            module.config._attn_implementation_internal = name if is_text else vision_name
 
 
 def set_packed_attention(model: PreTrainedModel) -> None:

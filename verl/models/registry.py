@@ -5,7 +5,7 @@ Any model that uses transformers' attention interface may work; the start compar
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.attention.block_inputs import record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
+from verl.models.families.generic import WHAT_TO_WRITE
 from verl.models.families.interface import Medium, VisionFamily
-from verl.models.families.registry import family_of
+from verl.models.families.registry import family_of, is_named
 from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
 from verl.models.monkey_patch import (
     add_packed_forward,
@@ -117,6 +119,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     set_packed_attention(model)
     pack_linear_layers(model)
     defer_head(model)
+    record_block_inputs(model)
     add_packed_forward(model, family_of(model.config))
 
 
@@ -128,7 +131,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
             " set `worker.actor.model.override_config.output_router_logits` to false"
         )
-    packable = set(LAYER_TYPES)
+    packable: set[str] = set(LAYER_TYPES)
     if next(linear_layers(model), None) is not None:
         packable.add("linear_attention")
     unknown = set(getattr(text, "layer_types", None) or []) - packable
@@ -161,8 +164,10 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
     rows, media = to_device(_check_rows(model, processor), device)
-    scores = is_scalar(model.config)
+    scores, what_to_write = is_scalar(model.config), "" if is_named(model.config) else f": {WHAT_TO_WRITE}"
     with evaluating(model):
+        if not is_named(model.config):
+            _check_features(model, media)
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
         with plain_attention(model):
             plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
@@ -172,9 +177,25 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
             f" not support: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g}"
-            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed"
+            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed{what_to_write}"
         )
     return difference
+
+
+def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
+    """Raise NotImplementedError if features of an image depend on others that are encoded with it."""
+    together = model(media=media, only_encode=True)
+    alone = [model(media=[medium], only_encode=True)[0] for medium in media]
+    difference = max(
+        ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
+    )
+    allowed = TOLERANCE[together[0].dtype]
+    if not difference <= allowed:
+        raise NotImplementedError(
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
+            f" {WHAT_TO_WRITE}"
+        )
 
 
 def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:

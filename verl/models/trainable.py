@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.models.families.registry import encoder_of
-from verl.models.lora import attach_adapters, compile_pattern
-from verl.models.lora_weights import AdapterConfig, is_adapter
+from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
+from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
 from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 
@@ -44,7 +44,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
     else:
         attach_adapters(model, options.adapter, f"{option}.lora", frozen)
         names = list(dict(model.named_parameters()))  # with adapters
-        trained = {name for name in names if is_adapter(name) or name in trained}
+        trained = {name for name in names if is_adapter(name) or name in trained | _moved(model, trained)}
     # A value model's score starts without useful values: it is trained unless it is frozen by name.
     trained |= {name for name in names if name.startswith(f"{SCORE}.")}
     trained -= set(_matching(names, options.freeze, f"{option}.freeze_modules"))
@@ -58,6 +58,14 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
         # With LoRA everything trained is float32.
         if options.adapter is not None and (name in trained or is_adapter(name)):
             param.data = param.data.to(torch.float32)
+
+
+def _moved(model: PreTrainedModel, trained: set[str]) -> set[str]:
+    # trained tensors next to adapted ones, whose modules were wrapped
+    adapted = {each.name for each in adapted_parameters(model)}
+    holders = {name.rpartition(".")[0] for name in adapted}
+    plain = {plain_name(name): name for name, _ in model.named_parameters()}
+    return {plain[name] for name in trained - adapted if name.rpartition(".")[0] in holders}
 
 
 def _matching(names: list[str], patterns: Sequence[str], option: str) -> list[str]:

@@ -25,6 +25,7 @@ class Stack:
     head_dim: int
     params: int  # of the largest layer
     has_head_norms: bool = False  # of queries and keys
+    adapted_experts: int = 0  # weights of a layer's joint experts with adapters: each pass makes their sum
 
     def saved(self, c: int) -> int:
         """Bytes of a token that a layer saves for its backward pass.
@@ -64,7 +65,7 @@ class ModelShape:
     text: Stack
     tower: Stack | None = None
     patches_per_token: int = 4
-    frozen_experts: int = 0  # joint tensors of experts that stay frozen because no adapter fits them
+    frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
 
     @property
     def head(self) -> int:
@@ -80,7 +81,7 @@ class ModelShape:
         share = 100 * self.trained / self.params
         text = f"{self.trained:,} of {self.params:,} parameters are trained ({share:.2f} %)"
         if self.frozen_experts:
-            text += f"; {self.frozen_experts} joint tensors of experts are not, no adapter fits them"
+            text += f"; {self.frozen_experts} joint tensors of experts are not, see `lora.target_parameters`"
         return text
 
 
@@ -160,6 +161,8 @@ def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -
     c = setup.c
     per_token = c * shape.text.hidden if setup.checkpointing else shape.text.saved(c)
     total = shape.text.layers * per_token * batch.tokens
+    if not setup.checkpointing:
+        total += shape.text.layers * c * shape.text.adapted_experts
     if shape.tower is not None:
         per_patch = c * shape.tower.hidden if setup.checkpointing else shape.tower.saved(c)
         total += shape.tower.layers * per_patch * batch.patches
@@ -171,7 +174,7 @@ def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> in
     """Peak of a pass without gradients, in addition to the model at rest."""
     if setup.device != "cpu" and not setup.keeps_gathered:
         return _gpu_log_prob_peak(shape, setup, batch)
-    in_layer = shape.text.transient(setup.c) * batch.tokens
+    in_layer = shape.text.transient(setup.c) * batch.tokens + setup.c * shape.text.adapted_experts
     if shape.tower is not None:
         in_layer = max(in_layer, shape.tower.transient(setup.c) * batch.patches)
     states = setup.c * shape.text.hidden * (batch.tokens + batch.responses)
@@ -185,6 +188,7 @@ def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) 
     text, c, is_alone = shape.text, setup.c, setup.ranks == 1
     root, layer = c * shape.root, c * text.params
     in_layer, states = text.transient(c) * batch.tokens, c * text.hidden * batch.tokens
+    in_layer += c * text.adapted_experts
     arrived, entering = layer, states
     if shape.tower is not None and batch.patches:  # its layers come first
         in_layer = max(in_layer, shape.tower.transient(c) * batch.patches)
@@ -221,6 +225,7 @@ def _layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> 
     text, c, ranks = shape.text, setup.c, setup.ranks
     recomputed = text.saved(c) if setup.checkpointing else 0
     tokens = (recomputed + text.gradients(c)) * batch.tokens
+    tokens += c * text.adapted_experts * (2 if setup.checkpointing else 1)  # the sum and its gradient
     if shape.tower is not None:
         recomputed = shape.tower.saved(c) if setup.checkpointing else 0
         tokens = max(tokens, (recomputed + shape.tower.gradients(c)) * batch.patches)

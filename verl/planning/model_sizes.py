@@ -13,7 +13,12 @@ from verl.distributed.fsdp import fsdp_blocks
 from verl.models.families.registry import encoder_of, patches_per_token
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
-from verl.models.lora import adapted_layers, joint_experts
+from verl.models.lora import (
+    adapted_expert_weights,
+    adapted_layers,
+    adapted_parameters,
+    experts_without_adapter,
+)
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
@@ -74,7 +79,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     trained = [param for param in params if param.requires_grad]
     root = [param for param in params if id(param) not in in_blocks]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    experts = joint_experts(model) if adapted_layers(model) else []
+    is_adapted = bool(adapted_layers(model) or adapted_parameters(model))
     tower_blocks = [block for block in blocks if block in in_tower]
     return ModelShape(
         params=_count(params),
@@ -89,7 +94,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         text=_text_stack(config.get_text_config(), [block for block in blocks if block not in in_tower]),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
         patches_per_token=patches_per_token(config),
-        frozen_experts=sum(not model.get_parameter(name).requires_grad for name in experts),
+        frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
     )
 
 
@@ -113,6 +118,7 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         head_dim=heads.dim,
         params=max(_count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
+        adapted_experts=max(map(adapted_expert_weights, blocks)),
     )
 
 

@@ -173,11 +173,12 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
         return AdapterConfig(
             rank=lora.rank,
             alpha=lora.alpha,
-            target_modules=lora.target_modules,
+            target_modules=lora.target_modules or "",
             exclude_modules=lora.exclude_modules,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             base=model.model_path,
+            target_parameters=tuple(lora.target_parameters),
         )
     saved = read_adapter_config(Path(lora.path), f"`{option}.lora.path` ({lora.path})")
     if lora.rank not in (0, saved.rank):

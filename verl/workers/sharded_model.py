@@ -23,7 +23,7 @@ from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.registry import encoder_of
 from verl.models.flops import FlopsCounter
-from verl.models.lora import adapted_layers
+from verl.models.lora import adapted_layers, adapted_parameters
 from verl.models.lora_weights import AdapterFiles, fold, is_adapter
 from verl.models.registry import check_model
 from verl.optim.build import build_optimizer
@@ -137,7 +137,12 @@ class ShardedModel:
         if self.adapter is None:
             return full_named_tensors(self.model, dtype, is_wanted)
         tensors = full_named_tensors(self.model, select=is_wanted)
-        return fold(tensors, self.adapter.scale, has_magnitude=self.adapter.use_dora)
+        return fold(
+            tensors,
+            self.adapter.scale,
+            has_magnitude=self.adapter.use_dora,
+            parameters=adapted_parameters(self.model),
+        )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         # collective
@@ -163,7 +168,8 @@ class ShardedModel:
         adapter = None
         if self.adapter is not None:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.adapter_tensors().items()}
-            adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors)
+            parameters = [each.name for each in adapted_parameters(self.model)]
+            adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors, parameters)
         return take_snapshot(self.model, optimizer, scheduler, extra, savable, adapter, copies=copies)
 
     def load(self, folder: Path) -> Restored:

@@ -13,7 +13,7 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.hub_names import HubNames
-from verl.models.lora import adapted_layers, attach_adapters
+from verl.models.lora import adapted_layers, adapted_parameters, attach_adapters
 from verl.models.lora_weights import AdapterConfig, fold, is_adapter
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
@@ -42,7 +42,8 @@ def move(model, seed):
 
 
 def folded(model, config=CONFIG):
-    return fold(model.state_dict().items(), config.scale, has_magnitude=config.use_dora)
+    options = dict(has_magnitude=config.use_dora, parameters=adapted_parameters(model))
+    return fold(model.state_dict().items(), config.scale, **options)
 
 
 @pytest.fixture(
@@ -82,6 +83,26 @@ def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_p
             engine.sync_weights(HubNames(model.config).convert(folded(model, config)))
 
             assert largest_difference(model, text_requests(), collect(engine, text_requests())) < 1e-4
+    finally:
+        engine.close()
+
+
+def test_adapters_of_experts_reach_the_engine_folded(tmp_path, single_process):
+    path = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    config = AdapterConfig(4, 6, "q_proj", target_parameters=("experts.gate_up_proj", "experts.down_proj"))
+    model = adapted(path, config)
+    for device in ("cpu", "cuda"):
+        assert engine_adapter(model, config, rollout_config(), device) is None
+    with pytest.raises(ValueError, match="4 tensors of `target_parameters` have adapters, for example model"):
+        engine_adapter(model, config, rollout_config(lora_sync="adapter"), "cuda")
+    engine = build_rollout_engine(rollout_config(), setup_of(path))
+    try:
+        move(model, seed=1)
+        engine.sync_weights(HubNames(model.config).convert(folded(model, config)))
+        responses = collect(engine, text_requests())
+
+        assert largest_difference(model, text_requests(), responses) < 1e-4
+        assert largest_difference(load_model(path), text_requests(), responses) > 0.1
     finally:
         engine.close()
 

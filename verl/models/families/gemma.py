@@ -9,6 +9,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -197,6 +199,8 @@ class Gemma4(VisionFamily):
             image="<|image|>",
             video="<|video|>",
             processor=tiny_gemma4_processor,
+            # Scores are not scaled: with norms of 1 the random model's attention has one key only.
+            filled={"q_norm.weight": 0.2, "layer_scalar": 0.9},
         )
         for name, text in (
             (
@@ -273,6 +277,7 @@ class Gemma4(VisionFamily):
         if images:
             inputs["pixel_values"], inputs["image_position_ids"] = padded(images)
         if videos:
+            count_frames()
             inputs["pixel_values_videos"], inputs["video_position_ids"] = padded(videos)
             inputs["num_frames_per_video"] = torch.tensor([medium.facts["grid"][0] for medium in videos])
         return inputs
@@ -312,6 +317,26 @@ class Gemma4(VisionFamily):
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.pooling_kernel_size
+
+
+def count_frames() -> None:
+    """Let Gemma 4's own forward read videos: transformers 5.19 drops the number of frames on the way."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model  # noqa: PLC0415 - few runs need it
+
+    original: Any = Gemma4Model.get_video_features
+    if hasattr(original, "counts_frames") or "num_frames_per_video" not in signature(original).parameters:
+        return
+
+    @wraps(original)
+    def get_video_features(
+        self: Any, pixels: Tensor, positions: Any = None, num_frames: Any = None, **options: Any
+    ) -> Any:
+        # The forward joins the features of all videos again.
+        num_frames = torch.tensor([len(pixels)]) if num_frames is None else num_frames
+        return original(self, pixels, positions, num_frames, **options)
+
+    vars(get_video_features)["counts_frames"] = True
+    Gemma4Model.get_video_features = get_video_features
 
 
 def crop_grid(image_processor: Any, height: int, width: int) -> tuple[int, int]:

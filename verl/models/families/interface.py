@@ -84,6 +84,7 @@ class TinyModel:
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
     added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
+    filled: Mapping[str, float] = field(default_factory=dict)  # weights and buffers by ends of their names
 
 
 class Family:

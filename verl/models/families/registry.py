@@ -4,12 +4,14 @@
 from typing import Any
 
 from verl.models.families.gemma import Gemma3, Gemma4
+from verl.models.families.generic import GenericFamily
 from verl.models.families.glm_v import GlmV
 from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.minicpm_v import MiniCPMV46
 from verl.models.families.mistral3 import Ministral3, Mistral3
+from verl.models.families.qwen3_5 import Qwen35
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -17,6 +19,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Qwen35(),
     Ministral3(),
     Mistral3(),
     MiniCPMV46(),
@@ -26,7 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     Gemma3(),
     Gemma4(),
 )
-TEXT, GENERIC = Family(), VisionFamily()
+TEXT, GENERIC = Family(), GenericFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
 _by_processor = {
@@ -39,7 +42,10 @@ TYPES: dict[str, Family] = {  # those of users' files are added
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    return TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    named = TYPES.get(config.model_type)
+    if named is not None:
+        return named
+    return GenericFamily(config) if hasattr(config, "vision_config") else TEXT
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -73,7 +79,7 @@ def patches_per_token(config: Any) -> int:
 
 def is_named(config: Any) -> bool:
     """Return whether a file describes the model, or it reads text only."""
-    return family_of(config) is not GENERIC
+    return not isinstance(family_of(config), GenericFamily)
 
 
 def register_family(spec: str | None) -> Family | None:

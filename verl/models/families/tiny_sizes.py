@@ -11,7 +11,7 @@ MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_
 
 # A layer of linear attention and one of full attention, half of whose channels rotate.
 HYBRID = dict(
-    linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
     layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
 HYBRID_MOE = MOE | dict(shared_expert_intermediate_size=64)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.models.families.registry import encoder_of
-from verl.models.lora import adapted_layers, joint_experts
+from verl.models.lora import adapted_layers, adapted_parameters, joint_experts
 from verl.models.lora_weights import AdapterConfig, is_adapter, peft_config, peft_name
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.base import EngineAdapter
@@ -64,6 +64,9 @@ def why_merged(
         return f"{len(trained)} weights are trained in addition to the adapters, for example {trained[0]}"
     if device == "cpu" and joint_experts(model):  # with adapters they run in Triton, adapted or not
         return "on CPU vLLM serves no adapters of a model with joint experts"
+    experts = adapted_parameters(model)
+    if experts:
+        return f"{len(experts)} tensors of `target_parameters` have adapters, for example {experts[0].name}"
     if config.use_dora:
         return "vLLM does not serve DoRA"
     if config.rank > RANKS[-1]:

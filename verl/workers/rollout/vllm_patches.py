@@ -83,6 +83,7 @@ def apply_patches(device: str) -> None:
     if is_gpu(device):
         return
     keep_linear_weights_on_cpu()
+    read_plain_convolution_weights_on_cpu()
     keep_expert_weights_on_cpu()
     name_shared_memory_per_run()
     skip_token_ranks()
@@ -181,6 +182,19 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 
+def read_plain_convolution_weights_on_cpu() -> None:
+    """Tell convolutions of linear attention that `keep_linear_weights_on_cpu` kept their weights."""
+    # They expect the repacked weights of CPUs with AVX512-BF16: log-probs are off by 5.
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        if hasattr(ops, name):  # older versions have none
+            setattr(ops, name, functools.partial(_convolve, getattr(ops, name)))
+
+
+def _convolve(function: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
+    return function(weight=weight.flatten(1), **arguments | {"is_weight_packed": False})
+
+
 def keep_expert_weights_on_cpu() -> None:
     """Stop vLLM on CPU from repacking experts' weights, which `load_weights` would overwrite."""
     # experts are computed one by one instead, slower than with vLLM's kernel
@@ -191,6 +205,9 @@ def keep_expert_weights_on_cpu() -> None:
     )
     experts.process_weights_after_loading = _keep_expert_weights
     experts.apply = _apply_experts
+
+
+EXPERT_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 
 
 def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
@@ -210,13 +227,14 @@ def _apply_experts(
     **kwargs: Any,
 ) -> None:
     """Write the weighted sum of the chosen experts' outputs."""
-    if activation.value != "silu" or self.w1_bias is not None:
+    activate = EXPERT_ACTIVATIONS.get(activation.value)
+    if activate is None or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
-        part = F.linear(F.silu(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
+        part = F.linear(activate(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
         output.index_add_(0, rows, part)
 
 
