@@ -19,7 +19,13 @@ from tests.helpers.families import (
     random_image,
     random_size,
 )
-from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
+from tests.helpers.family_training import (
+    adapter_errors,
+    assert_small,
+    errors_on_ranks,
+    frozen_tower_errors,
+    training_errors,
+)
 
 SIZES = 30, 400  # what has more than 112 x 112 pixels is sliced
 FRAMES = 2  # transformers (5.19) takes no videos of different lengths in one call
@@ -114,6 +120,17 @@ def test_checkpointed_micro_batches_have_the_same_gradients(tiny):
     parts = [[2], [0, 3], [], [1, 4, 5]]
 
     assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
+
+
+@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
+def test_adapters_train_as_in_the_models_own_padded_forward(tiny, share_prompt):
+    assert_small(adapter_errors(tiny, GROUPS, share_prompt=share_prompt))
+
+
+def test_features_computed_once_train_as_a_frozen_tower_in_every_pass(tiny, tmp_path):
+    groups = [([part for part in row if part is not CLIP], lengths) for row, lengths in GROUPS]
+
+    assert_small(frozen_tower_errors(tiny, groups, tmp_path))
 
 
 @pytest.mark.heavy
