@@ -76,7 +76,7 @@ def _sees_images(builder: Any) -> bool:
     config = builder.vllm_config.model_config.hf_config
     family = family_of(config)
     seeing = set(family.block_layers(config)) if isinstance(family, VisionFamily) else set()
-    layers = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
+    layers: dict[str, Any] = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
     kinds = {FULL if layer.impl.sliding_window == -1 else SLIDING for layer in layers.values()}
     if kinds & seeing and kinds - seeing:
         raise NotImplementedError(
