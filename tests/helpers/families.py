@@ -234,7 +234,7 @@ def assert_media_tokens_match(tiny: Tiny, row: Sequence[Part]) -> None:
     media = media_of(tiny, row)
     counts = dict.fromkeys(KINDS, 0)
     for medium, features in zip(media, features_of(tiny, media) if media else [], strict=True):
-        counts["image" if tiny.family.shared_token else medium.kind] += len(features)
+        counts[tiny.family.token_kind(medium.kind)] += len(features)
     found = tiny.family.media_tokens(tiny.config, expanded(tiny, row))
     assert {kind: len(found.get(kind, ())) for kind in KINDS} == counts
 

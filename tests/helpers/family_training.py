@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
 from tests.helpers.families import Part, Tiny, expanded, media_of, media_shape_of, open_tiny
+from verl.data.media.loader import references_in_order
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
 from verl.models.families.mrope import continue_positions
@@ -47,13 +48,14 @@ class HeldMedia:
 
     def row(self, number: int) -> dict[str, Any] | None:
         """Return the references of a prompt's media."""
-        refs: dict[str, list[str]] = {"images": [], "videos": []}
+        refs: dict[str, list[str]] = {"images": [], "videos": [], "order": []}
         for index, medium in enumerate(self.prompts[number]):
             refs[f"{medium.kind}s"].append(f"{number} {index}")
+            refs["order"].append(medium.kind)
         return refs if self.prompts[number] else None
 
     def media(self, multi_modal_data: Mapping[str, Sequence[str]]) -> list[Medium]:
-        return [self._medium(ref) for kind in ("images", "videos") for ref in multi_modal_data.get(kind, ())]
+        return [self._medium(str(ref)) for _, ref in references_in_order(multi_modal_data)]
 
     def _medium(self, ref: str) -> Medium:
         number, index = map(int, ref.split())
@@ -74,10 +76,10 @@ def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]
             after = continue_positions(positions[..., -1], length)
             rows.append((number, prompt, answer, torch.cat([positions, after], -1)))
     order = np.random.default_rng(0).permutation(len(rows))
-    return _as_batch([rows[index] for index in order], held), held
+    return as_batch([rows[index] for index in order], held), held
 
 
-def _as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
+def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
     widths = [max(len(row[index]) for row in rows) for index in (1, 2)]
     columns: dict[str, list[Tensor]] = {}
     for _, prompt, answer, positions in rows:
@@ -154,14 +156,14 @@ def training_errors(
         _loss(found, weights[rows]).backward()
         differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
         error = max([error, *(difference.max().item() for difference in differences)])
-    return error, _relative_difference(packed, plain, summed=sp is not None)
+    return error, relative_difference(packed, plain, summed=sp is not None)
 
 
 def _loss(found: tuple[Any, Any], weights: Tensor) -> Tensor:
     return (found[0] * weights + 0.1 * found[1]).sum()
 
 
-def _relative_difference(model: Any, other: Any, *, summed: bool) -> float:
+def relative_difference(model: Any, other: Any, *, summed: bool) -> float:
     """Return the relative difference of all gradients, `model`'s summed over ranks."""
     gradients = dict(model.named_parameters())
     difference = size = 0.0
@@ -197,7 +199,7 @@ def fsdp_errors(
         error = max([error, *(difference.max().item() for difference in differences)])
     for parameter in model.parameters():
         parameter.grad = None if parameter.grad is None else parameter.grad.full_tensor()
-    return error, _relative_difference(model, plain, summed=False)
+    return error, relative_difference(model, plain, summed=False)
 
 
 def _parts(rows: int, rank: int, world_size: int) -> list[list[int]]:

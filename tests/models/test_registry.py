@@ -43,6 +43,10 @@ def build(model_type, **overrides):
         ("smollm3", {}),
         ("starcoder2", {"sliding_window": 8}),
         ("mixtral", {"sliding_window": 8, "num_local_experts": 4}),
+        ("gpt_oss", {"sliding_window": 8, "num_local_experts": 4}),
+        ("llama4_text", {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32}),
+        ("stablelm", {}),
+        ("nemotron", {}),
     ],
 )
 def test_models_without_an_entry_pass_the_self_check(model_type, overrides):

@@ -122,7 +122,8 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
             return original(self, *args, **kwargs)
         features = media_features or {}
         if media:
-            features = in_order(encoded, order_of(media) if media_order is None else media_order)
+            order = order_of(_reading_media(self, family), media) if media_order is None else media_order
+            features = in_order(encoded, order)
         if features and media_rows is None:
             assert local_tokens is None, "a sharded sequence comes with the rows of its media"
             found = _reading_media(self, family).media_tokens(self.config, kwargs["input_ids"][0])

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.attention.block_inputs import record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
@@ -118,6 +119,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     set_packed_attention(model)
     pack_linear_layers(model)
     defer_head(model)
+    record_block_inputs(model)
     add_packed_forward(model, family_of(model.config))
 
 
@@ -126,8 +128,9 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         return (
-            "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
-            " set `worker.actor.model.override_config.output_router_logits` to false"
+            "has `output_router_logits`, which requests transformers' own router loss: set"
+            " `worker.actor.model.override_config.output_router_logits` to false, and"
+            " `worker.actor.model.router_aux_loss_coef` for a loss that balances the experts"
         )
     packable: set[str] = set(LAYER_TYPES)
     if next(linear_layers(model), None) is not None:
@@ -135,8 +138,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     unknown = set(getattr(text, "layer_types", None) or []) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    parts = (model, model.get_decoder())
-    if not (any(part._supports_attention_backend for part in parts) or _calls_attention_interface(model)):
+    if not (model._supports_attention_backend or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -188,11 +190,12 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     difference = max(
         ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
     )
-    if not difference <= TOLERANCE[together[0].dtype]:
+    allowed = TOLERANCE[together[0].dtype]
+    if not difference <= allowed:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
-            f" with another one: they differ by {difference:.2g} of their size, at most"
-            f" {TOLERANCE[together[0].dtype]:g} is allowed: {WHAT_TO_WRITE}"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
+            f" {WHAT_TO_WRITE}"
         )
 
 

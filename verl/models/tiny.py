@@ -145,11 +145,15 @@ def build_config(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast, **overri
 
 
 @torch.no_grad()
-def _fill_constant_weights(model: torch.nn.Module) -> None:
+def _fill_constants(model: torch.nn.Module, recipe: TinyModel) -> None:
     # Gemma 3 starts with a projector of zeros, behind which images could not be told apart.
     for weight in model.parameters():
         if weight.ndim > 1 and bool(weight.min() == weight.max()):
             weight.normal_(std=weight.shape[-1] ** -0.5)
+    for name, tensor in model.state_dict().items():
+        for end, value in recipe.filled.items():
+            if name.endswith(end):
+                tensor.fill_(value)
 
 
 def save_tiny_model(
@@ -177,7 +181,7 @@ def save_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=torch.float32)
-        _fill_constant_weights(model)
+        _fill_constants(model, chosen)
     media = [*SPECIAL_TOKENS[SPECIAL_TOKENS.index("<|vision_start|>") :], *chosen.special_tokens]
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],

@@ -96,9 +96,9 @@ def in_order(features: Sequence[Tensor], order: Mapping[Kind, Sequence[int]]) ->
     return {kind: [features[index] for index in numbers] for kind, numbers in order.items() if numbers}
 
 
-def order_of(media: Sequence[Medium]) -> dict[Kind, list[int]]:
-    """Return the numbers of the media of each kind."""
+def order_of(family: VisionFamily, media: Sequence[Medium]) -> dict[Kind, list[int]]:
+    """Return the numbers of the media whose features replace tokens of each kind."""
     order: dict[Kind, list[int]] = {}
     for number, medium in enumerate(media):
-        order.setdefault(medium.kind, []).append(number)
+        order.setdefault(family.token_kind(medium.kind), []).append(number)
     return order

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
     assert_features_are_the_models,
     assert_inputs_are_the_processors,
@@ -18,9 +19,22 @@ from tests.helpers.families import (
     random_image,
     random_size,
 )
+from tests.helpers.family_training import (
+    assert_small,
+    errors_on_ranks,
+    training_errors,
+)
 
 SIZES = 30, 400  # what has more than 112 x 112 pixels is sliced
 FRAMES = 2  # transformers (5.19) takes no videos of different lengths in one call
+RNG = np.random.default_rng(1)
+IMAGES = [random_image(RNG, 60, 90), random_image(RNG, 200, 90)]  # the second in slices
+CLIP = random_clip(RNG, FRAMES, 60, 60)
+GROUPS = [
+    (["What colour?\n", IMAGES[0], " or ", IMAGES[1]], (5, 8, 3)),
+    ([CLIP, IMAGES[1], "How many?"], (4, 1)),
+    (["What colour is the shape?"], (6,)),
+]
 
 
 @pytest.fixture
@@ -93,3 +107,21 @@ def test_frames_that_the_processor_would_join_are_refused(tiny, monkeypatch):
 
     with pytest.raises(ValueError, match="`stack_frames` must be 1"):
         expanded(tiny, [random_clip(np.random.default_rng(0), 2, 60, 60)])
+
+
+@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
+def test_packed_training_is_the_models_own_padded_forward(tiny, share_prompt):
+    assert_small(training_errors(tiny, GROUPS, share_prompt=share_prompt))
+
+
+def test_checkpointed_micro_batches_have_the_same_gradients(tiny):
+    parts = [[2], [0, 3], [], [1, 4, 5]]
+
+    assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
+
+
+@pytest.mark.heavy
+def test_two_ranks_have_the_gradients_of_one(tiny):
+    # Layers with a recurrence cannot be divided by a ring.
+    for found in run_distributed(errors_on_ranks, 2, tiny.folder, GROUPS, ("fsdp", "ulysses")):
+        assert_small(*found.values())

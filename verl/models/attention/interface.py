@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from verl.models.attention.block_inputs import at_positions, running_block
 from verl.models.attention.kernels import CHUNKED, FULL, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout
 
@@ -23,6 +24,7 @@ VISION_ATTENTION = "verl_packed_flash"
 HARMLESS = frozenset({
     "position_ids", "use_cache", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "max_seqlen", "return_dict", "output_hidden_states", "num_items_in_batch", "is_first_iteration",
+    "logits_to_keep",
 })  # fmt: skip
 
 
@@ -50,6 +52,8 @@ def packed_attention(
     if obstacle is not None:
         raise NotImplementedError(f"{name} {obstacle}")
     layout = packed_layout if cu_seq_lens_q is None else PackedLayout.of(cu_seq_lens_q, query.device)
+    if layout is None and (block := running_block()) is not None:
+        layout = block.layout
     if layout is None:
         raise NotImplementedError(
             f"{name} got no sequence boundaries: call the prepared model with `cu_seqlens` and `read`;"
@@ -63,7 +67,7 @@ def packed_attention(
     config: Any = getattr(module, "config", None)
     chunk = config.attention_chunk_size if kind == CHUNKED else None
     rule = AttentionRule(scale, causal, sliding_window, softcap, kind, chunk)
-    return layout.attend(query, key, value, rule, s_aux), None
+    return layout.attend(at_positions(query, module), key, value, rule, s_aux), None
 
 
 def _layer_type(module: nn.Module) -> str:

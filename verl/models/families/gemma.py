@@ -9,6 +9,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -91,6 +93,7 @@ class Gemma3(VisionFamily):
     """
 
     model_types = ("gemma3",)
+    processors = ("Gemma3Processor",)
     hub_names = ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it")
     tiny: ClassVar = {
         "gemma3_vl": TinyModel(
@@ -161,6 +164,10 @@ class Gemma3(VisionFamily):
         ids = torch.tensor([config.boi_token_id, *image, config.eoi_token_id])
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
+    def patches_per_token(self, config: Any) -> int:
+        vision = config.vision_config
+        return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image
+
     def frame_factor(self, processor: Any) -> int:
         size = processor.image_processor.size["height"]
         return size // math.isqrt(processor.image_seq_length)
@@ -173,6 +180,7 @@ class Gemma4(VisionFamily):
     """
 
     model_types = ("gemma4",)
+    processors = ("Gemma4Processor",)
     hub_names = ("google/gemma-4-e2b-it", "google/gemma-4-e4b-it", "google/gemma-4-26B-A4B-it")
     reads_videos = True
     projector = "model.embed_vision"
@@ -197,6 +205,8 @@ class Gemma4(VisionFamily):
             image="<|image|>",
             video="<|video|>",
             processor=tiny_gemma4_processor,
+            # Scores are not scaled: with norms of 1 the random model's attention has one key only.
+            filled={"q_norm.weight": 0.2, "layer_scalar": 0.9},
         )
         for name, text in (
             (
@@ -273,6 +283,7 @@ class Gemma4(VisionFamily):
         if images:
             inputs["pixel_values"], inputs["image_position_ids"] = padded(images)
         if videos:
+            count_frames()
             inputs["pixel_values_videos"], inputs["video_position_ids"] = padded(videos)
             inputs["num_frames_per_video"] = torch.tensor([medium.facts["grid"][0] for medium in videos])
         return inputs
@@ -310,8 +321,31 @@ class Gemma4(VisionFamily):
         medium = Medium("image", tensors, {"grid": grid, "features": len(tokens)})
         return ExampleRow(torch.tensor([config.boi_token_id, *tokens, config.eoi_token_id]), [medium])
 
+    def patches_per_token(self, config: Any) -> int:
+        return config.vision_config.pooling_kernel_size**2
+
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.pooling_kernel_size
+
+
+def count_frames() -> None:
+    """Let Gemma 4's own forward read videos: transformers 5.19 drops the number of frames on the way."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model  # noqa: PLC0415 - few runs need it
+
+    original: Any = Gemma4Model.get_video_features
+    if hasattr(original, "counts_frames") or "num_frames_per_video" not in signature(original).parameters:
+        return
+
+    @wraps(original)
+    def get_video_features(
+        self: Any, pixels: Tensor, positions: Any = None, num_frames: Any = None, **options: Any
+    ) -> Any:
+        # The forward joins the features of all videos again.
+        num_frames = torch.tensor([len(pixels)]) if num_frames is None else num_frames
+        return original(self, pixels, positions, num_frames, **options)
+
+    vars(get_video_features)["counts_frames"] = True
+    setattr(Gemma4Model, "get_video_features", get_video_features)  # noqa: B010 - its type is another
 
 
 def crop_grid(image_processor: Any, height: int, width: int) -> tuple[int, int]:

@@ -20,6 +20,12 @@ Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 DEFAULT_PATCHES = 4  # of a token
 EXAMPLE_SIZE = (64, 64)  # height and width in pixels
+COMPARED_SIZES = (64, 96), (1024, 1536)
+# Options of processors that decide the size of images and frames, and so the number of their tokens.
+SIZE_OPTIONS = (
+    "max_soft_tokens", "max_patches", "max_image_tiles", "max_slice_nums", "image_seq_length",
+    "image_grid_pinpoints", "size",
+)  # fmt: skip
 
 
 class Medium(NamedTuple):
@@ -78,6 +84,7 @@ class TinyModel:
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
     added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
+    filled: Mapping[str, float] = field(default_factory=dict)  # weights and buffers by ends of their names
 
 
 class Family:
@@ -127,7 +134,7 @@ class VisionFamily(Family):
 
     @property
     def encoder(self) -> tuple[str, ...]:
-        """The modules that turn pixels into features, which `freeze_vision_tower` freezes."""
+        """The modules and parameters that turn pixels into features, which `freeze_vision_tower` freezes."""
         return (self.tower,) if self.projector is None else (self.tower, self.projector)
 
     # --- tokens and positions
@@ -146,10 +153,6 @@ class VisionFamily(Family):
     ) -> MediumShape:
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
-
-    # Images and videos have one token, which `media_tokens` lists as that of images: features of both kinds
-    # replace it in the order of the prompt.
-    shared_token: ClassVar[bool] = False
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
@@ -173,6 +176,13 @@ class VisionFamily(Family):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
+
+    def token_kind(self, kind: Kind) -> Kind:
+        """Return the kind under which `media_tokens` lists the tokens of media of this kind.
+
+        If both kinds have one token, features replace it in the order of the prompt.
+        """
+        return kind
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
@@ -234,6 +244,26 @@ class VisionFamily(Family):
 
     # --- media options
 
+    def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
+        """Return the processor's options that alone decide the tokens of an image, or of a video's frames.
+
+        None do if a larger image of the same shape has more tokens: then limits of its pixels have an effect.
+        """
+        small, large = (self._tokens_of_size(processor, kind, *size) for size in COMPARED_SIZES)
+        if small != large:
+            return ()
+        part = getattr(processor, f"{kind}_processor", None) or processor.image_processor
+        return tuple(name for name in SIZE_OPTIONS if getattr(part, name, None) is not None)
+
+    def _tokens_of_size(self, processor: Any, kind: Kind, height: int, width: int) -> int:
+        if kind == "image":
+            return len(self.image_shape(processor, height, width).tokens)
+        meta = {
+            "total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1],
+            "video_backend": "pyav", "do_sample_frames": False,
+        }  # fmt: skip
+        return len(self.video_shape(processor, 2, height, width, meta).tokens)
+
     def frame_factor(self, processor: Any) -> int:
         """Return the edge in pixels of the part of a frame that a token stands for."""
         return 28
@@ -258,6 +288,11 @@ class VisionFamily(Family):
         """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def is_part(name: str, parts: Sequence[str]) -> bool:
+    """Return whether a tensor or module is one of `parts`, or in one of them."""
+    return name in parts or name.startswith(tuple(f"{part}." for part in parts))
 
 
 def image_token_id(config: Any) -> int:

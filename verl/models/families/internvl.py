@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl.models.families.interface import Kind, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, TinyModel, VisionFamily
 from verl.models.families.tiny_sizes import TEXT
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
@@ -47,8 +47,8 @@ class InternVL(VisionFamily):
 
     model_types = ("internvl",)
     hub_names = ("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF")
+    processors = ("InternVLProcessor",)
     reads_videos = True
-    shared_token = True
     tiny: ClassVar = {
         "internvl": TinyModel(
             "internvl",
@@ -88,6 +88,9 @@ class InternVL(VisionFamily):
             tokens += processor.tokenizer.encode(title, add_special_tokens=False) + frame
         return MediumShape(tokens, {"tiles": num_frames})
 
+    def token_kind(self, kind: Kind) -> Kind:
+        return "image"
+
     # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
@@ -110,6 +113,14 @@ class InternVL(VisionFamily):
     def cut(self, medium: Medium, first: int, stop: int) -> Medium:
         pixels = medium.tensors["pixel_values"][first:stop]
         return medium._replace(tensors={"pixel_values": pixels}, facts={"tiles": stop - first})
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        tiles = 1 if generator is None else 2
+        size = (tiles, config.vision_config.num_channels, *config.vision_config.image_size)
+        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
+        facts = {"tiles": tiles}
+        ids = torch.full((sum(self.units(config, facts)),), config.image_token_id)
+        return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
     # --- media options
 

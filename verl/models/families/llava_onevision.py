@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl.models.families.interface import Kind, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, TinyModel, VisionFamily
 from verl.models.families.tiny_sizes import TEXT
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
@@ -86,6 +86,13 @@ class Grid(NamedTuple):
         width = self.columns[1] - self.columns[0] + 1
         return [whole, *(len(self.rows_of(row)) * width for row in range(self.tiles[0]))]
 
+    def facts(self, size: Sequence[int]) -> dict[str, Any]:
+        """Return the facts of an image of this size."""
+        return {
+            "size": list(size), "tiles": list(self.tiles), "first_unit": 0,
+            "unit_tiles": self.unit_tiles(), "unit_features": self.unit_features(),
+        }  # fmt: skip
+
     def rows_of(self, row: int) -> range:
         """Return the rows of features of a row of tiles."""
         return range(max(self.rows[0], row * self.side), min(self.rows[1], (row + 1) * self.side))
@@ -122,6 +129,7 @@ class LlavaOnevision(VisionFamily):
         "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
     )
+    processors = ("LlavaOnevisionProcessor",)
     reads_videos = True
     tiny: ClassVar = {
         "llava_onevision": TinyModel(
@@ -140,23 +148,21 @@ class LlavaOnevision(VisionFamily):
         )
     }  # fmt: skip
 
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        return (*super().encoder, "model.image_newline")
+
     # --- tokens
 
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         return {processor.image_token_id: "image", processor.video_token_id: "video"}
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        from transformers.image_processing_utils import select_best_resolution  # noqa: PLC0415 - torchvision
-
-        images = processor.image_processor
-        best = select_best_resolution((height, width), images.image_grid_pinpoints)
+        images, size = processor.image_processor, (height, width)
         tile = images.size.get("height") or images.size["shortest_edge"]
-        size, tiles = (height, width), (best[0] // tile, best[1] // tile)
+        tiles = best_tiles(size, images.image_grid_pinpoints, tile)
         grid = Grid.of(math.isqrt(processor.num_image_tokens), size, tiles, processor.vision_aspect_ratio)
-        facts = {
-            "size": list(size), "tiles": list(tiles), "first_unit": 0,
-            "unit_tiles": grid.unit_tiles(), "unit_features": grid.unit_features(),
-        }  # fmt: skip
+        facts = grid.facts(size)
         return MediumShape([processor.image_token_id] * sum(facts["unit_features"]), facts)
 
     def video_shape(
@@ -220,11 +226,32 @@ class LlavaOnevision(VisionFamily):
         tensors = {name: pixels[before : before + count] for name, pixels in medium.tensors.items()}
         return medium._replace(tensors=tensors, facts=facts)
 
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        vision = config.vision_config
+        tile = vision.image_size
+        # An image of several tiles has padding.
+        size = (tile, tile) if generator is None else (tile // 2, tile + tile // 4)
+        tiles = best_tiles(size, config.image_grid_pinpoints, tile)
+        grid = Grid.of(tile // vision.patch_size, size, tiles, config.vision_aspect_ratio)
+        facts = grid.facts(size)
+        shape = (sum(facts["unit_tiles"]), vision.num_channels, tile, tile)
+        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        ids = torch.full((sum(facts["unit_features"]),), config.image_token_id)
+        return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
+
     # --- media options
 
     def frame_factor(self, processor: Any) -> int:
         pooled = -(-math.isqrt(processor.num_image_tokens) // 2)
         return -(-processor.video_processor.size["height"] // pooled)
+
+
+def best_tiles(size: tuple[int, int], choices: list[list[int]], tile: int) -> tuple[int, int]:
+    """Return rows and columns of the grid for an image of this size, all in pixels."""
+    from transformers.image_processing_utils import select_best_resolution  # noqa: PLC0415 - torchvision
+
+    height, width = select_best_resolution(size, choices)
+    return height // tile, width // tile
 
 
 def _tile_features(owner: Any, pixels: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5: Qwen3-VL's media without deepstack, in front of a language model with linear attention layers.
 
-Checkpoints on the hub also have a head that drafts tokens (`mtp.*`). transformers does not load it, so it is
-not trained.
+Checkpoints on the hub also have a head that drafts further tokens (`mtp.*`), which transformers does not
+load: it is not trained.
 """
 
 from functools import partial

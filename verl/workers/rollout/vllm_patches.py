@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
+from verl.workers.rollout.vllm_image_blocks import with_image_rows
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
 SHARED_MEMORY = Path("/dev/shm")
@@ -87,6 +88,7 @@ def apply_patches(device: str) -> None:
     keep_expert_weights_on_cpu()
     name_shared_memory_per_run()
     skip_token_ranks()
+    see_images_whole_on_cpu()
 
 
 def _replaceable(module: str, *names: str) -> Any:
@@ -207,6 +209,9 @@ def keep_expert_weights_on_cpu() -> None:
     experts.apply = _apply_experts
 
 
+EXPERT_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+
+
 def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
     self._use_zentorch = False
 
@@ -224,14 +229,32 @@ def _apply_experts(
     **kwargs: Any,
 ) -> None:
     """Write the weighted sum of the chosen experts' outputs."""
-    if activation.value != "silu" or self.w1_bias is not None:
+    activate = EXPERT_ACTIVATIONS.get(activation.value)
+    if activate is None or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
-        part = F.linear(F.silu(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
+        part = F.linear(activate(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
         output.index_add_(0, rows, part)
+
+
+def see_images_whole_on_cpu() -> None:
+    """Let tokens of an image attend to its later ones (Gemma 3), which vLLM does on GPUs only."""
+    # log-probs of tiny models would differ from the trainer's by 0.1
+    builder = _replaceable("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build")
+    if hasattr(builder, "verl_original"):
+        return
+    build = builder.verl_original = builder.build
+
+    @functools.wraps(build)
+    def build_with_images(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any
+    ) -> Any:
+        return build(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
+
+    builder.build = build_with_images
 
 
 def name_shared_memory_per_run() -> None:
@@ -308,6 +331,8 @@ def scale_logits(model: Any) -> LogitScale:
     scaled logits. Sampling is the same: top-p, top-k and min-p follow the temperature in vLLM as well.
     """
     scale = LogitScale()
+    if getattr(model, "_suppress_token_ids", None):  # of the generation config; `banned` has them
+        model._suppress_token_ids = None
     compute_logits: Callable[..., Tensor | None] = model.compute_logits
 
     @functools.wraps(compute_logits)
