@@ -34,7 +34,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe")
+FAMILIES = ("qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "internvl", "llava_onevision")
 FSDP = FSDPConfig(torch_dtype="fp32")
 
 
