@@ -18,7 +18,7 @@ from verl.data.media.loader import DecodedMedia, MediaData
 from verl.data.tokenizer import load_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.registry import is_named
+from verl.models.families.registry import is_named, vision_family_of
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -320,7 +320,11 @@ class FSDPWorker(ModelWorker):
         # features of a frozen tower, or pixels
         if not media:
             return None
-        if self.policy.tower is not None and self.engine.takes_embeddings:
+        takes_features = self.policy.tower is not None and self.engine.takes_embeddings
+        if takes_features and media.get("videos"):
+            takes_features = vision_family_of(self.policy.model.config).takes_video_features
+        if takes_features:
+            assert self.policy.tower is not None
             known = self.policy.tower.known(media)  # None if the cache had no room for it
             if known is not None:
                 return EmbeddedMedia(known["image"], known["video"])

@@ -103,6 +103,8 @@ class Family:
 
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
+    # Its schemas of features, `module:class`, that must take images of different lengths.
+    engine_schemas: ClassVar[tuple[str, ...]] = ()
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
@@ -279,8 +281,9 @@ class VisionFamily(Family):
     # --- the rollout engine
 
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
+    takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
 
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
         raise NotImplementedError
 
