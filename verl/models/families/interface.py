@@ -111,7 +111,7 @@ class Family:
         return {}
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
-        """Return options of the language model's config that vLLM reads by other names."""
+        """Return options of the config, or of its language model, that vLLM reads by other names."""
         return {}
 
 

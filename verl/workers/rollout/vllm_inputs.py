@@ -95,7 +95,8 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
         return hf_config
     apply_overrides(hf_config, overrides)
     for name, value in family_of(hf_config).engine_overrides(hf_config).items():
-        setattr(hf_config.get_text_config(), name, value)
+        for part in (hf_config, hf_config.get_text_config()):
+            setattr(part, name, value)
     if head_dtype is not None:
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
