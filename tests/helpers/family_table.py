@@ -10,6 +10,7 @@ the table with the page.
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _errors_of_kinds(
 def sampled(kind: str) -> Error:
     """Log-probs of transformers' engine, after a weight sync, against the model's own forward."""
     tiny = load_tiny(kind)
-    engine = build_rollout_engine(rollout_config(name="hf"), setup_of(tiny.folder))
+    engine = build_rollout_engine(rollout_config(name="hf"), replace(setup_of(tiny.folder), max_length=512))
     return engine_error(tiny, engine, [row for row, _ in groups_of(kind)], seeds=(1,)) / 10
 
 
