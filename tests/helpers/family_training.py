@@ -11,9 +11,7 @@ A group is a prompt, in the parts of `tests.helpers.families`, and the lengths o
 """
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +23,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
-from tests.helpers.families import Part, Tiny, expanded, images_of, media_of, media_shape_of, open_tiny
-from verl.data.media.cache import MediaCache
-from verl.data.media.loader import MediaLoader, references_in_order
-from verl.data.media.sizes import MediaOptions
+from tests.helpers.families import Part, Tiny, expanded, media_of, media_shape_of, open_tiny
+from verl.data.media.loader import references_in_order
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
 from verl.models.families.mrope import continue_positions
-from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.registry import prepare_model
-from verl.models.trainable import TrainableOptions, select_trainable
 from verl.protocol import DataProto
 from verl.utils.quiet import no_weight_bars
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.vision_features import FrozenTower
 
 Group = tuple[Sequence[Part], Sequence[int]]
 Errors = tuple[float, float]  # largest of a log-prob or entropy; relative one of all gradients
 TEMPERATURE = 0.8
 LARGEST = 1e-5
-ADAPTER = AdapterConfig(rank=4, alpha=6, target_modules="all-linear")
 
 
 class HeldMedia:
@@ -241,71 +233,3 @@ def assert_small(*errors: Errors) -> None:
     """Assert that log-probs and gradients agree up to float32 rounding."""
     wrong = [each for each in errors if not (each[0] < LARGEST and each[1] < LARGEST)]
     assert not wrong, wrong
-
-
-# --- adapters, and features that are computed once
-
-
-def adapter_errors(tiny: Tiny, groups: Sequence[Group], *, share_prompt: bool) -> Errors:
-    """Compare packed training of adapters on every linear layer with the padded forward of the same model."""
-    batch, held = batch_of(tiny, groups)
-    models = [load_model(tiny, prepared) for prepared in (False, True)]
-    for model in models:
-        select_trainable(model, TrainableOptions(adapter=ADAPTER), "worker.actor.model")
-        generator = torch.Generator().manual_seed(3)
-        for name, parameter in model.named_parameters():
-            if is_adapter(name):
-                with torch.no_grad():
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    plain, packed = models
-    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
-    expected = own_forward(tiny, plain, batch, held)
-    _loss(expected, weights).backward()
-    forward = PackedForward(packed, packed.config, held, share_prompt=share_prompt)
-    result = forward.log_probs(batch, TEMPERATURE, with_entropy=True)
-    found = result.log_probs, result.entropy
-    _loss(found, weights).backward()
-    error = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-    return error, relative_difference(packed, plain, summed=False)
-
-
-def frozen_tower_errors(tiny: Tiny, groups: Sequence[Group], folder: Path) -> Errors:
-    """Compare training with features that were computed once with a frozen tower that runs in every pass."""
-    batch, _ = batch_of(tiny, groups)
-    loader = MediaLoader(tiny.processor, MediaOptions(0, sys.maxsize), MediaCache(None), tiny.family)
-    column = batch.non_tensor_batch["multi_modal_data"]
-    rows = {f"u{number}": _saved(row, folder, number) for number, (row, _) in enumerate(groups)}
-    column[:] = [rows[uid] for uid in batch.non_tensor_batch["uid"]]
-    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
-    models, results = [load_model(tiny, True) for _ in range(2)], []
-    for number, model in enumerate(models):
-        select_trainable(model, TrainableOptions(freeze_vision_tower=True), "worker.actor.model")
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        assert frozen and all(name.startswith(tiny.family.encoder) for name in frozen)
-        tower = FrozenTower(model, model.config, loader, "cpu", torch.float32) if number else None
-        forward = PackedForward(model, model.config, loader, share_prompt=True, tower=tower)
-        calls = _calls_of(model, tiny.family.tower)
-        with nullcontext() if tower is None else tower.holding(column):
-            encoded = len(calls)
-            result = forward.log_probs(batch, TEMPERATURE, with_entropy=True)
-        assert (len(calls) > encoded) == (tower is None), "the tower runs in every pass, or before it"
-        results.append((result.log_probs, result.entropy))
-        _loss(results[-1], weights).backward()
-    error = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
-    return error, relative_difference(models[1], models[0], summed=False)
-
-
-def _calls_of(model: Any, tower: str) -> list[str]:
-    """Return a list that gets the names of a tower's modules that run."""
-    calls: list[str] = []
-    for name, module in model.get_submodule(tower).named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-    return calls
-
-
-def _saved(row: Sequence[Part], folder: Path, number: int) -> dict[str, list[str]] | None:
-    """Write the images of a prompt; return their references."""
-    paths = [str(folder / f"{number}-{index}.png") for index, _ in enumerate(images_of(row))]
-    for path, image in zip(paths, images_of(row), strict=True):
-        image.save(path)
-    return {"images": paths} if paths else None

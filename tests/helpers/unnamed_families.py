@@ -289,5 +289,14 @@ UNNAMED: dict[str, TinyModel] = {
 # Families that train without a file.
 SERVED = (
     "llava", "vipllava", "llava_next", "idefics3", "aya_vision", "cohere2_vision", "video_llama_3",
-    "kimi_k25", "deepseek_vl", "lighton_ocr", "hyperclovax_vision_v2", "aria",
+    "deepseek_vl", "lighton_ocr", "hyperclovax_vision_v2", "aria",
 )  # fmt: skip
+# Messages that refuse the others.
+REFUSED: dict[str, str] = {
+    "idefics2": r"makes other tokens for two images than for each alone",
+    "kimi_k25": r"cannot be converted to hub names layer by layer",
+    "lfm2_vl": r"has layers of type conv, which cannot be packed",
+    "llama4": r"returns 0 features for images with \d+ tokens",
+    "ovis2": r"log-probabilities differ by 0\.\d+ from its own forward, at most 0\.001",
+    "paligemma": r"makes other tokens for two images than for each alone",
+}

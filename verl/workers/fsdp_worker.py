@@ -23,7 +23,7 @@ from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelRunOptions, ModelWorker
-from verl.workers.engine_check import check_engine, check_requests, difference, sample
+from verl.workers.engine_check import check_engine, check_requests, differences, sample
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
@@ -69,6 +69,7 @@ class FSDPWorker(ModelWorker):
     """One process of the colocated worker group."""
 
     options: RunOptions
+    must_check_engine = False
 
     def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
         super().__init__(options)
@@ -205,7 +206,7 @@ class FSDPWorker(ModelWorker):
         rows = sample(self.engine, requests, self.media)
         self.engine.sleep()
         with self.policy.loaded():
-            measured = difference(self.policy.model, rows, self.device)
+            measured = differences(self.policy.model, rows, self.device)
         dtypes = self.engine.dtype, torch_dtype(config.actor.fsdp.mp_param_dtype)
         check_engine(config.rollout.name, self.policy.model.config.model_type, dtypes, measured)
 

@@ -19,11 +19,15 @@ from tests.helpers.families import (
     media_of,
     random_row,
 )
-from tests.helpers.unnamed_families import SERVED, UNNAMED
+from tests.helpers.family_table import ABILITIES
+from tests.helpers.family_training import LARGEST, load_model
+from tests.helpers.unnamed_families import REFUSED, SERVED, UNNAMED
 from verl.models import tiny as tiny_models
 from verl.models.families.generic import GenericFamily, join_padded
 from verl.models.families.interface import MediaShape
 from verl.models.families.registry import family_of, is_named
+from verl.models.hub_names import HubNames
+from verl.models.registry import check_model
 
 SIZES = 30, 150
 
@@ -35,7 +39,7 @@ def recipes():
         yield
 
 
-@pytest.fixture(params=SERVED)
+@pytest.fixture(scope="module", params=SERVED)
 def tiny(request):
     return load_tiny(request.param)
 
@@ -167,3 +171,43 @@ def test_joined_tensors_are_padded_with_zeros():
 
 def test_text_models_are_not_tried():
     assert not isinstance(family_of(AutoConfig.for_model("llama")), GenericFamily)
+
+
+@pytest.mark.parametrize("ability", ABILITIES)
+@pytest.mark.parametrize("kind", SERVED)
+def test_every_ability_computes_what_the_models_own_forward_does(kind, ability):
+    assert ABILITIES[ability](kind) < LARGEST
+
+
+def test_the_start_compares_with_the_models_own_forward(tiny):
+    assert check_model(load_model(tiny, prepared=True), tiny.processor) < 1e-5
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_right_is_refused_before_training(kind):
+    tiny = load_tiny(kind)
+
+    with pytest.raises(NotImplementedError, match=REFUSED[kind]):
+        check_model(load_model(tiny, prepared=True), tiny.processor)
+        HubNames(tiny.config)
+
+
+def test_each_recipe_is_served_or_refused():
+    assert sorted([*SERVED, *REFUSED]) == sorted(UNNAMED)
+
+
+def test_features_that_depend_on_other_images_are_refused():
+    tiny = load_tiny("llava")
+    model = load_model(tiny, prepared=True)
+    projector = model.get_submodule(tiny.family.projector)
+    projector.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
+
+    with pytest.raises(NotImplementedError, match=r"llava\) computes other features of an image together"):
+        check_model(model, tiny.processor)
+
+
+def test_the_refusal_of_a_difference_says_what_to_write():
+    tiny = load_tiny("ovis2")
+
+    with pytest.raises(NotImplementedError, match=r"`worker\.actor\.model\.family=my_family\.py:family`"):
+        check_model(load_model(tiny, prepared=True), tiny.processor)

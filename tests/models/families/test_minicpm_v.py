@@ -20,10 +20,8 @@ from tests.helpers.families import (
     random_size,
 )
 from tests.helpers.family_training import (
-    adapter_errors,
     assert_small,
     errors_on_ranks,
-    frozen_tower_errors,
     training_errors,
 )
 
@@ -120,17 +118,6 @@ def test_checkpointed_micro_batches_have_the_same_gradients(tiny):
     parts = [[2], [0, 3], [], [1, 4, 5]]
 
     assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
-
-
-@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
-def test_adapters_train_as_in_the_models_own_padded_forward(tiny, share_prompt):
-    assert_small(adapter_errors(tiny, GROUPS, share_prompt=share_prompt))
-
-
-def test_features_computed_once_train_as_a_frozen_tower_in_every_pass(tiny, tmp_path):
-    groups = [([part for part in row if part is not CLIP], lengths) for row, lengths in GROUPS]
-
-    assert_small(frozen_tower_errors(tiny, groups, tmp_path))
 
 
 @pytest.mark.heavy

@@ -98,6 +98,9 @@ class Family:
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
 
+    # Starts of the names of tensors on the hub that transformers does not load; merged models keep them.
+    unread: ClassVar[tuple[str, ...]] = ()
+
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
 
@@ -131,7 +134,7 @@ class VisionFamily(Family):
 
     @property
     def encoder(self) -> tuple[str, ...]:
-        """The modules that turn pixels into features, which `freeze_vision_tower` freezes."""
+        """The modules and parameters that turn pixels into features, which `freeze_vision_tower` freezes."""
         return (self.tower,) if self.projector is None else (self.tower, self.projector)
 
     # --- tokens and positions
@@ -285,6 +288,11 @@ class VisionFamily(Family):
         """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def is_part(name: str, parts: Sequence[str]) -> bool:
+    """Return whether a tensor or module is one of `parts`, or in one of them."""
+    return name in parts or name.startswith(tuple(f"{part}." for part in parts))
 
 
 def image_token_id(config: Any) -> int:

@@ -70,7 +70,8 @@ class MiniCPMV46(VisionFamily):
     tiny: ClassVar = {
         "minicpmv4_6": TinyModel(
             "minicpmv4_6",
-            {**TINY_TEXT, "model_type": "qwen3_5_text"},
+            # The tower's merger starts with weights of deviation 1, and rounding grows with all weights.
+            {**TINY_TEXT, "model_type": "qwen3_5_text", "initializer_range": 0.04},
             dict(
                 hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
                 patch_size=TINY_PATCH, image_size=8 * TINY_PATCH,
