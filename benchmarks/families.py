@@ -5,7 +5,7 @@ It writes the model (`verl-tiny-model --kind`) and the quickstart's questions, a
 `verl.trainer.main` as `examples/quickstart/demo.yaml` says. The last line of the output is JSON: the accuracy
 on held-out questions before and after, and the seconds. One color for all is right 1 time in 4.
 
-    python3 benchmarks/families.py --kind internvl [--engine hf] [--steps 100] [--folder FOLDER] [a.b=c ...]
+    python3 benchmarks/families.py --kind internvl [--engine hf] [--steps 150] [--folder FOLDER] [a.b=c ...]
 
 Exit status: 0 if the last accuracy is at least `--accuracy` (0.8), else 1.
 """
@@ -75,7 +75,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--kind", choices=sorted(TINY_MODELS), required=True, help="the tiny model")
     parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="default: vllm")
-    parser.add_argument("--steps", type=int, default=100, help="default: 100")
+    parser.add_argument("--steps", type=int, default=150, help="default: 150")
     parser.add_argument("--processes", type=int, default=1, help="default: 1")
     parser.add_argument("--accuracy", type=float, default=0.8, help="what the run must reach (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")

@@ -101,6 +101,13 @@ class ModelConfig:
         extension="model family",
     )
 
+    router_aux_loss_coef: float = option(
+        0.0,
+        "Weight of the loss that balances experts over the tokens of an update.",
+        minimum=0.0,
+    )
+    freeze_router: bool = option(False, "Freeze a mixture's routers; with `lora` they have no adapters.")
+
     def __post_init__(self) -> None:
         if self.tokenizer_path is None:
             object.__setattr__(self, "tokenizer_path", self.model_path)

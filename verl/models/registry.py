@@ -128,8 +128,9 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         return (
-            "has `output_router_logits`, which requests a router loss that is not part of the policy loss:"
-            " set `worker.actor.model.override_config.output_router_logits` to false"
+            "has `output_router_logits`, which requests transformers' own router loss: set"
+            " `worker.actor.model.override_config.output_router_logits` to false, and"
+            " `worker.actor.model.router_aux_loss_coef` for a loss that balances the experts"
         )
     packable: set[str] = set(LAYER_TYPES)
     if next(linear_layers(model), None) is not None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import FAMILIES
-from verl.models.families.tiny_sizes import HALF_ROPE, HYBRID, HYBRID_MOE, MOE, TEXT, mrope
+from verl.models.families.tiny_sizes import MOE, TEXT
 from verl.models.hub_names import auto_class, keep_tower_prefixes
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
@@ -64,8 +64,6 @@ TEXT_MODELS: dict[str, TinyModel] = {
     "deepseek": TinyModel("qwen2", TEXT | {"tie_word_embeddings": False}),
     "qwen3": TinyModel("qwen3", TEXT),
     "qwen3_moe": TinyModel("qwen3_moe", TEXT | MOE),
-    "qwen3_next": TinyModel("qwen3_next", TEXT | HYBRID | HYBRID_MOE | HALF_ROPE),
-    "qwen3_5_text": TinyModel("qwen3_5_text", TEXT | HYBRID | mrope([3, 3, 2], partial_rotary_factor=0.5)),
 }
 TINY_MODELS = TEXT_MODELS | {name: tiny for family in FAMILIES for name, tiny in family.tiny.items()}
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
+from verl.models.routing import is_router_alone, routers_of
 from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 
@@ -24,6 +26,8 @@ class TrainableOptions:
     train: Sequence[str] = ()  # without an adapter, empty trains everything
     freeze: Sequence[str] = ()  # overrides `train`
     freeze_vision_tower: bool = False  # which then has no adapters either
+    freeze_router: bool = False  # of a mixture of experts; no adapters either
+    balances_router: bool = False  # the loss reads router logits
 
 
 def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: str) -> None:
@@ -37,6 +41,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
             "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
         )
     frozen = list(encoder) if options.freeze_vision_tower else []
+    frozen += _frozen_routers(model, options, option)
     names = list(dict(model.named_parameters()))
     trained = set(_matching(names, options.train, f"{option}.train_modules"))
     if options.adapter is None:
@@ -48,7 +53,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
     # A value model's score starts without useful values: it is trained unless it is frozen by name.
     trained |= {name for name in names if name.startswith(f"{SCORE}.")}
     trained -= set(_matching(names, options.freeze, f"{option}.freeze_modules"))
-    trained -= {name for name in trained if name.startswith(tuple(f"{module}." for module in frozen))}
+    trained -= {name for name in trained if is_part(name, frozen)}
     if not trained:
         raise ValueError(
             f"`{option}.freeze_modules` ({list(options.freeze)}) leaves nothing to train: freeze less"
@@ -58,6 +63,26 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
         # With LoRA everything trained is float32.
         if options.adapter is not None and (name in trained or is_adapter(name)):
             param.data = param.data.to(torch.float32)
+
+
+def _frozen_routers(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:
+    routers, name = routers_of(model), type(model).__name__
+    if options.balances_router and not routers:
+        raise ValueError(
+            f"`{option}.router_aux_loss_coef` needs a mixture of experts whose router logits transformers"
+            f" records, which {name} is not: leave it at 0"
+        )
+    if not options.freeze_router:
+        return []
+    if not routers:
+        logger.warning("`%s.freeze_router` has no effect: %s has no router", option, name)
+    for router in routers:
+        if not is_router_alone(router.module):
+            raise ValueError(
+                f"`{option}.freeze_router` would freeze more than the router in {router.name}: name the"
+                f" router's parameters in `{option}.freeze_modules`"
+            )
+    return [router.name for router in routers]
 
 
 def _moved(model: PreTrainedModel, trained: set[str]) -> set[str]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
+from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of, patches_per_token
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
@@ -73,7 +74,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     """Count the weights of a model; those with `requires_grad` are trained."""
     config: Any = model.config
     blocks = fsdp_blocks(model)
-    in_tower = {part for name in encoder_of(config) for part in model.get_submodule(name).modules()}
+    encoder = encoder_of(config)
+    in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
     in_blocks = {id(param) for block in blocks for param in block.parameters()}
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]

@@ -192,7 +192,12 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
 def trainable_options(model: ModelConfig, option: str) -> TrainableOptions:
     """Options of `verl.models.trainable.select_trainable`; raises what `adapter_config` raises."""
     return TrainableOptions(
-        adapter_config(model, option), model.train_modules, model.freeze_modules, model.freeze_vision_tower
+        adapter_config(model, option),
+        model.train_modules,
+        model.freeze_modules,
+        model.freeze_vision_tower,
+        model.freeze_router,
+        model.router_aux_loss_coef > 0,
     )
 
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 3 and Gemma 4: tokens, features and packed training equal those of transformers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from transformers import AutoProcessor
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
@@ -16,6 +19,7 @@ from tests.helpers.families import (
     expanded,
     load_tiny,
     media_of,
+    open_tiny,
     own_inputs_of,
     random_clip,
     random_image,
@@ -23,7 +27,8 @@ from tests.helpers.families import (
 )
 from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
 from verl.models.families.gemma import crop_grid, join_newlines
-from verl.models.families.interface import KINDS
+from verl.models.families.interface import KINDS, Medium
+from verl.models.tiny import TINY_MODELS, save_tiny_model
 
 KINDS_OF = {"gemma3_vl": ("image",), "gemma4": KINDS, "gemma4_moe": KINDS}
 SIZES = 30, 300
@@ -108,8 +113,6 @@ def test_crops_of_wide_and_tall_images_are_the_processors(size, tmp_path):
 
 
 def panning_processor(tiny):
-    from transformers import AutoProcessor
-
     processor = AutoProcessor.from_pretrained(tiny.folder)
     for name, value in (
         ("do_pan_and_scan", True),
@@ -122,8 +125,6 @@ def panning_processor(tiny):
 
 
 def encoded_of(tiny, processor, image):
-    from verl.models.families.interface import Medium
-
     facts = tiny.family.image_shape(processor, image.height, image.width).facts
     medium = Medium("image", tiny.family.image_inputs(processor, image), facts)
     assert_units_make_the_whole(tiny, [medium])
@@ -181,3 +182,16 @@ def test_two_ranks_have_the_gradients_of_one(kind):
     divisions = ("fsdp", "ulysses")
     for found in run_distributed(errors_on_ranks, 2, load_tiny(kind).folder, GROUPS_OF[kind], divisions):
         assert_small(*found.values())
+
+
+def test_a_model_that_hears_as_well_trains_without_sound(tmp_path, monkeypatch):
+    recipe = TINY_MODELS["gemma4"]
+    audio = dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[8, 4],
+        output_proj_dims=32,
+    )  # fmt: skip
+    monkeypatch.setitem(TINY_MODELS, "gemma4", replace(recipe, options={"audio_config": audio}))
+    tiny = open_tiny(save_tiny_model(tmp_path, "gemma4"))
+
+    assert any(name.startswith("model.audio_tower.") for name in tiny.model.state_dict())
+    assert_small(training_errors(tiny, WITH_VIDEO, share_prompt=True))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4.xV: tokens, features and positions equal those of transformers' processor and model, and vLLM's."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,12 @@ from tests.helpers.families import (
     random_image,
     random_row,
 )
+from tests.helpers.media import save_image
+from verl.config.ppo import DataConfig
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.glm_v import _with_sizes_on_device, tiny_processor
 
 SIZES = 30, 200
@@ -202,3 +209,46 @@ def test_sizes_of_frames_follow_the_patches_to_their_device():
 
     assert moved[0] is patches
     assert [tensor.device.type for tensor in moved] == ["meta", "meta", "meta", "cpu"]
+
+
+THINKING = """{%- for m in messages -%}
+<|{{ m.role }}|>
+{% for part in m.content %}{% if part.type == 'image' %}<|begin_of_image|><|image|><|end_of_image|>
+{%- else %}{{ part.text }}{% endif %}{% endfor %}
+{%- if m.role == 'user' and enable_thinking is defined and not enable_thinking %}/nothink{% endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>
+{% if enable_thinking is defined and not enable_thinking %}<think></think>
+{% endif %}{% endif -%}"""  # in the form of GLM-4.5V's
+
+
+def test_thinking_is_turned_off_in_prompts_with_images(tmp_path):
+    tiny = load_tiny("glm4v_moe")
+    image = save_image(tmp_path / "a.png", 84, 56)  # 6 tokens
+    files = tmp_path / "rows.jsonl"
+    files.write_text(json.dumps({"problem": "<image>How many?", "answer": "2", "images": [image]}) + "\n")
+    (tmp_path / "glm.jinja").write_text(THINKING)
+    template = str(tmp_path / "glm.jinja")
+    found = {}
+
+    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        config = DataConfig(
+            max_prompt_length=64, min_pixels=1, max_pixels=2**20, apply_chat_template_kwargs=variables,
+            prompt_key="problem", override_chat_template=template, filter_overlong_prompts_workers=1,
+        )  # fmt: skip
+        processor = load_processor(str(tiny.folder), override_chat_template=template)
+        media = MediaLoader(processor, MediaOptions.from_data(config))
+        positions = partial(tiny.family.positions, tiny.config)
+        dataset = RLHFDataset(
+            str(files), load_tokenizer(str(tiny.folder), override_chat_template=template), processor, config,
+            media=media, position_ids=positions,
+        )  # fmt: skip
+        found[str(variables)] = dataset[0]["prompt_text"], int(dataset[0]["prompt_mask"].sum())
+
+    asked = "<|user|>\n<|begin_of_image|><|image|><|end_of_image|>How many?"
+    thinks, on, off = found.values()
+    assert thinks == on
+    assert thinks[0] == f"{asked}<|assistant|>\n"
+    assert off[0] == f"{asked}/nothink<|assistant|>\n<think></think>\n"
+    count = len(tiny.processor.tokenizer.encode(off[0], add_special_tokens=False))
+    assert off[1] == count + 5  # an image of 2 x 3 tokens in place of one

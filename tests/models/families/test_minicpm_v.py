@@ -19,7 +19,11 @@ from tests.helpers.families import (
     random_image,
     random_size,
 )
-from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
+from tests.helpers.family_training import (
+    assert_small,
+    errors_on_ranks,
+    training_errors,
+)
 
 SIZES = 30, 400  # what has more than 112 x 112 pixels is sliced
 FRAMES = 2  # transformers (5.19) takes no videos of different lengths in one call

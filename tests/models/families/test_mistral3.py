@@ -21,7 +21,11 @@ from tests.helpers.families import (
     random_image,
     random_row,
 )
-from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
+from tests.helpers.family_training import (
+    assert_small,
+    errors_on_ranks,
+    training_errors,
+)
 
 SIZES = 20, 400  # the longest edge of what the tower sees is 224
 IMAGES = [random_image(np.random.default_rng(seed), *size) for seed, size in enumerate([(60, 90), (30, 30)])]

@@ -2,6 +2,7 @@
 """Prompts with images and videos made of nothing but arithmetic."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ def film(seed, frames=6, height=56, width=84):
     return pixels, meta
 
 
-def media_requests(tokenizer, recipe=TinyModel):
+def media_requests(tokenizer, recipe: Any = TinyModel):
     """Text alone, one image, two images of different sizes, a video, and an image with a video."""
     image, video = recipe.image, recipe.video  # by default those of the Qwen models
     rows = {

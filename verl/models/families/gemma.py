@@ -93,6 +93,7 @@ class Gemma3(VisionFamily):
     """
 
     model_types = ("gemma3",)
+    processors = ("Gemma3Processor",)
     hub_names = ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it")
     tiny: ClassVar = {
         "gemma3_vl": TinyModel(
@@ -163,6 +164,10 @@ class Gemma3(VisionFamily):
         ids = torch.tensor([config.boi_token_id, *image, config.eoi_token_id])
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
+    def patches_per_token(self, config: Any) -> int:
+        vision = config.vision_config
+        return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image
+
     def frame_factor(self, processor: Any) -> int:
         size = processor.image_processor.size["height"]
         return size // math.isqrt(processor.image_seq_length)
@@ -175,6 +180,7 @@ class Gemma4(VisionFamily):
     """
 
     model_types = ("gemma4",)
+    processors = ("Gemma4Processor",)
     hub_names = ("google/gemma-4-e2b-it", "google/gemma-4-e4b-it", "google/gemma-4-26B-A4B-it")
     reads_videos = True
     projector = "model.embed_vision"
@@ -315,6 +321,9 @@ class Gemma4(VisionFamily):
         medium = Medium("image", tensors, {"grid": grid, "features": len(tokens)})
         return ExampleRow(torch.tensor([config.boi_token_id, *tokens, config.eoi_token_id]), [medium])
 
+    def patches_per_token(self, config: Any) -> int:
+        return config.vision_config.pooling_kernel_size**2
+
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.pooling_kernel_size
 
@@ -336,7 +345,7 @@ def count_frames() -> None:
         return original(self, pixels, positions, num_frames, **options)
 
     vars(get_video_features)["counts_frames"] = True
-    Gemma4Model.get_video_features = get_video_features
+    setattr(Gemma4Model, "get_video_features", get_video_features)  # noqa: B010 - its type is another
 
 
 def crop_grid(image_processor: Any, height: int, width: int) -> tuple[int, int]:

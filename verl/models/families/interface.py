@@ -20,6 +20,12 @@ Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 DEFAULT_PATCHES = 4  # of a token
 EXAMPLE_SIZE = (64, 64)  # height and width in pixels
+COMPARED_SIZES = (64, 96), (1024, 1536)
+# Options of processors that decide the size of images and frames, and so the number of their tokens.
+SIZE_OPTIONS = (
+    "max_soft_tokens", "max_patches", "max_image_tiles", "max_slice_nums", "image_seq_length",
+    "image_grid_pinpoints", "size",
+)  # fmt: skip
 
 
 class Medium(NamedTuple):
@@ -92,6 +98,9 @@ class Family:
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
 
+    # Starts of the names of tensors on the hub that transformers does not load; merged models keep them.
+    unread: ClassVar[tuple[str, ...]] = ()
+
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
 
@@ -125,7 +134,7 @@ class VisionFamily(Family):
 
     @property
     def encoder(self) -> tuple[str, ...]:
-        """The modules that turn pixels into features, which `freeze_vision_tower` freezes."""
+        """The modules and parameters that turn pixels into features, which `freeze_vision_tower` freezes."""
         return (self.tower,) if self.projector is None else (self.tower, self.projector)
 
     # --- tokens and positions
@@ -235,6 +244,26 @@ class VisionFamily(Family):
 
     # --- media options
 
+    def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
+        """Return the processor's options that alone decide the tokens of an image, or of a video's frames.
+
+        None do if a larger image of the same shape has more tokens: then limits of its pixels have an effect.
+        """
+        small, large = (self._tokens_of_size(processor, kind, *size) for size in COMPARED_SIZES)
+        if small != large:
+            return ()
+        part = getattr(processor, f"{kind}_processor", None) or processor.image_processor
+        return tuple(name for name in SIZE_OPTIONS if getattr(part, name, None) is not None)
+
+    def _tokens_of_size(self, processor: Any, kind: Kind, height: int, width: int) -> int:
+        if kind == "image":
+            return len(self.image_shape(processor, height, width).tokens)
+        meta = {
+            "total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1],
+            "video_backend": "pyav", "do_sample_frames": False,
+        }  # fmt: skip
+        return len(self.video_shape(processor, 2, height, width, meta).tokens)
+
     def frame_factor(self, processor: Any) -> int:
         """Return the edge in pixels of the part of a frame that a token stands for."""
         return 28
@@ -259,6 +288,11 @@ class VisionFamily(Family):
         """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def is_part(name: str, parts: Sequence[str]) -> bool:
+    """Return whether a tensor or module is one of `parts`, or in one of them."""
+    return name in parts or name.startswith(tuple(f"{part}." for part in parts))
 
 
 def image_token_id(config: Any) -> int:

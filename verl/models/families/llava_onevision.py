@@ -148,6 +148,10 @@ class LlavaOnevision(VisionFamily):
         )
     }  # fmt: skip
 
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        return (*super().encoder, "model.image_newline")
+
     # --- tokens
 
     def placeholders(self, processor: Any) -> dict[int, Kind]:

@@ -8,7 +8,7 @@ break separates rows. A video has these tokens for each frame, and one number fo
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from verl.models.families.interface import (
     TinyModel,
     VisionFamily,
 )
-from verl.models.families.tiny_sizes import TEXT, mrope
+from verl.models.families.tiny_sizes import HYBRID, TEXT, mrope
 
 PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
 INPUTS: dict[Kind, tuple[str, str]] = {
@@ -40,10 +40,7 @@ NAMED_TOKENS = {
 }  # fmt: skip
 TINY_PATCH = 14
 TINY_SIZES: dict[str, Any] = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
-TINY_TEXT = dict(
-    model_type="qwen3_5_text", layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
-    linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-)  # fmt: skip
+TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
 
 
 def tiny_processor(tokenizer: Any) -> Any:
@@ -73,7 +70,8 @@ class MiniCPMV46(VisionFamily):
     tiny: ClassVar = {
         "minicpmv4_6": TinyModel(
             "minicpmv4_6",
-            TEXT | TINY_TEXT | mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+            # The tower's merger starts with weights of deviation 1, and rounding grows with all weights.
+            {**TINY_TEXT, "model_type": "qwen3_5_text", "initializer_range": 0.04},
             dict(
                 hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
                 patch_size=TINY_PATCH, image_size=8 * TINY_PATCH,
@@ -180,6 +178,9 @@ class MiniCPMV46(VisionFamily):
 
     def smallest_frame(self, processor: Any) -> int:
         return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2
+
+    def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
+        return {}  # vLLM samples no frames of this model, and passes options of videos to the image processor
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * math.isqrt(processor.video_token_divisor)

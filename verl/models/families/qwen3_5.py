@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5: Qwen3-VL's media without deepstack, in front of a language model with linear attention layers.
 
-Checkpoints on the hub also have a head that predicts several tokens (`mtp.*`), which neither transformers nor
-the policy loss uses: it is not loaded.
+Checkpoints on the hub also have a head that drafts further tokens (`mtp.*`), which transformers does not
+load: it is not trained.
 """
 
 from functools import partial
 from typing import ClassVar
 
-from verl.models.families.interface import TinyModel
+from verl.models.families.interface import Family, TinyModel
 from verl.models.families.qwen_vl import TINY_TOWER, TOKEN_IDS, Qwen3VL, tiny_processor
-from verl.models.families.tiny_sizes import HYBRID, HYBRID_MOE, TEXT, mrope
+from verl.models.families.tiny_sizes import HALF_ROPE, HYBRID, HYBRID_MOE, TEXT, mrope
 
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
+
+
+DRAFT_HEAD = ("mtp.",)
+
+
+class HybridText(Family):
+    """Qwen3-Next, and the language models of Qwen3.5."""
+
+    model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    hub_names = ("Qwen/Qwen3-Next-80B-A3B-Instruct",)
+    unread = DRAFT_HEAD
+    tiny: ClassVar = {
+        "qwen3_next": TinyModel("qwen3_next", TEXT | HYBRID | HYBRID_MOE | HALF_ROPE),
+        "qwen3_5_text": TinyModel("qwen3_5_text", TINY_TEXT),
+    }
 
 
 class Qwen35(Qwen3VL):
@@ -22,6 +37,7 @@ class Qwen35(Qwen3VL):
     processors = ()  # that of Qwen3-VL
     hub_names = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B")
     transposed_experts: ClassVar = {}
+    unread = DRAFT_HEAD
     tiny: ClassVar = {
         name: TinyModel(
             name,

@@ -11,7 +11,7 @@ from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.minicpm_v import MiniCPMV46
 from verl.models.families.mistral3 import Ministral3, Mistral3
-from verl.models.families.qwen3_5 import Qwen35
+from verl.models.families.qwen3_5 import HybridText, Qwen35
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -19,6 +19,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    HybridText(),
     Qwen35(),
     Ministral3(),
     Mistral3(),

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.distributed.device import to_device
@@ -27,6 +28,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
+from verl.models.routing import Routes, Routing, TokenOwners
 from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
@@ -99,6 +101,13 @@ class PackedForward:
         if reason is not None:
             logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
         self.shares_prompts = share_prompt and reason is None
+        self.records_routes = self.keeps_router_logits = False  # of passes with gradient, in `routes`
+        self.routes: list[Routes] = []
+
+    @cached_property
+    def routing(self) -> Routing | None:
+        """None for a dense model."""
+        return Routing.of(self.model, self.config)
 
     @cached_property
     def planner(self) -> StrategyPlanner:
@@ -173,6 +182,23 @@ class PackedForward:
         rows = SPRows.of(inputs.positions[:, -1], inputs.plan, self.sp)
         return self._values_at(*to_device((inputs.arguments, rows), self.device))
 
+    @torch.no_grad()
+    def expert_choices(self, micro: DataProto) -> Tensor:
+        """(B, E) float32: how often the tokens of each sequence choose each expert, over all layers."""
+        assert self.routing is not None, "asked of mixtures only"
+        inputs = self._inputs(micro)
+        arguments = to_device(inputs.arguments, self.device)
+        owners: TokenOwners = arguments["owners"]
+        with self.routing.recording(owners.weights, by_token=True) as routes:
+            self._run(arguments, lambda _: None)
+        by_token = routes.by_token
+        assert by_token is not None, "every pass has a token"
+        counts = by_token.new_zeros(len(micro), by_token.shape[-1])
+        counts.index_add_(0, owners.rows, by_token[owners.local])
+        if inputs.plan is not None:
+            dist.all_reduce(counts, group=self.sp.group)
+        return counts
+
     def _values_at(self, arguments: dict[str, Any], rows: SPRows) -> Tensor:
         return rows.gather(self._run(arguments, lambda logits: logits.values(rows.local)))
 
@@ -187,7 +213,15 @@ class PackedForward:
 
     def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
-        return self.model(**arguments, read=read)
+        owners: TokenOwners | None = arguments.get("owners")
+        arguments = {name: value for name, value in arguments.items() if name != "owners"}
+        if self.routing is None or not (self.records_routes and torch.is_grad_enabled()):
+            return self.model(**arguments, read=read)
+        assert owners is not None, "of every mixture"
+        with self.routing.recording(owners.weights, keeps_logits=self.keeps_router_logits) as routes:
+            result = self.model(**arguments, read=read)
+        self.routes.append(routes)
+        return result
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
         packed, media = self._with_media(self._pack(micro), micro)
@@ -206,7 +240,16 @@ class PackedForward:
             assert self.vision is not None, "rows with media were refused"
             found = self.vision.media_tokens(self.config, packed.input_ids)
             arguments["media_rows"] = {kind: self._media_rows(rows, plan) for kind, rows in found.items()}
+        if self.routing is not None:
+            arguments["owners"] = self._owners(packed, plan, micro.batch["attention_mask"])
         return ModelInputs(arguments | media, packed.positions, plan)
+
+    def _owners(self, packed: PackedBatch, plan: ShardPlan | None, mask: Tensor) -> TokenOwners:
+        rows, columns = mask.nonzero(as_tuple=True)
+        own = SPRows.of(packed.positions[rows, columns], plan, self.sp)
+        held = len(packed.input_ids) if plan is None else len(plan.local)
+        weights = torch.bincount(own.local, minlength=held).float()
+        return TokenOwners(own.select(rows), own.local, weights)
 
     def _media_rows(self, rows: Tensor, plan: ShardPlan | None) -> MediaRows:
         own = SPRows.of(rows, plan, self.sp)

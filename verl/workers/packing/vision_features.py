@@ -8,6 +8,7 @@ over the responses and every update read them; none of these runs the tower.
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from verl.data.media.references import Reference
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import EncodedMedium, Kind
+from verl.models.families.interface import EncodedMedium, Kind, is_part
 from verl.models.families.registry import vision_family_of
 from verl.models.monkey_patch import evaluating
 from verl.models.vision import Features, share_media
@@ -138,11 +139,12 @@ class FrozenTower:
     def _name_weights(self) -> str:
         """Return a digest of the tower's config and of its weights in the type it computes in; collective."""
         if self._weights is None:
-            digest = hashlib.blake2b(self.config.vision_config.to_json_string().encode(), digest_size=20)
+            options = {name: value for name, value in self.config.to_dict().items() if name != "text_config"}
+            digest = hashlib.blake2b(json.dumps(options, default=str).encode(), digest_size=20)
             is_first = not dist.is_initialized() or dist.get_rank() == 0
-            prefix = tuple(f"{part}." for part in self.family.encoder)
+            encoder = self.family.encoder
             for name, tensor in full_named_tensors(
-                self.model, self.dtype, lambda name: name.startswith(prefix)
+                self.model, self.dtype, lambda name: is_part(name, encoder)
             ):
                 if is_first:
                     digest.update(name.encode())

@@ -17,6 +17,7 @@ class MetricSums:
         self._losses: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
+        self._loads: dict[str, Tensor] = {}  # of each layer and expert
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._ranks = 1
 
@@ -35,6 +36,13 @@ class MetricSums:
         self._sums[name] = self._sums.get(name, self._zero) + total / self._ranks
         self._counts[name] = self._counts.get(name, self._zero) + count / self._ranks
 
+    def add_loads(self, name: str, loads: Tensor) -> None:
+        """Add the tokens of this rank that each layer sent to each expert: (layers, experts) float64.
+
+        The metric is the largest share of a layer's tokens times the number of experts.
+        """
+        self._loads[name] = self._loads[name] + loads if name in self._loads else loads
+
     def reduce(
         self, group: dist.ProcessGroup | None, num_updates: int, sp_group: dist.ProcessGroup | None = None
     ) -> dict[str, float]:
@@ -43,11 +51,23 @@ class MetricSums:
         Losses are divided by `num_updates`, the other metrics by their counts.
         """
         tables = (self._losses, self._sums, self._counts)
-        flat = torch.stack([value for table in tables for value in table.values()])
+        scalars = [value for table in tables for value in table.values()]
+        flat = torch.cat([torch.stack(scalars), *(loads.flatten() for loads in self._loads.values())])
         dist.all_reduce(flat, group=group)
         if sp_group is not None:
             dist.all_reduce(flat, group=sp_group)
-        totals = iter(flat.tolist())
+        parts = flat.split([len(scalars), *(loads.numel() for loads in self._loads.values())])
+        largest = [
+            _largest_load(part.view_as(loads))
+            for part, loads in zip(parts[1:], self._loads.values(), strict=True)
+        ]
+        totals = iter(parts[0].tolist())
         losses, sums, counts = ({name: next(totals) for name in table} for table in tables)
         means = {name: total / num_updates for name, total in losses.items()}
-        return means | {name: total / max(counts[name], 1.0) for name, total in sums.items()}
+        means |= {name: total / max(counts[name], 1.0) for name, total in sums.items()}
+        return means | dict(zip(self._loads, largest, strict=True))
+
+
+def _largest_load(loads: Tensor) -> float:
+    shares = loads / loads.sum(-1, keepdim=True).clamp(min=1.0)
+    return shares.max().item() * loads.shape[-1]

@@ -26,6 +26,7 @@ from verl.utils.rank_logger import get_logger
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
 from verl.workers.packing.schedule import MicroBatchSchedule, forward_in_micro_batches
 from verl.workers.roles.metric_sums import MetricSums
+from verl.workers.roles.router_balance import CHOICES, RouterBalance
 
 logger = get_logger(__name__)
 
@@ -118,22 +119,37 @@ class Updater:
         self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
         self.metrics = MetricSums(forward.device)
         self.grad_norms: list[float] = []
+        self.balance = RouterBalance(role, forward, group, config.model.router_aux_loss_coef)
 
     def mini_batches(self, batch: DataProto) -> Iterator[MiniBatch]:
         """Yield the mini batches of an update in order, once for each PPO epoch."""
         self._check_rows(len(batch))
         self.metrics, self.grad_norms = MetricSums(self.forward.device), []
-        parts = batch.split(self.mini_batch_rows)
+        parts = self._with_choices(batch).split(self.mini_batch_rows)
         denominators = self._global_denominators(parts)
+        choices = self.balance.total(parts) if CHOICES in parts[0].batch else [None] * len(parts)
         for _ in range(self.ppo_epochs):
-            for part, counts in zip(parts, denominators, strict=True):
+            for part, counts, chosen in zip(parts, denominators, choices, strict=True):
+                self.balance.choices = chosen
                 yield self._mini_batch(part, counts)
+
+    def _with_choices(self, batch: DataProto) -> DataProto:
+        # the experts that rows choose before the first step, where one micro batch cannot tell
+        if not self.balance.coef or CHOICES in batch.batch:
+            return batch
+        if len(batch) == self.mini_batch_rows and self.ppo_epochs == 1 and len(self._schedule(batch)) == 1:
+            return batch
+        batch.batch[CHOICES] = compute_experience(
+            self.config, self.forward, self.group, batch, self.forward.expert_choices
+        )
+        return batch
 
     def backward(self, loss: Tensor) -> None:
         # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an
         # unsharded gradient of the whole model on every device.
         # FSDP averages gradients over all ranks, but the loss is the sum of their losses: of other rows and,
         # where a sequence is sharded, of other tokens of the same rows.
+        loss = self.balance.add_to(loss, self.metrics)
         (loss * self.world_size).backward()
 
     def step(self) -> None:
@@ -179,15 +195,17 @@ class Updater:
         dist.all_reduce(counts, group=self.group)
         return [LossDenominators(tokens, sequences, self.max_response_length) for tokens, sequences in counts]
 
-    def _mini_batch(self, part: DataProto, denominators: LossDenominators) -> MiniBatch:
-        forward = self.forward
-        schedule = MicroBatchSchedule.of(
-            forward,
+    def _schedule(self, part: DataProto) -> MicroBatchSchedule:
+        return MicroBatchSchedule.of(
+            self.forward,
             part,
             size=as_number(self.config.micro_batch_size_per_device_for_update),
             dynamic_batching=self.config.dynamic_batching,
             group=self.group,
         )
+
+    def _mini_batch(self, part: DataProto, denominators: LossDenominators) -> MiniBatch:
+        forward, schedule = self.forward, self._schedule(part)
         shared = self.metrics.shared_by(forward.sp.size)
         if forward.sp.size > 1:
             each = torch.ones(len(schedule), device=forward.device)

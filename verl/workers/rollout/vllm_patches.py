@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
+from verl.workers.rollout.vllm_image_blocks import with_image_rows
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
 SHARED_MEMORY = Path("/dev/shm")
@@ -87,6 +88,7 @@ def apply_patches(device: str) -> None:
     keep_expert_weights_on_cpu()
     name_shared_memory_per_run()
     skip_token_ranks()
+    see_images_whole_on_cpu()
 
 
 def _replaceable(module: str, *names: str) -> Any:
@@ -238,6 +240,23 @@ def _apply_experts(
         output.index_add_(0, rows, part)
 
 
+def see_images_whole_on_cpu() -> None:
+    """Let tokens of an image attend to its later ones (Gemma 3), which vLLM does on GPUs only."""
+    # log-probs of tiny models would differ from the trainer's by 0.1
+    builder = _replaceable("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build")
+    if hasattr(builder, "verl_original"):
+        return
+    build = builder.verl_original = builder.build
+
+    @functools.wraps(build)
+    def build_with_images(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any
+    ) -> Any:
+        return build(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
+
+    builder.build = build_with_images
+
+
 def name_shared_memory_per_run() -> None:
     """Name vLLM's files in /dev/shm (tensor parallelism on CPU) by run, and unlink them once mapped."""
     # all runs would share the names of files that are left behind: the next run fails with "create shm in
@@ -312,6 +331,8 @@ def scale_logits(model: Any) -> LogitScale:
     scaled logits. Sampling is the same: top-p, top-k and min-p follow the temperature in vLLM as well.
     """
     scale = LogitScale()
+    if getattr(model, "_suppress_token_ids", None):  # of the generation config; `banned` has them
+        model._suppress_token_ids = None
     compute_logits: Callable[..., Tensor | None] = model.compute_logits
 
     @functools.wraps(compute_logits)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
+from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of, family_of
 from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
@@ -74,8 +75,7 @@ class VLLMRollout:
         self.asleep: set[str] = set()
         # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
         frozen = encoder_of(self.hf_config) if setup.takes_embeddings else ()
-        names = (name for part in frozen for name in (part, part.rpartition(".")[2]))
-        self.frozen_parts = tuple(f"{name}." for name in names)
+        self.frozen_parts = tuple(name for part in frozen for name in (part, part.rpartition(".")[2]))
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
 
@@ -101,7 +101,7 @@ class VLLMRollout:
             loaded = weight_sync.load_into(
                 self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
             )
-            self.tower |= {name for name in loaded if name.startswith(self.frozen_parts)}
+            self.tower |= {name for name in loaded if is_part(name, self.frozen_parts)}
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.adapter is not None, "the engine was built for whole weights"
