@@ -236,7 +236,7 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `old_log_probs`, and if needed `sum_squared_probs` and `full_kl`: (B, R) each."""
+        """Compute `old_log_probs`, and if needed `sum_squared_probs`, `full_kl` and `expert_choices`."""
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
         with self._loaded(batch, self.policy, reference):
@@ -251,6 +251,8 @@ class FSDPWorker(ModelWorker):
             tensors["sum_squared_probs"] = result.sum_squared_probs
         if result.kl is not None:
             tensors["full_kl"] = result.kl
+        if self.actor.expert_choices is not None:
+            tensors["expert_choices"] = self.actor.expert_choices
         return DataProto.from_dict(tensors)
 
     @register(Dispatch.SHARD, phase="ref")
