@@ -211,6 +211,7 @@ def test_fsdp_over_two_sp_groups_of_two_ranks_has_the_gradient_of_one_process(fo
     [
         ("qwen2", 3, 1, "`ulysses_size` .3. must divide the 4 attention heads of qwen2"),
         ("gemma2", 1, 2, "`ring_size` .2. must be 1 for gemma2"),
+        ("gemma3_vl", 1, 2, "must be 1 for gemma3: in a ring, tokens of an image cannot attend"),
     ],
 )
 def test_models_whose_attention_cannot_be_sharded_are_refused(tmp_path, family, ulysses, ring, message):

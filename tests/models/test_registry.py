@@ -60,7 +60,8 @@ def test_models_without_an_entry_pass_the_self_check(model_type, overrides):
     ("model_type", "overrides", "message"),
     [
         ("qwen3_moe", {"output_router_logits": True, "num_experts": 4}, "output_router_logits` to false"),
-        ("minimax", {"num_local_experts": 4}, "linear_attention"),
+        ("phimoe", {"num_local_experts": 4, "sliding_window": 8}, "does not pass its sliding window"),
+        ("bloom", {}, "does not use transformers' attention interface"),
     ],
 )
 def test_unsupported_model_features_are_refused_by_name(model_type, overrides, message):

@@ -72,12 +72,19 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             " carry a state from token to token, so the ranks of a ring would wait for each other: use"
             " `ulysses_size`"
         )
-    reason = ring_obstacle(_attention_rule(text), text.max_position_embeddings) if sp.ring_size > 1 else None
+    reason = _ring_obstacle(config) if sp.ring_size > 1 else None
     if reason is not None:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: in a ring, {reason}; use"
             " `ulysses_size`"
         )
+
+
+def _ring_obstacle(config: PretrainedConfig) -> str | None:
+    family, text = family_of(config), config.get_text_config()
+    if isinstance(family, VisionFamily) and family.block_layers(config):
+        return "tokens of an image cannot attend to each other in both directions"
+    return ring_obstacle(_attention_rule(text), text.max_position_embeddings)
 
 
 def _layer_types(text: PretrainedConfig) -> set[str]:
@@ -209,8 +216,9 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
 
 def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:
     config, text = model.config, model.config.get_text_config()
-    window = getattr(text, "sliding_window", None) or 0
-    length = 12 if window > LONGEST_CHECKED_WINDOW else max(12, window + CHECKED_TOKENS + 1)
+    sizes = (getattr(text, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
+    window = max(size for size in (0, *sizes) if size <= LONGEST_CHECKED_WINDOW)
+    length = max(12, window + CHECKED_TOKENS + 1)
     generator = torch.Generator().manual_seed(0)  # the same on every rank
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
     family = family_of(config)

@@ -39,7 +39,7 @@ def test_unsupported_requests_are_refused_by_name(options, message):
     ("kind", "message"),
     [
         ("linear_attention", "uses linear_attention in layer 0"),
-        ("sliding_attention", "does not pass the sliding window"),
+        ("sliding_attention", "does not pass its sliding window"),
     ],
 )
 def test_an_unsupported_layer_type_is_refused(kind, message):

@@ -6,6 +6,7 @@ packed sequences: `packed_layout` in language models, `cu_seq_lens_q` in vision 
 `AttentionRule` does not cover are refused by name.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ def _layer_type(module: nn.Module) -> str:
     return IN_HYBRIDS.get(kind, kind)
 
 
+def _has_window_in_mask(module: Any) -> bool:
+    """Return whether the model has no types of layers and a window that is in its masks alone."""
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "layer_types", None) is not None:
+        return False
+    file = sys.modules[type(module).__module__]
+    return hasattr(file, "create_sliding_window_causal_mask") and window < config.max_position_embeddings
+
+
 def _obstacle(
     module: nn.Module, mask: Tensor | None, dropout: float, window: int | None, others: dict[str, Any]
 ) -> str | None:
@@ -98,8 +109,8 @@ def _obstacle(
     kind = _layer_type(module)
     if kind not in LAYER_TYPES:
         return f"uses {kind} in layer {module.layer_idx}, which packed attention does not support"
-    if kind == SLIDING and window is None:
-        return f"does not pass the sliding window of layer {module.layer_idx}, which would be dropped"
+    if window is None and (kind == SLIDING or _has_window_in_mask(module)):
+        return "does not pass its sliding window to attention, which would drop it"
     return None
 
 
