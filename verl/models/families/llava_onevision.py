@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from verl.models.families.interface import (
     EncodedMedium,
@@ -102,8 +103,9 @@ class Grid(NamedTuple):
         }  # fmt: skip
 
     def rows_of(self, row: int) -> range:
-        """Return the rows of features of a row of tiles."""
-        return range(max(self.rows[0], row * self.side), min(self.rows[1], (row + 1) * self.side))
+        """Return the rows of features of a row of tiles; none if it is padding."""
+        first = max(self.rows[0], row * self.side)
+        return range(first, max(first, min(self.rows[1], (row + 1) * self.side)))
 
     def unit_tiles(self) -> list[int]:
         """Return the number of tiles of each unit."""
@@ -121,10 +123,8 @@ class Grid(NamedTuple):
             kept, start = self.rows_of(unit - 1), (unit - 1) * self.side
             joined = joined[kept.start - start : kept.stop - start, slice(*self.columns)]
         else:
-            joined = joined[slice(*self.rows), slice(*self.columns)].permute(2, 0, 1)[None]
-            joined = torch.nn.functional.interpolate(joined, self.reduced, mode="bilinear")[0].permute(
-                1, 2, 0
-            )
+            joined = joined[slice(*self.rows), slice(*self.columns)].permute(2, 0, 1)
+            joined = interpolate(joined[None], self.reduced, mode="bilinear")[0].permute(1, 2, 0)
         ends = newline.to(joined.dtype).expand(len(joined), 1, -1)
         return torch.cat([joined, ends], 1).flatten(0, 1)
 
