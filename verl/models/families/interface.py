@@ -278,6 +278,7 @@ class VisionFamily(Family):
 
     # --- the rollout engine
 
+    engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
