@@ -116,7 +116,7 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
 
 
 def reads_embeddings(version: str, hf_config: Any) -> bool:
-    """True if vLLM reads features instead of pixels for all of a model's media, videos included."""
+    """True if vLLM reads features instead of pixels for a model's images at least."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
     family = family_of(hf_config)
     can = can and isinstance(family, VisionFamily) and family.takes_features
