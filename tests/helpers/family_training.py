@@ -28,6 +28,7 @@ from verl.data.media.loader import references_in_order
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
 from verl.models.families.mrope import continue_positions
+from verl.models.hub_names import meta_model
 from verl.models.registry import prepare_model
 from verl.protocol import DataProto
 from verl.utils.quiet import no_weight_bars
@@ -235,3 +236,16 @@ def assert_small(*errors: Errors) -> None:
     """Assert that log-probs and gradients agree up to float32 rounding."""
     wrong = [each for each in errors if not (each[0] < LARGEST and each[1] < LARGEST)]
     assert not wrong, wrong
+
+
+def assert_nothing_is_read_back(tiny: Tiny, row: Sequence[Part]) -> None:
+    """Assert that the tower of a prepared model runs on a device from which no value comes back."""
+    model = meta_model(tiny.config)
+    prepare_model(model)
+    media = [
+        medium._replace(tensors={name: tensor.to("meta") for name, tensor in medium.tensors.items()})
+        for medium in media_of(tiny, row)
+    ]
+    encoded = tiny.family.encode(model.get_submodule(tiny.family.media_owner), media)
+    counts = [sum(tiny.family.units(tiny.config, medium.facts)) for medium in media]
+    assert [len(features) for features in encoded] == counts

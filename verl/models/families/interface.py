@@ -267,6 +267,7 @@ class VisionFamily(Family, ABC):
 
     # --- the rollout engine
 
+    engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
     takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
 

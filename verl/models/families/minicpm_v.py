@@ -73,6 +73,7 @@ class MiniCPMV46(VisionFamily):
     processors = ("MiniCPMV4_6Processor",)
     reads_videos = True
     projector = "model.merger"
+    engine_modules = ("vpm", "vit_merger")
     numbers_videos: ClassVar[bool] = True
     tiny: ClassVar = {
         "minicpmv4_6": TinyModel(
@@ -162,7 +163,7 @@ class MiniCPMV46(VisionFamily):
         return [torch.cat(list(itertools.islice(remaining, count))) for count in counts]
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        patches = PATCHES_OF_TOKEN[config.downsample_mode]
+        patches = self.patches_per_token(config)
         return [height * width // patches for height, width in facts["target_sizes"]]
 
     def cut(self, medium: Medium, first: int, stop: int) -> Medium:
@@ -182,6 +183,9 @@ class MiniCPMV46(VisionFamily):
         pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
         tokens = torch.tensor([config.image_token_id] * (math.prod(size) // edge**2))
         return ExampleRow(tokens, [Medium("image", {"pixel_values": pixels}, {"target_sizes": [size]})])
+
+    def patches_per_token(self, config: Any) -> int:
+        return PATCHES_OF_TOKEN[config.downsample_mode]
 
     def smallest_frame(self, processor: Any) -> int:
         return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2

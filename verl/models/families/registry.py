@@ -73,6 +73,16 @@ def encoder_of(config: Any) -> tuple[str, ...]:
     return family.encoder if isinstance(family, VisionFamily) else ()
 
 
+def engine_encoder_of(config: Any) -> tuple[str, ...]:
+    """Return vLLM's names of the modules that turn pixels into features."""
+    family = family_of(config)
+    if not isinstance(family, VisionFamily):
+        return ()
+    # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
+    names = [name for part in family.encoder for name in (part, part.rpartition(".")[2])]
+    return (*names, *family.engine_modules)
+
+
 def patches_per_token(config: Any) -> int:
     """Return the patches of the vision tower that make one token; of no interest for a text model."""
     family = family_of(config)
