@@ -93,13 +93,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {**ALTERNATING, "query_pre_attn_scalar": 16},
 }  # fmt: skip
 
+MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 1}
+HALF = {"layer_types": ["linear_attention", "full_attention"]}
+
+# Model types with layers that run whole rows.
+FAMILIES |= {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_d_head": 8},
+    "granitemoehybrid": {**MAMBA, **LOCAL_EXPERTS, **HALF, "shared_intermediate_size": 32},
+    "jamba": {
+        "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8, "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "minimax": {**LOCAL_EXPERTS, **HALF, "block_size": 8},
+    "nemotron_h": {"layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
+
 # Model types that are refused: overrides, and a part of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "does not use transformers' attention interface"),
     "doge": ({}, "builds an attention mask of its own"),
-    "falcon_h1": ({}, "layers of type hybrid"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
-    "minimax": ({**LOCAL_EXPERTS, "block_size": 8}, "layers of type linear_attention"),
+    "mamba2": ({"num_heads": 8, "n_groups": 1}, "does not use transformers' attention interface"),
     "mpt": ({}, "does not use transformers' attention interface"),
 }
 

@@ -80,7 +80,7 @@ def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]
 
 
 def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
-    widths = [max(len(row[index]) for row in rows) for index in (1, 2)]
+    widths = max(len(row[1]) for row in rows), max(len(row[2]) for row in rows)
     columns: dict[str, list[Tensor]] = {}
     for _, prompt, answer, positions in rows:
         sides = widths[0] - len(prompt), widths[1] - len(answer)
@@ -152,6 +152,7 @@ def training_errors(
     for chosen in parts or [list(range(len(batch)))]:
         rows = list(chosen)
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
+        assert result.entropy is not None
         found = result.log_probs, result.entropy
         _loss(found, weights[rows]).backward()
         differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
@@ -193,6 +194,7 @@ def fsdp_errors(
     forward, error = PackedForward(model, model.config, held, share_prompt=share_prompt), 0.0
     for rows in _parts(len(batch), rank, world_size):
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
+        assert result.entropy is not None
         found = result.log_probs, result.entropy
         (_loss(found, weights[rows]) * world_size).backward()
         differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]

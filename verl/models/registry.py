@@ -23,6 +23,7 @@ from verl.models.families.generic import WHAT_TO_WRITE
 from verl.models.families.interface import Medium, VisionFamily
 from verl.models.families.registry import family_of, is_named
 from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
+from verl.models.linear_attention.row_layers import STATE_TYPES, row_layers, run_whole_rows
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -34,6 +35,7 @@ from verl.models.monkey_patch import (
 )
 from verl.models.scalar_head import is_scalar
 
+WITHOUT_MIXING = frozenset({"mlp", "moe"})  # transformers' names of layers where tokens do not meet
 CHECKED_TOKENS = 8  # at the end of each sequence, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
 LONGEST_CHECKED_WINDOW = 1024  # longer sequences would take noticeable time
@@ -58,13 +60,13 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
-    heads = _linear_heads(text)
+    heads, has_state = _linear_heads(text), bool(_layer_types(text) & STATE_TYPES)
     if heads % sp.ulysses_size:
         raise ValueError(
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
             f" of {config.model_type}: choose another"
         )
-    if heads and sp.ring_size > 1:
+    if has_state and sp.ring_size > 1:
         raise ValueError(
             f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
             " carry a state from token to token, so the ranks of a ring would wait for each other: use"
@@ -78,9 +80,13 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
         )
 
 
+def _layer_types(text: PretrainedConfig) -> set[str]:
+    return set(getattr(text, "layer_types", None) or [])
+
+
 def _linear_heads(text: PretrainedConfig) -> int:
     """Return the heads of linear attention layers; 0 for models without any."""
-    if "linear_attention" not in (getattr(text, "layer_types", None) or []):
+    if "linear_attention" not in _layer_types(text):
         return 0
     return getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
 
@@ -118,6 +124,8 @@ def prepare_model(model: PreTrainedModel) -> None:
     own_config(model)
     set_packed_attention(model)
     pack_linear_layers(model)
+    if _layer_types(model.config.get_text_config()) & STATE_TYPES:
+        run_whole_rows(model)
     defer_head(model)
     record_block_inputs(model)
     add_packed_forward(model, family_of(model.config))
@@ -132,10 +140,10 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             " `worker.actor.model.override_config.output_router_logits` to false, and"
             " `worker.actor.model.router_aux_loss_coef` for a loss that balances the experts"
         )
-    packable: set[str] = set(LAYER_TYPES)
-    if next(linear_layers(model), None) is not None:
-        packable.add("linear_attention")
-    unknown = set(getattr(text, "layer_types", None) or []) - packable
+    packable = {*LAYER_TYPES, *WITHOUT_MIXING}
+    if next(linear_layers(model), None) is not None or next(row_layers(model), None) is not None:
+        packable |= STATE_TYPES
+    unknown = _layer_types(text) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
     if not (model._supports_attention_backend or _calls_attention_interface(model)):

@@ -65,6 +65,8 @@ class TokenOwners(NamedTuple):
     rows: Tensor  # (M,) int64: row of each of the batch's tokens that this rank holds
     local: Tensor  # (M,) int64: its position among this rank's tokens
     weights: Tensor  # (n,) float32: rows that own each of this rank's tokens; zero for padding and dummies
+    num_rows: int
+    is_divided: bool  # other ranks hold the rest of the sequence
 
 
 class Routes:

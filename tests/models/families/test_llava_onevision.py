@@ -19,6 +19,9 @@ from tests.helpers.families import (
     random_row,
     shape_of,
 )
+from verl.data.media.cache import MediaCache
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 
 SIZES = 20, 600
 
@@ -72,3 +75,10 @@ def test_videos_of_several_lengths_are_refused_by_the_models_own_forward(tiny):
 
     with pytest.raises(ValueError, match=r"videos of one length together, got \[2, 3\] frames"):
         tiny.family.own_inputs(media)
+
+
+def test_a_frame_has_the_same_tokens_at_any_size(tiny):
+    # so a smaller limit of tokens for each frame is refused
+    assert tiny.family.smallest_frame(tiny.processor) == 9
+    with pytest.raises(ValueError, match="`tokens_per_frame` must be at least 9"):
+        MediaLoader(tiny.processor, MediaOptions(1, 10**6, tokens_per_frame=8), MediaCache(None))

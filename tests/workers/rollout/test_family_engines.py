@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from tests.helpers.families import load_tiny, random_image
-from tests.helpers.family_engines import engine_error, requests_of
+from tests.helpers.families import load_tiny, random_clip, random_image
+from tests.helpers.family_engines import engine_error, requests_of, rounding_ratio
 from tests.workers.rollout.media import largest_media_difference
 from tests.workers.rollout.reference import (
     change_weights,
@@ -67,3 +67,16 @@ def test_log_probs_are_the_models_after_each_sync(kind, name, single_process):
     engine.close()
 
     assert error < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["minicpmv4_6", "minicpmv4_7"])
+def test_log_probs_of_recurrent_layers_have_the_noise_of_bfloat16(kind, single_process):
+    # vLLM's linear attention on CPU runs in bfloat16 only.
+    tiny = load_tiny(kind)
+    engine = build_rollout_engine(rollout_config(dtype="bf16", limit_images=2), setup_of(tiny.folder))
+    rows = [*ROWS, ["look: ", random_image(RNG, 200, 90)], [random_clip(RNG, 2, 60, 60), "What moves?"]]
+
+    ratio = rounding_ratio(tiny, engine, rows)
+    engine.close()
+
+    assert ratio < 1.5

@@ -20,6 +20,9 @@ ATTENTION = "verl_packed"
 # With "flash" in the name, vision towers make one call with `cu_seqlens` instead of one for each image.
 VISION_ATTENTION = "verl_packed_flash"
 
+# Layers with attention next to a layer with a state.
+IN_HYBRIDS = {"hybrid": FULL, "hybrid_sliding": SLIDING}
+
 # Keywords that models pass to every attention function and that have no effect here.
 HARMLESS = frozenset({
     "position_ids", "use_cache", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
@@ -73,7 +76,8 @@ def packed_attention(
 def _layer_type(module: nn.Module) -> str:
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
-    return FULL if layer_types is None or index is None else layer_types[index]
+    kind = FULL if layer_types is None or index is None else layer_types[index]
+    return IN_HYBRIDS.get(kind, kind)
 
 
 def _obstacle(

@@ -24,7 +24,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import (
+    EncodedMedium,
+    ExampleRow,
+    Kind,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+)
 from verl.models.families.tiny_sizes import TEXT
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
@@ -131,6 +139,8 @@ class LlavaOnevision(VisionFamily):
     )
     processors = ("LlavaOnevisionProcessor",)
     reads_videos = True
+    takes_features, takes_video_features = True, False
+    engine_schemas = ("vllm.model_executor.models.llava_onevision:LlavaOnevisionImageEmbeddingInputs",)
     tiny: ClassVar = {
         "llava_onevision": TinyModel(
             "llava_onevision",
@@ -168,8 +178,8 @@ class LlavaOnevision(VisionFamily):
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        pooled = -(-math.isqrt(processor.num_image_tokens) // 2)
-        features = [pooled**2] * (num_frames - 1) + [pooled**2 + 1]
+        frame = _pooled_side(processor) ** 2
+        features = [frame] * (num_frames - 1) + [frame + 1]
         facts = {"unit_tiles": [1] * num_frames, "unit_features": features, "is_end": True}
         return MediumShape([processor.video_token_id] * sum(features), facts)
 
@@ -239,11 +249,23 @@ class LlavaOnevision(VisionFamily):
         ids = torch.full((sum(facts["unit_features"]),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
+    # --- the rollout engine
+
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
+        assert kind == "image", "vLLM reads pixels of videos"
+        return [medium.features for medium in media]
+
     # --- media options
 
     def frame_factor(self, processor: Any) -> int:
-        pooled = -(-math.isqrt(processor.num_image_tokens) // 2)
-        return -(-processor.video_processor.size["height"] // pooled)
+        return -(-processor.video_processor.size["height"] // _pooled_side(processor))
+
+    def smallest_frame(self, processor: Any) -> int:
+        return _pooled_side(processor) ** 2  # of every frame
+
+
+def _pooled_side(processor: Any) -> int:
+    return -(-math.isqrt(processor.num_image_tokens) // 2)
 
 
 def best_tiles(size: tuple[int, int], choices: list[list[int]], tile: int) -> tuple[int, int]:

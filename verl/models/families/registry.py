@@ -9,7 +9,7 @@ from verl.models.families.glm_v import GlmV
 from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
-from verl.models.families.minicpm_v import MiniCPMV46
+from verl.models.families.minicpm_v import MiniCPMV46, MiniCPMV47
 from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen3_5 import HybridText, Qwen35
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
@@ -24,6 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     Ministral3(),
     Mistral3(),
     MiniCPMV46(),
+    MiniCPMV47(),
     InternVL(),
     LlavaOnevision(),
     GlmV(),

@@ -21,9 +21,11 @@ CONVOLUTION = "causal_conv1d_fn"
 
 def linear_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a gated delta rule behind a causal convolution."""
-    for module in model.modules():
-        if _rule_of(type(module)) is not None:
-            yield module
+    return filter(is_linear_layer, model.modules())
+
+
+def is_linear_layer(module: nn.Module) -> bool:
+    return _rule_of(type(module)) is not None
 
 
 def pack_linear_layers(model: nn.Module) -> None:

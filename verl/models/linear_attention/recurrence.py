@@ -81,6 +81,13 @@ class PaddedPlan(NamedTuple):
     order: Tensor  # (N,) int64: index of each token among all rows of all batches
 
 
+class WholeRows(NamedTuple):
+    """Rows from their first token to their last, each response behind a copy of its prompt."""
+
+    batches: tuple[Tensor, ...]  # (rows, length) int64 each: packed positions, N for padding at the end
+    order: Tensor  # (N,) int64: index of each token, of copies the first, among those of all batches
+
+
 class Window(NamedTuple):
     """Rows of a causal convolution: each segment on this rank, behind the inputs before it."""
 
@@ -113,6 +120,10 @@ class Recurrence:
     @cached_property
     def padded_plan(self) -> PaddedPlan:
         return to_device(_padded_plan(self.segments, self.length), self.device)
+
+    @cached_property
+    def whole_rows(self) -> WholeRows:
+        return to_device(_whole_rows(self.segments, self.length), self.device)
 
     def window(self, width: int) -> Window:
         """Plan a causal convolution over `width` tokens, on the device."""
@@ -171,6 +182,24 @@ def _padded_plan(segments: Sequence[Segment], length: int) -> PaddedPlan:
         )
     order = torch.cat([tokens.flatten() for wave in planned for tokens in wave.batches])
     return PaddedPlan(tuple(planned), order.argsort(stable=True)[:length])
+
+
+def _whole_rows(segments: Sequence[Segment], length: int) -> WholeRows:
+    tokens: list[Tensor] = []  # of each segment, behind those of the segments that it follows
+    for segment in segments:
+        before = [] if segment.follows is None else [tokens[segment.follows]]
+        tokens.append(torch.cat([*before, torch.arange(segment.start, segment.stop)]))
+    followed = {segment.follows for segment in segments}
+    rows = [row for number, row in enumerate(tokens) if number not in followed]
+    # Less than half of a batch is padding.
+    by_size = itertools.groupby(sorted(rows, key=len), lambda row: len(row).bit_length())
+    batches = tuple(
+        nn.utils.rnn.pad_sequence(list(some), batch_first=True, padding_value=length) for _, some in by_size
+    )
+    joined = torch.cat([batch.flatten() for batch in batches])
+    order = torch.full((length + 1,), len(joined))
+    order.scatter_reduce_(0, joined, torch.arange(len(joined)), "amin")
+    return WholeRows(batches, order[:length])
 
 
 def _window(recurrence: Recurrence, width: int) -> Window:

@@ -56,6 +56,8 @@ class VLLMRollout:
         )
         for patch in family_of(self.hf_config).engine_patches:
             getattr(vllm_patches, patch)()
+        for schema in family_of(self.hf_config).engine_schemas:
+            vllm_patches.take_features_of_any_length(schema)
         self.banned = media_token_ids(self.hf_config)
         self.takes_embeddings = setup.takes_embeddings and reads_embeddings(vllm.__version__, self.hf_config)
         self.adapter = setup.adapter
