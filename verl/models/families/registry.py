@@ -44,10 +44,8 @@ TYPES: dict[str, Family] = {  # those of users' files are added
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    named = TYPES.get(config.model_type)
-    if named is not None:
-        return named
-    return GenericFamily(config) if hasattr(config, "vision_config") else TEXT
+    family = TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    return family.of(config) if isinstance(family, GenericFamily) else family
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -90,7 +88,7 @@ def patches_per_token(config: Any) -> int:
 
 
 def is_named(config: Any) -> bool:
-    """Return whether a file describes the model, or it reads text only."""
+    """Return whether a file describes the whole model, or it reads text only."""
     return not isinstance(family_of(config), GenericFamily)
 
 
