@@ -2,6 +2,7 @@
 """Sizes of the models that a worker will hold, from their configs alone; no weights are read."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
+from verl.models.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
@@ -42,7 +44,10 @@ def read_shape(
         select_trainable(empty, options, option)
     else:
         empty.requires_grad_(False)
-    return model_shape(empty)
+    shape = model_shape(empty)
+    if options is not None and options.balances_router:
+        shape = replace(shape, router_logits=logits_per_token(empty))
+    return shape
 
 
 def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> ModelShape:
