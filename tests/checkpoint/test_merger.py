@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -34,7 +34,10 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe")
+FAMILIES = (
+    "qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe", "mistral3", "minicpmv4_6", "internvl", "llava_onevision",
+)  # fmt: skip
 FSDP = FSDPConfig(torch_dtype="fp32")
 
 
@@ -113,6 +116,47 @@ def test_an_exported_model_equals_the_trained_model(models, checkpoints, family)
     assert AutoTokenizer.from_pretrained(exported)("one two").input_ids
     assert GenerationConfig.from_pretrained(exported).eos_token_id == [2, 0]
     assert json.loads((exported / "config.json").read_text())["architectures"]
+
+
+def add_draft_head(folder: Path) -> dict[str, torch.Tensor]:
+    """Add tensors that transformers does not load, as checkpoints on the hub have them."""
+    names = {"mtp.fc.weight": (8, 16), "mtp.layers.0.self_attn.q_proj.weight": (4, 8)}
+    head = {name: torch.randn(shape) for name, shape in names.items()}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | head, file, {"format": "pt"})
+    return head
+
+
+def test_a_merged_model_keeps_the_draft_head_that_training_does_not_load(
+    models, checkpoints, tmp_path, caplog
+):
+    folder = shutil.copytree(checkpoints / "qwen3_5", tmp_path / "actor")
+    moved = shutil.copytree(models["qwen3_5"], tmp_path / "moved")
+    head = add_draft_head(moved)
+    auto = auto_class(AutoConfig.from_pretrained(moved))
+    _, report = auto.from_pretrained(moved, output_loading_info=True)
+    assert not report["unexpected_keys"] and not report["missing_keys"]
+
+    for dtype in (None, torch.bfloat16):
+        merged = load_file(merge_checkpoint(folder, base_model=str(moved), dtype=dtype) / "model.safetensors")
+        assert merged.keys() == load_file(models["qwen3_5"] / "model.safetensors").keys() | head.keys()
+        assert all(torch.equal(merged[name], head[name].to(dtype or torch.float32)) for name in head)
+
+
+def test_a_checkpoint_names_the_model_that_its_draft_head_comes_from(models, checkpoints, tmp_path, caplog):
+    folder = shutil.copytree(checkpoints / "qwen3_5", tmp_path / "actor")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["base_model"] == str(models["qwen3_5"])
+    base = shutil.copytree(models["qwen3_5"], tmp_path / "base")
+    head = add_draft_head(base)
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"base_model": str(base)}))
+
+    assert load_file(merge_checkpoint(folder) / "model.safetensors").keys() >= head.keys()
+
+    shutil.rmtree(base)
+    exported = merge_checkpoint(folder)
+    assert "give it as `--base_model` to keep them" in caplog.text
+    assert_same_model(exported, models["qwen3_5"])
 
 
 @pytest.mark.parametrize("kind", ["sharded", "hybrid"])

@@ -446,3 +446,18 @@ def test_a_thousand_text_rows_load_in_well_under_a_second(text_model, tmp_path):
     dataset = RLHFDataset(files, tokenizer, None, make_config())
 
     assert len(dataset) == 1000 and time.process_time() - start < 0.9
+
+
+@pytest.mark.parametrize(("kind", "order"), [("internvl", ["video", "image"]), ("llava_onevision", None)])
+def test_a_row_with_both_kinds_names_their_order_where_features_depend_on_it(kind, order, tmp_path):
+    save_image(tmp_path / "a.png", 60, 60)
+    save_video(tmp_path / "b.mp4", 64, 64, 8)
+    rows = [{"problem": "<video>then<image>?", "answer": "a", "images": ["a.png"], "videos": ["b.mp4"]}]
+    model = str(save_tiny_model(tmp_path / kind, kind))
+
+    dataset = open_media(model, write(tmp_path, rows), image_dir=str(tmp_path), max_prompt_length=512)
+    media = dataset[0]["multi_modal_data"]
+
+    assert media.get("order") == order
+    kinds = [medium.kind for medium in dataset.media.media(media)]
+    assert kinds == (order or ["image", "video"])

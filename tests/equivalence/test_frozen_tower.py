@@ -20,14 +20,14 @@ from verl.data.tokenizer import load_processor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
-from verl.models.tiny import save_tiny_model
+from verl.models.tiny import TINY_MODELS, save_tiny_model
 from verl.workers.packing import vision_features as frozen_tower
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.vision_features import FrozenTower, UnitRange, _tower_calls
 
 pytestmark = pytest.mark.heavy
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"]
 ROWS = [  # media, responses
     (("small.png", "film.mp4"), (3, 5)),
     ((), (2,)),
@@ -57,7 +57,8 @@ def row_of(root, loader, config, names, response, seed):
     media = {"images": [str(root / name) for name in names if name.endswith("png")]}
     media["videos"] = [str(root / name) for name in names if name.endswith("mp4")]
     tokenizer, shape = loader.processor.tokenizer, loader.measure(media)
-    marks = "".join(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in kinds_of(media))
+    recipe = TINY_MODELS[config.model_type]
+    marks = "".join(getattr(recipe, kind) for kind in kinds_of(media))
     prompt = loader.expand(tokenizer.encode(f"{marks}What colour?"), shape)
     positions = family_of(config).positions(config, torch.tensor(prompt), shape)  # (4, P)
     positions = torch.cat([positions, continue_positions(positions[:, -1], response)], 1)

@@ -28,7 +28,7 @@ from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
 
-FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
+FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe", "mistral", "gemma2", "gemma3"]
 VISION = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
@@ -192,18 +192,15 @@ def test_a_group_shows_its_media_to_the_vision_tower_once(folders):
     assert seen == [sum(grids.values())]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
-def test_models_with_windowed_attention_do_not_share_prompts(folders, family, caplog):
-    model, batch = load(folders(family), True), text_batch()
+def test_models_whose_tokens_see_later_ones_do_not_share_prompts(folders, caplog):
+    model = load(folders("gemma3"), True)
+    model.config.use_bidirectional_attention = True
 
     with caplog.at_level("WARNING"):
         forward = PackedForward(model, model.config, share_prompt=True)
 
     assert not forward.shares_prompts
-    assert "prompts are not shared" in caplog.text
-    batch = batch.select(non_tensor_batch_keys=["uid"])
-    expected = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
-    assert torch.equal(forward.log_probs(batch, 1.0).log_probs, expected)
+    assert "prompts are not shared" in caplog.text and "later tokens" in caplog.text
 
 
 def test_all_statistics_equal_those_of_separate_rows(folders):

@@ -68,8 +68,10 @@ def _scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", q, k) * rows.scale
     if rows.softcap is not None:
         scores = rows.softcap * torch.tanh(scores / rows.softcap)
-    if rows.is_causal:
-        behind = torch.arange(len(q))[:, None] - torch.arange(len(k))
-        is_hidden = behind < 0 if rows.window is None else (behind < 0) | (behind >= rows.window)
-        scores = scores.masked_fill(is_hidden, float("-inf"))
+    for query in range(len(q)):  # the last query is at the last key
+        own = query + len(k) - len(q)
+        for key in range(len(k)):
+            is_before = rows.before is not None and key < own - rows.before
+            if is_before or (rows.after is not None and key > own + rows.after):
+                scores[:, query, key] = float("-inf")
     return scores

@@ -4,6 +4,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from verl.distributed.fsdp import full_named_tensors
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.scalar_head import is_scalar, make_scalar
 from verl.models.tiny import TINY_MODELS, save_tiny_model
@@ -16,7 +17,7 @@ def test_converted_tensors_match_save_pretrained(family, tmp_path):
     model = auto_class(config).from_pretrained(folder)
     on_disk = load_file(folder / "model.safetensors")
 
-    converted = dict(HubNames(config).convert((name, p.detach()) for name, p in model.named_parameters()))
+    converted = dict(HubNames(config).convert(full_named_tensors(model)))
 
     assert converted.keys() == on_disk.keys()
     assert all(torch.equal(converted[name], on_disk[name]) for name in on_disk)
@@ -73,7 +74,7 @@ def test_a_scalar_model_has_the_same_names_with_a_score_instead_of_the_head(fami
     make_scalar(config, has_bias=has_bias)
     model = auto_class(config).from_config(config)
 
-    converted = dict(HubNames(config).convert((name, p.detach()) for name, p in model.named_parameters()))
+    converted = dict(HubNames(config).convert(full_named_tensors(model)))
 
     expected = load_file(folder / "model.safetensors").keys() - {"lm_head.weight"}
     assert converted.keys() == expected | {"score.weight"} | ({"score.bias"} if has_bias else set())

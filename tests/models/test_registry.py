@@ -43,6 +43,10 @@ def build(model_type, **overrides):
         ("smollm3", {}),
         ("starcoder2", {"sliding_window": 8}),
         ("mixtral", {"sliding_window": 8, "num_local_experts": 4}),
+        ("gpt_oss", {"sliding_window": 8, "num_local_experts": 4}),
+        ("llama4_text", {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32}),
+        ("stablelm", {}),
+        ("nemotron", {}),
     ],
 )
 def test_models_without_an_entry_pass_the_self_check(model_type, overrides):
@@ -56,13 +60,7 @@ def test_models_without_an_entry_pass_the_self_check(model_type, overrides):
     ("model_type", "overrides", "message"),
     [
         ("qwen3_moe", {"output_router_logits": True, "num_experts": 4}, "output_router_logits` to false"),
-        ("gpt_oss", {"num_local_experts": 4}, "s_aux"),
-        (
-            "llama4_text",
-            {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32},
-            "chunked_attention",
-        ),
-        ("qwen3_next", {"num_experts": 4}, "linear_attention"),
+        ("minimax", {"num_local_experts": 4}, "linear_attention"),
     ],
 )
 def test_unsupported_model_features_are_refused_by_name(model_type, overrides, message):

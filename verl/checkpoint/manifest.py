@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 MANIFEST = "manifest.json"
+BASE_MODEL = "base_model"  # in a role's manifest: folder or hub name of the model that training started from
 STEP_FOLDER = re.compile(r"global_step_(\d{1,18})")
 
 

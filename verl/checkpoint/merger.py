@@ -4,6 +4,7 @@
 Works without a process group; host memory holds about one output file at a time.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
+from verl.checkpoint.unread_tensors import unread_tensors
+from verl.models.families.registry import family_of
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
 from verl.utils.weight_files import save_weights
@@ -27,7 +30,7 @@ def merge_checkpoint(
     local_dir: Path | str,  # a role's folder: …/global_step_N/actor
     *,
     dtype: torch.dtype | None = None,  # None keeps the checkpoint's, or for adapters the base model's
-    base_model: str | None = None,  # folder or hub name; None takes the one in the adapter's config
+    base_model: str | None = None,  # folder or hub name; None takes the one that the checkpoint names
     trust_remote_code: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -35,7 +38,7 @@ def merge_checkpoint(
 
     A value model becomes a sequence-classification model with one label, or a token-classification model if
     its score has a bias. LoRA adapters are folded into the weights of their base, which is then held in
-    memory.
+    memory. Tensors that training does not load, such as Qwen3.5's `mtp.*`, are those of the base model.
     """
     local_dir = Path(local_dir)
     folder = local_dir / HUGGINGFACE
@@ -53,7 +56,8 @@ def merge_checkpoint(
     if any(map(is_adapter, shards.names())):
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
         dtype = dtype or shards.base_dtype
-    tensors = _hub_tensors(shards, names, local_dir)
+    trained = _hub_tensors(shards, names, local_dir)
+    tensors = itertools.chain(trained, unread_tensors(local_dir, family_of(config).unread, base_model))
     if dtype is not None:
         tensors = ((name, part.to(dtype) if part.is_floating_point() else part) for name, part in tensors)
     with _writing(folder):

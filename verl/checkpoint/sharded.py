@@ -28,7 +28,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl.checkpoint.manifest import FileEntry, check_digests, file_entries, read_manifest, write_manifest
+from verl.checkpoint.manifest import (
+    BASE_MODEL,
+    FileEntry,
+    check_digests,
+    file_entries,
+    read_manifest,
+    write_manifest,
+)
 from verl.checkpoint.storage import ShardReader, read_tensors
 from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_sharded_like
 from verl.models.lora_weights import tensors_to_save
@@ -84,6 +91,7 @@ def take_snapshot(
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
     manifest = {
         "world_size": dist.get_world_size(),
+        BASE_MODEL: getattr(getattr(model, "config", None), "name_or_path", None) or None,
         "has_optimizer": optimizer is not None,
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "scheduler": deepcopy(scheduler.state_dict()) if scheduler is not None else None,

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--local_dir", required=True, type=Path, help="folder of a role: …/global_step_N/actor"
     )
-    parser.add_argument("--base_model", help="base model of the adapters, if it has moved since training")
+    parser.add_argument("--base_model", help="model that training started from, if it has moved since")
     parser.add_argument("--hf_upload_path", help="hub repository to upload to, as user/name")
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="type of the weights (default: as in the checkpoint)"

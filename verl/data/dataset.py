@@ -195,6 +195,9 @@ class RowDataset(Dataset, ABC):
         positions = None if self.position_ids is None else self.position_ids(ids, shape or MediaShape())
         return torch.arange(len(ids)) if positions is None else positions  # (L,) or (4, L)
 
+    def _with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
+        return media and self._media.with_order(media, prompt_ids)
+
     def _expand(self, ids: list[int], shape: MediaShape) -> list[int]:
         return self._media.expand(ids, shape)
 

@@ -52,7 +52,8 @@ class RLHFDataset(RowDataset):
         messages = prompt_of(row, self.config, self.prompt_format, has_media)
         media = media_of(row, messages, self.config, has_media)
         text = self.chat_template(messages, True, "the prompt")
-        return Rendered(text, self.tokenizer.encode(text, add_special_tokens=False), media, messages)
+        prompt_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return Rendered(text, prompt_ids, self._with_order(media, prompt_ids), messages)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
         return collate_fn(items)

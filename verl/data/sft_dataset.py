@@ -63,7 +63,7 @@ class SFTDataset(RowDataset):
                 raise BadRowError(
                     "an assistant turn contains an image or a video, which cannot be trained on"
                 )
-        return Rendered(text, ids, media, messages, is_trained)
+        return Rendered(text, ids, self._with_order(media, ids), messages, is_trained)
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
         """Join conversations, padded on the right to T = `data.max_length`."""

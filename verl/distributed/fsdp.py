@@ -116,12 +116,13 @@ def full_named_tensors(
     """Yield the name and the full tensor of each weight and buffer, gathered one at a time.
 
     Every rank must iterate to the end, since each tensor is a collective. Names are those of `state_dict()`,
-    a tied weight appears once. Floating-point weights are cast to `dtype` before they are gathered.
+    a tied weight appears once. Floating-point weights are cast to `dtype` before they are gathered; buffers
+    are not, as mixed precision leaves them alone.
     """
-    tensors = sharded_parameters(model) | persistent_buffers(model)
-    for name, tensor in tensors.items():
+    buffers = persistent_buffers(model)
+    for name, tensor in (sharded_parameters(model) | buffers).items():
         if select(name):
-            yield name, _gather(tensor.detach(), dtype)
+            yield name, _gather(tensor.detach(), None if name in buffers else dtype)
 
 
 def _gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -49,6 +49,29 @@ def heads_to_tokens(out: Tensor, sp: SequenceParallel) -> Tensor:
     return _exchange(by_rank, sp).transpose(0, 1).flatten(1, 2)[None]
 
 
+def share_heads(parts: Sequence[Tensor], sp: SequenceParallel) -> list[Tensor]:
+    """Exchange shards of tokens for shards of heads: (n, H, ...) to (n * u, H / u, ...) each.
+
+    There is one all-to-all for each dtype. `heads_to_tokens` undoes it.
+    """
+    size = sp.ulysses_size
+    if size == 1:
+        return list(parts)
+    if parts[0].shape[1] % size:
+        raise ValueError(
+            f"`ulysses_size` ({size}) must divide the {parts[0].shape[1]} heads of linear attention layers"
+        )
+    shared: list[Tensor] = list(parts)
+    for dtype in sorted({part.dtype for part in parts}, key=str):  # in the same order on every rank
+        numbers = [number for number, part in enumerate(parts) if part.dtype == dtype]
+        flat = [parts[number].reshape(*parts[number].shape[:2], -1) for number in numbers]
+        by_rank = torch.cat(flat, -1).unflatten(1, (size, -1)).transpose(0, 1)  # (u, n, H / u, channels)
+        received = _exchange(by_rank, sp).flatten(0, 1).split([part.shape[-1] for part in flat], -1)
+        for number, part in zip(numbers, received, strict=True):
+            shared[number] = part.reshape(*part.shape[:2], *parts[number].shape[2:])
+    return shared
+
+
 def gather_rows(
     values: Tensor,  # (m, ...)
     counts: Sequence[int],  # m of each rank

@@ -7,6 +7,7 @@ recomputation of gradient checkpointing.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
+from verl.models.layer_configs import experts_per_token, layer_heads
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
 
@@ -54,9 +56,8 @@ class FlopsCounter:
         trains_vision: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
-        model = meta_model(config, trust_remote_code=trust_remote_code)
-        self.text = TextShape(model)
-        self.vision = VisionShape(model) if hasattr(config, "vision_config") else None
+        self._model = meta_model(config, trust_remote_code=trust_remote_code)
+        self.text = TextShape(self._model)
         self.trains_vision = trains_vision
         on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
@@ -68,7 +69,7 @@ class FlopsCounter:
         num_response_tokens: int | None = None,  # tokens that reach the head; None means all
         grids: Iterable[Grid] = (),
     ) -> float:
-        """Count one forward pass over sequences of these lengths and media with these grids."""
+        """Count one forward pass over sequences of these lengths and media with these grids of patches."""
         return self.text.forward(lengths, num_response_tokens) + self._vision_forward(grids)
 
     def training(
@@ -82,8 +83,12 @@ class FlopsCounter:
         """Return the share of this device's peak that `training` reached in a time; None without a peak."""
         return None if self.peak is None else self.training(lengths, **options) / (seconds * self.peak)
 
+    @cached_property
+    def vision(self) -> "VisionShape":
+        return VisionShape(self._model)
+
     def _vision_forward(self, grids: Iterable[Grid]) -> float:
-        return 0.0 if self.vision is None else sum(self.vision.forward(*grid) for grid in grids)
+        return sum(self.vision.forward(*grid) for grid in grids)
 
 
 class TextShape:
@@ -94,26 +99,29 @@ class TextShape:
         vision = {id(weight) for tower in vision_towers(model) for weight in tower.parameters()}
         head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
         weights = [weight for weight in matrices(model) if id(weight) not in vision and weight is not head]
-        experts_per_token = getattr(config, "num_experts_per_tok", 0)  # dense models have no such stacks
+        chosen = experts_per_token(config)
         # A stack of experts is one weight (experts, in, out).
         self.active = sum(
-            weight.numel() // len(weight) * experts_per_token if weight.ndim == 3 else weight.numel()
+            weight.numel() // len(weight) * chosen if weight.ndim == 3 else weight.numel()
             for weight in weights
         )
         self.head = head.numel()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.channels = config.num_attention_heads * head_dim
+        self.channels = [heads.queries * heads.dim for heads in layer_heads(config)]
         self.windows = attention_windows(config)
 
     def forward(self, lengths: Sequence[int], num_response_tokens: int | None) -> float:
         tokens = sum(lengths)
         to_head = tokens if num_response_tokens is None else num_response_tokens
-        pairs = sum(causal_pairs(length, window) for window in self.windows for length in lengths)
-        return 2.0 * (self.active * tokens + self.head * to_head) + 4.0 * self.channels * pairs
+        attention = sum(
+            channels * causal_pairs(length, window)
+            for channels, window in zip(self.channels, self.windows, strict=True)
+            for length in lengths
+        )
+        return 2.0 * (self.active * tokens + self.head * to_head) + 4.0 * attention
 
 
 class VisionShape:
-    """Weight elements for each patch and each merged token of a Qwen-style vision tower."""
+    """Weight elements for each patch and each merged token of a vision tower that reads grids."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.vision_config

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl.models.families.registry import transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 
+PREFIX_CHANGE = "PrefixChange"  # of transformers 5.17 and later
 LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # a name up to its last number: the layer
 
 
@@ -61,6 +63,7 @@ class HubNames:
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
         # An empty model, because sharding renames the classes of a real one.
         self._model = meta_model(config, trust_remote_code=trust_remote_code)
+        keep_tower_prefixes(self._model)
         tensors = dict(self._model.state_dict())
         converted = _to_hub(self._model, tensors)
         self.memory_shapes = {name: tensor.shape for name, tensor in tensors.items()}  # including tied ones
@@ -106,6 +109,18 @@ class HubNames:
 def tied_names(model: PreTrainedModel) -> set[str]:
     """Return weights that share another weight's memory: `lm_head.weight` with tied embeddings."""
     return dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+
+
+def keep_tower_prefixes(model: PreTrainedModel) -> None:
+    """Make transformers write `vision_tower.vision_model.…`, as checkpoints on the hub and vLLM have it.
+
+    It removes the second part on loading, and puts it back only in models that it has loaded.
+    """
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # A prefix of the whole model is found on loading, not fixed by the architecture.
+    kept = [each for each in conversions if type(each).__name__ != PREFIX_CHANGE or each.scope_prefix]
+    if any(type(each).__name__ == PREFIX_CHANGE for each in kept):
+        vars(model)["_weight_conversions"] = kept
 
 
 def _find_groups(

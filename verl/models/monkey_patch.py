@@ -11,11 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
+from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Family, Kind, Medium, VisionFamily
-from verl.models.vision import Features, MediaRows, MediaShare, encode_media, in_order, order_of
+from verl.models.families.registry import family_of
+from verl.models.vision import (
+    Features,
+    MediaRows,
+    MediaShare,
+    blocks_of,
+    encode_media,
+    in_order,
+    order_of,
+)
 
 
 def own_config(model: PreTrainedModel) -> None:
@@ -32,8 +41,14 @@ def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
     # tower and the language model the same function, so the configs are written directly.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            is_tower = getattr(model.config, "vision_config", None) is module.config
-            module.config._attn_implementation_internal = vision_name if is_tower else name
+            is_text = module.config is model.config or module.config is model.config.get_text_config()
+            module.config._attn_implementation_internal = name if is_text else vision_name
+
+
+def set_packed_attention(model: PreTrainedModel) -> None:
+    family = family_of(model.config)
+    tower = family.tower_attention if isinstance(family, VisionFamily) else ATTENTION
+    set_attention(model, ATTENTION, tower)
 
 
 @contextlib.contextmanager
@@ -43,7 +58,7 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        set_attention(model, ATTENTION, VISION_ATTENTION)
+        set_packed_attention(model)
 
 
 def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:
@@ -92,7 +107,10 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
         only_encode: bool = False,
         **kwargs: Any,
     ) -> Any:
-        layout = packed_layout if cu_seqlens is None else PackedLayout.of(cu_seqlens)
+        layout = packed_layout
+        if cu_seqlens is not None:
+            blocks = blocks_of(family, self.config, kwargs["input_ids"][0])
+            layout = PackedLayout.of(cu_seqlens, blocks=blocks)
         encoded: list[Tensor] = []
         if media:
             vision = _reading_media(self, family)
@@ -104,7 +122,8 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
             return original(self, *args, **kwargs)
         features = media_features or {}
         if media:
-            features = in_order(encoded, order_of(media) if media_order is None else media_order)
+            order = order_of(_reading_media(self, family), media) if media_order is None else media_order
+            features = in_order(encoded, order)
         if features and media_rows is None:
             assert local_tokens is None, "a sharded sequence comes with the rows of its media"
             found = _reading_media(self, family).media_tokens(self.config, kwargs["input_ids"][0])
@@ -190,7 +209,7 @@ def _changed_inputs(
         changed["visual_pos_masks"] = changed["inputs_embeds"]  # not read by `_add_level`
         changed["deepstack_visual_embeds"] = levels
     if local_tokens is not None:
-        names = ("input_ids", "inputs_embeds")  # (1, N, ...)
+        names = ("input_ids", "inputs_embeds", "per_layer_inputs")  # (1, N, ...)
         given = [name for name in names if changed.get(name) is not None]
         changed |= {name: changed[name].index_select(1, local_tokens) for name in given}
         changed["position_ids"] = changed["position_ids"].index_select(-1, local_tokens)

@@ -5,7 +5,7 @@ Any model that uses transformers' attention interface may work; the start compar
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.interface import ATTENTION, VISION_ATTENTION
-from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import unsupported
+from verl.models.attention.block_inputs import record_block_inputs
+from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
+from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
+from verl.models.families.generic import WHAT_TO_WRITE
 from verl.models.families.interface import Medium, VisionFamily
-from verl.models.families.registry import family_of
+from verl.models.families.registry import family_of, is_named
+from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
+from verl.models.linear_attention.row_layers import STATE_TYPES, row_layers, run_whole_rows
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -28,10 +31,11 @@ from verl.models.monkey_patch import (
     evaluating,
     own_config,
     plain_attention,
-    set_attention,
+    set_packed_attention,
 )
 from verl.models.scalar_head import is_scalar
 
+WITHOUT_MIXING = frozenset({"mlp", "moe"})  # transformers' names of layers where tokens do not meet
 CHECKED_TOKENS = 8  # at the end of each sequence, all of them past the sliding window
 CHECKED_DIRECTIONS = 8  # of a scalar model's hidden states
 LONGEST_CHECKED_WINDOW = 1024  # longer sequences would take noticeable time
@@ -42,7 +46,10 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.15, tor
 def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
     """Return why a model's attention does not support shared prompts; None if it does."""
     text = config.get_text_config()
-    return unsupported(_attention_rule(text), text.max_position_embeddings)
+    # Gemma's models for embeddings
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "all tokens attend to later tokens"
+    return None
 
 
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
@@ -53,18 +60,43 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
             f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
             f" of {config.model_type}: choose another, or use `ring_size`"
         )
-    if sp.ring_size > 1 and unsupported(_attention_rule(text), text.max_position_embeddings) is not None:
+    heads, has_state = _linear_heads(text), bool(_layer_types(text) & STATE_TYPES)
+    if heads % sp.ulysses_size:
         raise ValueError(
-            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}, whose attention has a sliding"
-            " window: use `ulysses_size`"
+            f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
+            f" of {config.model_type}: choose another"
         )
+    if has_state and sp.ring_size > 1:
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
+            " carry a state from token to token, so the ranks of a ring would wait for each other: use"
+            " `ulysses_size`"
+        )
+    reason = ring_obstacle(_attention_rule(text), text.max_position_embeddings) if sp.ring_size > 1 else None
+    if reason is not None:
+        raise ValueError(
+            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: in a ring, {reason}; use"
+            " `ulysses_size`"
+        )
+
+
+def _layer_types(text: PretrainedConfig) -> set[str]:
+    return set(getattr(text, "layer_types", None) or [])
+
+
+def _linear_heads(text: PretrainedConfig) -> int:
+    """Return the heads of linear attention layers; 0 for models without any."""
+    if "linear_attention" not in _layer_types(text):
+        return 0
+    return getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:
     """Return the most restrictive rule of a language model's layers."""
-    types = getattr(text, "layer_types", None) or ["sliding_attention"]
-    window = getattr(text, "sliding_window", None) if "sliding_attention" in types else None
-    return AttentionRule(1.0, window=window, softcap=getattr(text, "attn_logit_softcapping", None))
+    types = getattr(text, "layer_types", None) or [SLIDING]
+    window = getattr(text, "sliding_window", None) if SLIDING in types else None
+    chunk = getattr(text, "attention_chunk_size", None) if CHUNKED in types else None
+    return AttentionRule(1.0, window=window, chunk=chunk)
 
 
 def prepare_model(model: PreTrainedModel) -> None:
@@ -90,8 +122,12 @@ def prepare_model(model: PreTrainedModel) -> None:
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
-    set_attention(model, ATTENTION, VISION_ATTENTION)
+    set_packed_attention(model)
+    pack_linear_layers(model)
+    if _layer_types(model.config.get_text_config()) & STATE_TYPES:
+        run_whole_rows(model)
     defer_head(model)
+    record_block_inputs(model)
     add_packed_forward(model, family_of(model.config))
 
 
@@ -104,10 +140,13 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             " `worker.actor.model.override_config.output_router_logits` to false, and"
             " `worker.actor.model.router_aux_loss_coef` for a loss that balances the experts"
         )
-    unknown = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    packable = {*LAYER_TYPES, *WITHOUT_MIXING}
+    if next(linear_layers(model), None) is not None or next(row_layers(model), None) is not None:
+        packable |= STATE_TYPES
+    unknown = _layer_types(text) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not model._supports_attention_backend:
+    if not (model._supports_attention_backend or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -116,6 +155,12 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if type(head) not in (nn.Linear, DeferringHead):
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
     return None
+
+
+def _calls_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether attention is looked up where it was registered: some models work, but do not say so."""
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def check_model(model: PreTrainedModel, processor: Any = None) -> float:
@@ -128,8 +173,10 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     weight = next(model.parameters())
     device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
     rows, media = to_device(_check_rows(model, processor), device)
-    scores = is_scalar(model.config)
+    scores, what_to_write = is_scalar(model.config), "" if is_named(model.config) else f": {WHAT_TO_WRITE}"
     with evaluating(model):
+        if not is_named(model.config):
+            _check_features(model, media)
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
         with plain_attention(model):
             plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
@@ -139,9 +186,25 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
         raise NotImplementedError(
             f"{type(model).__name__} ({model.config.model_type}) computes something that packed training does"
             f" not support: {'hidden states' if scores else 'log-probabilities'} differ by {difference:.2g}"
-            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed"
+            f" from its own forward, at most {TOLERANCE[dtype]:g} is allowed{what_to_write}"
         )
     return difference
+
+
+def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
+    """Raise NotImplementedError if features of an image depend on others that are encoded with it."""
+    together = model(media=media, only_encode=True)
+    alone = [model(media=[medium], only_encode=True)[0] for medium in media]
+    difference = max(
+        ((one - part).norm() / part.norm()).item() for one, part in zip(together, alone, strict=True)
+    )
+    allowed = TOLERANCE[together[0].dtype]
+    if not difference <= allowed:
+        raise NotImplementedError(
+            f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
+            f" {WHAT_TO_WRITE}"
+        )
 
 
 def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], list[Medium]]:

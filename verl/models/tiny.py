@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import FAMILIES
 from verl.models.families.tiny_sizes import MOE, TEXT
-from verl.models.hub_names import auto_class
+from verl.models.hub_names import auto_class, keep_tower_prefixes
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
 
@@ -103,6 +103,7 @@ def _with_template(
     template = CHAT_TEMPLATE
     if recipe is not None:
         template = TEMPLATE.replace("IMAGE", recipe.image).replace("VIDEO", recipe.video)
+    tokenizer.add_tokens(list(recipe.added_tokens) if recipe else [])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -143,6 +144,18 @@ def build_config(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast, **overri
     )
 
 
+@torch.no_grad()
+def _fill_constants(model: torch.nn.Module, recipe: TinyModel) -> None:
+    # Gemma 3 starts with a projector of zeros, behind which images could not be told apart.
+    for weight in model.parameters():
+        if weight.ndim > 1 and bool(weight.min() == weight.max()):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+    for name, tensor in model.state_dict().items():
+        for end, value in recipe.filled.items():
+            if name.endswith(end):
+                tensor.fill_(value)
+
+
 def save_tiny_model(
     directory: Path | str,
     family: str = "qwen2",
@@ -168,6 +181,7 @@ def save_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=torch.float32)
+        _fill_constants(model, chosen)
     media = [*SPECIAL_TOKENS[SPECIAL_TOKENS.index("<|vision_start|>") :], *chosen.special_tokens]
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
@@ -175,6 +189,7 @@ def save_tiny_model(
         # As rollouts do. Random weights may prefer media placeholder tokens.
         suppress_tokens=None if chosen.vision is None else [tokenizer.vocab[token] for token in media],
     )
+    keep_tower_prefixes(model)
     with no_weight_bars():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
@@ -52,7 +53,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
     # A value model's score starts without useful values: it is trained unless it is frozen by name.
     trained |= {name for name in names if name.startswith(f"{SCORE}.")}
     trained -= set(_matching(names, options.freeze, f"{option}.freeze_modules"))
-    trained -= {name for name in trained if name.startswith(tuple(f"{module}." for module in frozen))}
+    trained -= {name for name in trained if is_part(name, frozen)}
     if not trained:
         raise ValueError(
             f"`{option}.freeze_modules` ({list(options.freeze)}) leaves nothing to train: freeze less"

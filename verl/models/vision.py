@@ -17,7 +17,8 @@ from torch import Tensor
 from verl.distributed.length_balancing import split_evenly
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
-from verl.models.families.interface import Kind, Medium, VisionFamily
+from verl.models.attention.blocks import Blocks
+from verl.models.families.interface import Family, Kind, Medium, VisionFamily
 
 Features = dict[Kind, list[Tensor]]  # (tokens, hidden size x (1 + deepstack levels)) of each medium
 
@@ -82,14 +83,22 @@ def share_media(
     return own or list(blank), share
 
 
+def blocks_of(family: Family, config: Any, input_ids: Tensor) -> Blocks | None:
+    """Return the images and frames in packed tokens (N,) whose tokens attend to each other, if any do."""
+    if not isinstance(family, VisionFamily) or not (layers := family.block_layers(config)):
+        return None
+    tokens = torch.cat(list(family.media_tokens(config, input_ids).values()))
+    return Blocks.of(tokens.sort().values, layers)
+
+
 def in_order(features: Sequence[Tensor], order: Mapping[Kind, Sequence[int]]) -> Features:
     """Return the features of the media with these numbers, by kind."""
     return {kind: [features[index] for index in numbers] for kind, numbers in order.items() if numbers}
 
 
-def order_of(media: Sequence[Medium]) -> dict[Kind, list[int]]:
-    """Return the numbers of the media of each kind."""
+def order_of(family: VisionFamily, media: Sequence[Medium]) -> dict[Kind, list[int]]:
+    """Return the numbers of the media whose features replace tokens of each kind."""
     order: dict[Kind, list[int]] = {}
     for number, medium in enumerate(media):
-        order.setdefault(medium.kind, []).append(number)
+        order.setdefault(family.token_kind(medium.kind), []).append(number)
     return order

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
-from verl.models.families.registry import encoder_of
+from verl.models.families.interface import is_part
+from verl.models.families.registry import encoder_of, patches_per_token
 from verl.models.hub_names import meta_model
+from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.models.lora import (
     adapted_expert_weights,
     adapted_layers,
@@ -77,7 +79,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     """Count the weights of a model; those with `requires_grad` are trained."""
     config: Any = model.config
     blocks = fsdp_blocks(model)
-    in_tower = {part for name in encoder_of(config) for part in model.get_submodule(name).modules()}
+    encoder = encoder_of(config)
+    in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
     in_blocks = {id(param) for block in blocks for param in block.parameters()}
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
@@ -97,6 +100,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         is_tied=head is not None and head.weight is embedding.weight,
         text=_text_stack(config.get_text_config(), [block for block in blocks if block not in in_tower]),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
+        patches_per_token=patches_per_token(config),
         frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
     )
 
@@ -106,17 +110,19 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
-    heads, width = config.num_attention_heads, config.intermediate_size
+    # Of layers that differ, the plan has the largest.
+    heads = max(layer_heads(config), key=lambda layer: layer.queries * layer.dim)
+    width = config.intermediate_size
     if getattr(config, "moe_intermediate_size", None):
-        width = config.num_experts_per_tok * config.moe_intermediate_size
+        width = experts_per_token(config) * config.moe_intermediate_size
     names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Stack(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=width,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        heads=heads.queries,
+        kv_heads=heads.keys,
+        head_dim=heads.dim,
         params=max(_count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
         adapted_experts=max(map(adapted_expert_weights, blocks)),
@@ -124,14 +130,15 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
 
 
 def _tower_stack(config: Any, blocks: list[nn.Module]) -> Stack:
-    # Qwen2-VL calls the width `embed_dim` and gives the MLP's as a ratio.
+    # Some call the width `embed_dim`, and give the MLP's as a ratio.
     hidden = getattr(config, "embed_dim", None) or config.hidden_size
+    heads = getattr(config, "num_heads", None) or config.num_attention_heads
     return Stack(
-        layers=config.depth,
+        layers=len(blocks),
         hidden=hidden,
         intermediate=getattr(config, "intermediate_size", None) or int(hidden * config.mlp_ratio),
-        heads=config.num_heads,
-        kv_heads=config.num_heads,
-        head_dim=hidden // config.num_heads,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
         params=max(_count(block.parameters()) for block in blocks),
     )

@@ -15,11 +15,15 @@ from typing import Any
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.planning.memory_model import ModelShape, Stack
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-OWN_HEAD_DIM = ("qwen3", "qwen3_vl")  # whose heads need not share out the hidden size
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
 TEXT_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# The weights of a dense model whose layers are all alike; any other name is left to torch.
+KNOWN = re.compile(
+    r"(?:^|\.)(?:visual\..*|embed_tokens\.weight|norm\.weight|lm_head\.weight|layers\.\d+\.(?:self_attn\."
+    r"(?:[qkvo]_proj|[qk]_norm)\.(?:weight|bias)|mlp\.(?:gate|up|down)_proj\.weight"
+    r"|(?:input|post_attention)_layernorm\.weight))$"
+)
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 Sizes = dict[str, tuple[int, ...]]  # shapes of tensors by name
@@ -38,7 +42,7 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     try:
         config = json.loads((folder / "config.json").read_text())
         sizes = dict(stored_sizes(folder))
-        return _shape(config, sizes, number, is_trained) if config["model_type"] in MODEL_TYPES else None
+        return _shape(config, sizes, number, is_trained) if all(map(KNOWN.search, sizes)) else None
     except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it, `read_shape` says better
         return None
 
@@ -67,6 +71,7 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool) 
     text_blocks = _blocks({name: size for name, size in sizes.items() if "visual." not in name}, TEXT_BLOCK)
     params = sum(map(math.prod, sizes.values()))
     root = params - sum(tower_blocks.values()) - sum(text_blocks.values())
+    keys = next(size[0] for name, size in sizes.items() if name.endswith("k_proj.weight"))
     vocab = next(size[0] for name, size in sizes.items() if name.endswith(EMBEDDING if is_tied else HEAD))
     has_norms = any(name.endswith("q_norm.weight") for name in sizes)
     return ModelShape(
@@ -79,7 +84,7 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool) 
         largest_stored=number * max(map(math.prod, sizes.values())),
         vocab=vocab,
         is_tied=is_tied,
-        text=_text_stack(text, config["model_type"], max(text_blocks.values()), has_norms),
+        text=_text_stack(text, keys, max(text_blocks.values()), has_norms),
         tower=_tower_stack(config["vision_config"], max(tower_blocks.values())) if tower_blocks else None,
     )
 
@@ -93,16 +98,15 @@ def _blocks(sizes: Sizes, pattern: re.Pattern[str]) -> dict[int, int]:
     return counts
 
 
-def _text_stack(text: dict[str, Any], model_type: str, params: int, has_head_norms: bool) -> Stack:
-    heads, hidden = text["num_attention_heads"], text["hidden_size"]
-    own = text["head_dim"] if model_type in OWN_HEAD_DIM else text.get("head_dim")
+def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bool) -> Stack:
+    kv_heads = text["num_key_value_heads"]
     return Stack(
         layers=text["num_hidden_layers"],
-        hidden=hidden,
+        hidden=text["hidden_size"],
         intermediate=text["intermediate_size"],
-        heads=heads,
-        kv_heads=text["num_key_value_heads"],
-        head_dim=own or hidden // heads,
+        heads=text["num_attention_heads"],
+        kv_heads=kv_heads,
+        head_dim=keys // kv_heads,
         params=params,
         has_head_norms=has_head_norms,
     )

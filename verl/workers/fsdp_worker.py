@@ -18,10 +18,12 @@ from verl.data.media.loader import DecodedMedia, MediaData
 from verl.data.tokenizer import load_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
+from verl.models.families.registry import is_named, vision_family_of
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelRunOptions, ModelWorker
+from verl.workers.engine_check import check_engine, check_requests, differences, sample
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
@@ -67,6 +69,7 @@ class FSDPWorker(ModelWorker):
     """One process of the colocated worker group."""
 
     options: RunOptions
+    must_check_engine = False
 
     def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
         super().__init__(options)
@@ -90,6 +93,8 @@ class FSDPWorker(ModelWorker):
         self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
         self.engine.sleep()  # training has the device until the first `sync_weights`
         self.tower_is_synced = False
+        # no one has compared the engine for a model without a file of its family
+        self.must_check_engine = self.media is not None and not is_named(self.policy.model.config)
 
     def _init_reference(self) -> None:
         # a policy with adapters is its own reference, without them; else the reference is a frozen copy
@@ -174,6 +179,12 @@ class FSDPWorker(ModelWorker):
     @register(Dispatch.ALL, phase="sync_weights")
     def sync_weights(self) -> None:
         """Load the trained weights or adapters into the engine, and wake it."""
+        self._sync_weights()
+        if self.must_check_engine:
+            self._check_engine()
+            self._sync_weights()
+
+    def _sync_weights(self) -> None:
         with self.policy.loaded():
             if self.engine.takes_adapter:
                 self.engine.sync_adapter(self.policy.adapter_tensors())
@@ -185,6 +196,19 @@ class FSDPWorker(ModelWorker):
                 self.engine.sync_weights(self.hub_names.convert(tensors))
                 self.tower_is_synced = True
         self.engine.wake()
+
+    def _check_engine(self) -> None:
+        """Compare the engine with the trainer, once, and leave it asleep."""
+        self.must_check_engine, config = False, self.config
+        assert self.media is not None, "the model reads media"
+        max_length = config.rollout.max_model_len or self.options.max_sequence_length
+        requests = check_requests(self.media, self.tokenizer, max_length, config.rollout.limit_images)
+        rows = sample(self.engine, requests, self.media)
+        self.engine.sleep()
+        with self.policy.loaded():
+            measured = differences(self.policy.model, rows, self.device)
+        dtypes = self.engine.dtype, torch_dtype(config.actor.fsdp.mp_param_dtype)
+        check_engine(config.rollout.name, self.policy.model.config.model_type, dtypes, measured)
 
     @register(Dispatch.ALL, phase="sleep")
     def sleep_engine(self) -> None:
@@ -298,7 +322,11 @@ class FSDPWorker(ModelWorker):
         # features of a frozen tower, or pixels
         if not media:
             return None
-        if self.policy.tower is not None and self.engine.takes_embeddings:
+        takes_features = self.policy.tower is not None and self.engine.takes_embeddings
+        if takes_features and media.get("videos"):
+            takes_features = vision_family_of(self.policy.model.config).takes_video_features
+        if takes_features:
+            assert self.policy.tower is not None
             known = self.policy.tower.known(media)  # None if the cache had no room for it
             if known is not None:
                 return EmbeddedMedia(known["image"], known["video"])

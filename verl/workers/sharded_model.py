@@ -21,6 +21,7 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_layers, adapted_parameters
@@ -129,10 +130,9 @@ class ShardedModel:
         vision tower are left out on request.
         """
         left_out = () if with_tower or self.tower is None else encoder_of(self.model.config)
-        prefixes = tuple(f"{part}." for part in left_out)
 
         def is_wanted(name: str) -> bool:
-            return not name.startswith(prefixes)
+            return not is_part(name, left_out)
 
         if self.adapter is None:
             return full_named_tensors(self.model, dtype, is_wanted)

@@ -35,12 +35,12 @@ def rows_of(cu_q, cu_k, longest, scale, is_causal, before, after, softcap):
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert longest[0] in (most_q, 2) and longest[1] == most_k
     before, after = (-1 if size is None else size for size in (before, after))
-    if not is_causal and after == 0:
-        is_causal = True
-    assert after in ((-1, 0) if is_causal else (-1,))
-    window = before + 1 if before >= 0 else None
+    if is_causal:
+        assert after in (-1, 0)
+        after = 0
     runs = (RowRun(0, 0, 1, most_q, most_k),)
-    return Rows(cu_q, cu_k, runs, is_causal, scale, window, softcap or None)
+    window = [size if size >= 0 else None for size in (before, after)]
+    return Rows(cu_q, cu_k, runs, scale, *window, softcap or None)
 
 
 def infinite_without_keys(out, lse):

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from verl.models.attention.interface import packed_attention
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout
 
 
 def tensors():
@@ -23,7 +23,6 @@ class Module(torch.nn.Module):
     [
         ({"attention_mask": torch.ones(1)}, "mask of its own"),
         ({"dropout": 0.1}, "attention dropout .0.1., which is not supported.*attention_dropout` to 0"),
-        ({"s_aux": torch.ones(4)}, "passes s_aux to attention"),
         ({"position_bias": torch.ones(4)}, "passes position_bias to attention"),
         ({"is_causal": False, "sliding_window": 4}, "two-sided sliding window"),
         ({"packed_layout": None}, "got no sequence boundaries"),
@@ -39,7 +38,7 @@ def test_unsupported_requests_are_refused_by_name(options, message):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("chunked_attention", "uses chunked_attention in layer 0"),
+        ("linear_attention", "uses linear_attention in layer 0"),
         ("sliding_attention", "does not pass the sliding window"),
     ],
 )
@@ -49,11 +48,3 @@ def test_an_unsupported_layer_type_is_refused(kind, message):
 
     with pytest.raises(NotImplementedError, match=message):
         packed_attention(module, *tensors(), None, packed_layout=layout())
-
-
-def test_a_window_that_hides_part_of_a_shared_prompt_is_refused():
-    shared = SharedLayout.of([(5, [1, 2])])  # the longest sequence has 7 tokens
-
-    packed_attention(Module(), *tensors(), None, packed_layout=shared, sliding_window=7)
-    with pytest.raises(NotImplementedError, match=r"window of 6 tokens.*has 7.*share_prompt` to false"):
-        packed_attention(Module(), *tensors(), None, packed_layout=shared, sliding_window=6)

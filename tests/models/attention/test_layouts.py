@@ -164,22 +164,9 @@ def test_the_longest_row_of_a_shared_layout_is_a_prompt_with_its_longest_respons
     assert shared.longest_row == 7
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (AttentionRule(1.0, is_causal=False), "later tokens"),
-        (AttentionRule(1.0, window=6), "window of 6 tokens .* has 7"),
-    ],
-)
-def test_rules_that_a_shared_prompt_does_not_support_are_refused(rule, message):
-    with pytest.raises(NotImplementedError, match=message):
-        SharedLayout.of([(5, [2, 1])]).attend(*tensors(8), rule)
-
-
-def test_a_window_of_the_longest_sequence_has_no_effect():
-    shared, inputs = SharedLayout.of([(5, [2, 1])]), tensors(8)
-
-    assert torch.equal(shared.attend(*inputs, AttentionRule(0.3, window=7)), shared.attend(*inputs, RULE))
+def test_attention_to_later_tokens_is_refused_with_a_shared_prompt():
+    with pytest.raises(NotImplementedError, match=r"later tokens.*share_prompt` to false"):
+        SharedLayout.of([(5, [2, 1])]).attend(*tensors(8), AttentionRule(1.0, is_causal=False))
 
 
 def test_an_empty_prompt_is_refused():

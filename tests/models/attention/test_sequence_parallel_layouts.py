@@ -9,8 +9,13 @@ from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import PackedLayout, SharedLayout, unsupported
-from verl.models.attention.sequence_parallel_layouts import RingLayout, UlyssesLayout, sequence_layout
+from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.sequence_parallel_layouts import (
+    RingLayout,
+    UlyssesLayout,
+    ring_obstacle,
+    sequence_layout,
+)
 
 PLAIN = AttentionRule(0.3)
 PACKED = [
@@ -173,16 +178,17 @@ def test_ring_ranks_have_the_same_work():
     [
         (AttentionRule(0.3, is_causal=False), "later tokens"),
         (AttentionRule(0.3, window=34), "sliding window of 34 .* longest has 35"),
+        (AttentionRule(0.3, chunk=34), "chunks of 34 .* longest has 35"),
     ],
 )
-def test_a_ring_refuses_windows_and_attention_to_later_tokens(rule, reason):
+def test_a_ring_refuses_windows_chunks_and_attention_to_later_tokens(rule, reason):
     sp = SequenceParallel(1, 2)
     layout = sequence_layout(shard_plan(SHARED, sp), sp)
     inputs = torch.zeros(1, 2, 60, 8)
 
     with pytest.raises(NotImplementedError, match=f"{reason}.*use `ulysses_size` instead of `ring_size`"):
         layout.attend(inputs, inputs, inputs, rule)
-    assert unsupported(AttentionRule(0.3, window=35), layout.longest_row) is None
+    assert ring_obstacle(AttentionRule(0.3, window=35, chunk=35), layout.longest_row) is None
 
 
 def test_an_indivisible_number_of_heads_is_refused():

@@ -2,6 +2,7 @@
 """Prompts with images and videos made of nothing but arithmetic."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from PIL import Image
 
 from tests.workers.rollout.reference import reference_log_probs
 from verl.data.media.loader import DecodedMedia, shape_of
-from verl.models.families.interface import EncodedMedium
+from verl.models.families.interface import EncodedMedium, TinyModel
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
 from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
@@ -29,12 +30,9 @@ def film(seed, frames=6, height=56, width=84):
     return pixels, meta
 
 
-def media_requests(tokenizer):
+def media_requests(tokenizer, recipe: Any = TinyModel):
     """Text alone, one image, two images of different sizes, a video, and an image with a video."""
-    image, video = (
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        "<|vision_start|><|video_pad|><|vision_end|>",
-    )
+    image, video = recipe.image, recipe.video  # by default those of the Qwen models
     rows = {
         "text": ("What colour?", DecodedMedia()),
         "image": (f"{image}What colour?", DecodedMedia([picture(1)])),

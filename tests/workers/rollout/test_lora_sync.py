@@ -47,7 +47,12 @@ def folded(model, config=CONFIG):
 
 
 @pytest.fixture(
-    scope="module", params=["qwen2", "qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "qwen2",
+        "qwen2_5_vl",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "mistral3")),
+    ],
 )
 def served(request, tmp_path_factory, single_process):
     """A model with adapters and the engine that serves them over a base of its own."""

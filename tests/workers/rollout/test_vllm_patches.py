@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,21 @@ def test_an_empty_model_gets_random_parameters_and_keeps_its_buffers(monkeypatch
 
     assert model.running_var.tolist() == [1, 1, 1]
     assert (model.weight.abs() < 1e-3).all()
+
+
+def test_a_class_of_transformers_stays_as_it_is_when_vllm_runs_it():
+    from transformers import Glm4vTextModel
+
+    vllm_patches.set_environment("cpu")
+    vllm_patches.keep_classes_of_transformers()
+    from vllm.model_executor.models.transformers.base import Base
+
+    before = Glm4vTextModel.__init__, Glm4vTextModel.__call__, Glm4vTextModel.__bases__
+
+    backend: Any = object.__new__(Base)
+    backend._decorate_cls_for_torch_compile(Glm4vTextModel, None, lambda config: True, False)
+
+    assert (Glm4vTextModel.__init__, Glm4vTextModel.__call__, Glm4vTextModel.__bases__) == before
 
 
 def test_only_files_of_the_group_are_unlinked(tmp_path, monkeypatch):

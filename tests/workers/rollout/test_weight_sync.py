@@ -2,7 +2,8 @@
 import torch
 from transformers import Qwen2Config, Qwen3VLMoeConfig
 
-from verl.workers.rollout.weight_sync import engine_weights
+from verl.distributed.fsdp import full_named_tensors
+from verl.workers.rollout.weight_sync import engine_weights, load_into
 
 
 def test_a_tied_head_is_consumed_and_left_out():
@@ -31,6 +32,36 @@ def test_weights_are_cast_to_the_engines_dtype_and_integers_are_not():
     dtypes = [tensor.dtype for _, tensor in engine_weights(tensors, Qwen2Config(), torch.bfloat16)]
 
     assert dtypes == [torch.bfloat16, torch.int64]
+
+
+def test_weights_that_the_engine_holds_in_float32_are_not_rounded():
+    class Engine(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
+            self.gate.e_score_correction_bias = torch.nn.Parameter(torch.zeros(1))
+
+        def load_weights(self, weights):
+            self.read = dict(weights)
+            return {"gate.weight", "gate.bias", "gate.e_score_correction_bias"}
+
+    engine, value = Engine(), torch.tensor([8.0625 + 2**-10])
+    names = ["weight", "bias", "e_score_correction_bias"]
+
+    load_into(engine, [(f"model.gate.{name}", value) for name in names], Qwen2Config(), torch.bfloat16)
+
+    assert [tensor.dtype for tensor in engine.read.values()] == [torch.bfloat16] * 2 + [torch.float32]
+    assert torch.equal(engine.read["model.gate.e_score_correction_bias"], value)
+
+
+def test_buffers_keep_their_precision_when_weights_are_gathered():
+    module = torch.nn.Linear(1, 1)
+    module.register_buffer("bias_of_choice", torch.tensor([8.0625 + 2**-10]))
+
+    gathered = dict(full_named_tensors(module, torch.bfloat16))
+
+    assert gathered["weight"].dtype == torch.bfloat16
+    assert torch.equal(gathered["bias_of_choice"], module.get_buffer("bias_of_choice"))
 
 
 def test_only_square_experts_of_transposed_model_types_are_transposed():

@@ -36,7 +36,8 @@ class MediaReader:
         A file that cannot be fetched or read, or that ends or holds up the process, is a ValueError.
         """
         names: list[str] = []
-        for kind, refs in (media or {}).items():
+        for kind in self._columns:
+            refs = (media or {}).get(kind) or ()
             names += [f"the {kind.removesuffix('s')} {shown_name(ref)}" for ref in refs]
             try:
                 for ref in refs:

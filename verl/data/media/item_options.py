@@ -2,11 +2,11 @@
 """Options of single images and videos, as rows for qwen-vl-utils have them: `{"video": "a.mp4", "fps": 1.0}`.
 
 They replace those of the run for one item. `worker.rollout.tokens_per_frame` and the model's own limits still
-apply.
+apply. Where a model has as many tokens for an image of any size, limits of its pixels are refused.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any, TypeVar
@@ -39,6 +39,20 @@ def read_item_options(item: Mapping[str, Any], kind: str) -> dict[str, int | flo
     for problem in _conflicts(options):
         raise BadRowError(f"the {kind} has {problem}")
     return options
+
+
+def size_options(ref: Reference) -> list[str]:
+    """Return the options of an image or a video that limit its pixels."""
+    return [name for name in SIZES if ref.get(name) is not None] if isinstance(ref, dict) else []
+
+
+def without_effect(names: Sequence[str], sized_by: Sequence[str]) -> str:
+    """Say that limits of pixels have no effect, and which options of the processor have."""
+    ours, theirs = (", ".join(f"`{name}`" for name in each) for each in (names, sized_by))
+    return (
+        f"{ours}, without effect on this model: its processor's {theirs} decide its number of tokens, not"
+        " the pixels: remove it, or change the processor's configuration"
+    )
 
 
 def _conflicts(options: Mapping[str, int | float]) -> Iterator[str]:

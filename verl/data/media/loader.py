@@ -9,7 +9,7 @@ a batch share one decoding.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -18,13 +18,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from verl.data.bad_rows import BadRowError
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
-from verl.data.media.item_options import with_item_options
+from verl.data.media.item_options import size_options, with_item_options, without_effect
 from verl.data.media.references import Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
-from verl.data.media.video import VideoInfo, choose_frames, frame_size, probe_video, read_video, video_meta
-from verl.models.families.interface import Kind, MediaShape, Medium, MediumShape, VisionFamily
+from verl.data.media.video import (
+    SizeOptions,
+    VideoInfo,
+    VideoOptions,
+    choose_frames,
+    frame_size,
+    probe_video,
+    read_video,
+    video_meta,
+)
+from verl.models.families.interface import KINDS, Kind, MediaShape, Medium, MediumShape, VisionFamily
 from verl.models.families.registry import family_of_processor
 
 MediaData = Mapping[str, Sequence[Reference]] | None
@@ -67,7 +77,12 @@ class MediaLoader:
         self._urls = None if options.urls is None else DownloadFolder(options.urls, self.cache.run_id)
         self._images = options.of_images()
         self._videos = options.of_videos(self.family.frame_factor(processor))
+        self._sized_by: dict[Kind, tuple[str, ...]] = {}
         options.check_budget(self.family.smallest_frame(processor))
+        if options.tokens_per_frame is not None and self.family.reads_videos:
+            sized_by = self.family.sized_by(processor, "video")
+            if sized_by:
+                raise ValueError(without_effect(["tokens_per_frame"], sized_by))
         parts = (processor.image_processor, getattr(processor, "video_processor", None))
         settings = "".join(part.to_json_string() for part in parts if part is not None)
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
@@ -107,20 +122,46 @@ class MediaLoader:
         """Replace the placeholder of each image and video by its tokens."""
         return self.family.expand(self.processor, prompt_ids, shape)
 
+    def with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
+        """Add to a row the `order` of its kinds of media in the prompt, if features depend on it."""
+        if not media or not all(media.get(f"{kind}s") for kind in KINDS):
+            return media
+        if len({self.family.token_kind(kind) for kind in KINDS}) > 1:
+            return media
+        kinds = self.family.placeholders(self.processor)
+        return {**media, "order": [kinds[token] for token in prompt_ids if token in kinds]}
+
     def _header_size(self, ref: Reference) -> tuple[int, int]:
+        options = self._image_options(ref)
         with reading("image", ref), Image.open(openable(ref)) as image:
-            width, height = self._image_size(ref, image)
+            width, height = self._image_size(options, image)
             return height, width
 
-    def _image_size(self, ref: Reference, image: Image.Image) -> tuple[int, int]:
-        options = with_item_options(self._images, ref)
+    def _image_options(self, ref: Reference) -> SizeOptions:
+        self._check_size_options("image", ref)
+        return with_item_options(self._images, ref)
+
+    def _video_options(self, ref: Reference) -> VideoOptions:
+        self._check_size_options("video", ref)
+        return with_item_options(self._videos, ref)
+
+    def _check_size_options(self, kind: Kind, ref: Reference) -> None:
+        names = size_options(ref)
+        if not names:
+            return
+        if kind not in self._sized_by:
+            self._sized_by[kind] = self.family.sized_by(self.processor, kind)
+        if self._sized_by[kind]:
+            raise BadRowError(f"the {kind} has {without_effect(names, self._sized_by[kind])}")
+
+    def _image_size(self, options: SizeOptions, image: Image.Image) -> tuple[int, int]:
         if options.size is None:
             return resized_size(image.width, image.height, options.min_pixels, options.max_pixels)
         height, width = self.family.resized_image(self.processor, *options.size)
         return width, height
 
     def _header_video(self, ref: Reference) -> tuple[int, int, int, dict[str, Any]]:
-        info, options = self._video_info(ref), with_item_options(self._videos, ref)
+        options, info = self._video_options(ref), self._video_info(ref)
         with reading("video", ref):
             indices = choose_frames(info, options)
             size = frame_size(len(indices), info.height, info.width, options)
@@ -146,9 +187,8 @@ class MediaLoader:
         )
 
     def media(self, media: MediaData) -> list[Medium]:
-        """Return a row's images, then its videos, as the model's tower reads them."""
-        images = [self.medium("image", ref) for ref in self._local(media, "images")]
-        return images + [self.medium("video", ref) for ref in self._local(media, "videos")]
+        """Return a row's images and videos in the order of the prompt, as the model's tower reads them."""
+        return [self.medium(kind, ref) for kind, ref in references_in_order(media)]
 
     def feature_key(self, kind: str, ref: Reference) -> str:
         """Return the cache key of the features of an image or a video, from its content and every option."""
@@ -163,9 +203,11 @@ class MediaLoader:
         return Medium(kind, entry.tensors, entry.meta)
 
     def _image(self, ref: Reference) -> Tensor:
+        options = self._image_options(ref)
+
         def make() -> Entry:
             with reading("image", ref), Image.open(openable(ref)) as image:
-                pixels = np.asarray(process_image(image, self._image_size(ref, image)))
+                pixels = np.asarray(process_image(image, self._image_size(options, image)))
             return Entry({"pixels": torch.from_numpy(pixels.copy())}, {})
 
         key = self._key("image", ref, content_id("image", ref))
@@ -177,7 +219,7 @@ class MediaLoader:
 
         def make() -> Entry:
             with reading("video", ref, content):
-                video = read_video(payload(ref), with_item_options(self._videos, ref))
+                video = read_video(payload(ref), self._video_options(ref))
             return Entry({"frames": torch.from_numpy(video.frames)}, video.meta)
 
         return self.cache.get_or_make(key, lambda: self._keep(key, make))
@@ -199,12 +241,23 @@ class MediaLoader:
     def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
         options: list[Any] = [FORMAT[kind.removesuffix(" info")]]
         if kind == "image":
-            options.append(astuple(with_item_options(self._images, ref)))
+            options.append(astuple(self._image_options(ref)))
         elif kind == "video":
-            options += [astuple(with_item_options(self._videos, ref)), os.environ.get(BUDGET_VARIABLE)]
+            options += [astuple(self._video_options(ref)), os.environ.get(BUDGET_VARIABLE)]
         digest = hashlib.blake2b(f"{kind} {json.dumps(options)} {more} ".encode(), digest_size=20)
         digest.update(content)
         return digest.hexdigest()
+
+
+def references_in_order(media: MediaData) -> Iterator[tuple[Kind, Reference]]:
+    """Yield a row's images and videos in the order of the prompt, images first unless it has an `order`."""
+    refs = {kind: list((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
+    order = (media or {}).get("order") or [kind for kind in KINDS for _ in refs[kind]]
+    assert len(order) == sum(map(len, refs.values())), "`order` names the kind of each image and video"
+    remaining = {kind: iter(refs[kind]) for kind in KINDS}
+    for name in order:
+        kind = KINDS[KINDS.index(name)]
+        yield kind, next(remaining[kind])
 
 
 def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:

@@ -175,13 +175,13 @@ class FlashAttention4(GPUKernel):
 
     @staticmethod
     def _rows(rows: Rows) -> dict[str, Any]:
-        is_causal, before, after = window_of(rows)
+        is_causal, *_ = window_of(rows)
         return {
             **_lengths(rows),
             "softmax_scale": rows.scale,
             "causal": is_causal,
-            "window_size_left": None if before < 0 else before,
-            "window_size_right": None if before < 0 else after,
+            "window_size_left": rows.before,
+            "window_size_right": None if is_causal else rows.after,
         }
 
 

@@ -12,17 +12,22 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from verl.models.attention.kernels import AttentionRule
+from verl.models.attention.block_inputs import at_positions, running_block
+from verl.models.attention.kernels import CHUNKED, FULL, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout
 
 ATTENTION = "verl_packed"
 # With "flash" in the name, vision towers make one call with `cu_seqlens` instead of one for each image.
 VISION_ATTENTION = "verl_packed_flash"
 
+# Layers with attention next to a layer with a state.
+IN_HYBRIDS = {"hybrid": FULL, "hybrid_sliding": SLIDING}
+
 # Keywords that models pass to every attention function and that have no effect here.
 HARMLESS = frozenset({
     "position_ids", "use_cache", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "max_seqlen", "return_dict", "output_hidden_states", "num_items_in_batch", "is_first_iteration",
+    "logits_to_keep",
 })  # fmt: skip
 
 
@@ -39,6 +44,7 @@ def packed_attention(
     is_causal: bool | None = None,  # the module's attribute by default
     sliding_window: int | None = None,  # keys that a query attends to, including itself
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # (H,) sinks
     packed_layout: Layout | None = None,  # of a language model
     cu_seq_lens_q: Tensor | None = None,  # (B + 1,) of a vision tower
     **others: Any,
@@ -49,6 +55,8 @@ def packed_attention(
     if obstacle is not None:
         raise NotImplementedError(f"{name} {obstacle}")
     layout = packed_layout if cu_seq_lens_q is None else PackedLayout.of(cu_seq_lens_q, query.device)
+    if layout is None and (block := running_block()) is not None:
+        layout = block.layout
     if layout is None:
         raise NotImplementedError(
             f"{name} got no sequence boundaries: call the prepared model with `cu_seqlens` and `read`;"
@@ -58,7 +66,18 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise NotImplementedError(f"{name}: a two-sided sliding window is not supported under packing")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(query, key, value, AttentionRule(scale, causal, sliding_window, softcap)), None
+    kind = _layer_type(module)
+    config: Any = getattr(module, "config", None)
+    chunk = config.attention_chunk_size if kind == CHUNKED else None
+    rule = AttentionRule(scale, causal, sliding_window, softcap, kind, chunk)
+    return layout.attend(at_positions(query, module), key, value, rule, s_aux), None
+
+
+def _layer_type(module: nn.Module) -> str:
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    kind = FULL if layer_types is None or index is None else layer_types[index]
+    return IN_HYBRIDS.get(kind, kind)
 
 
 def _obstacle(
@@ -76,13 +95,11 @@ def _obstacle(
     unknown = sorted(given - HARMLESS)
     if unknown:
         return f"passes {', '.join(unknown)} to attention, which packed attention does not support"
-    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    kind = "full_attention" if layer_types is None or index is None else layer_types[index]
-    if kind not in ("full_attention", "sliding_attention"):
-        return f"uses {kind} in layer {index}, which packed attention does not support"
-    if kind == "sliding_attention" and window is None:
-        return f"does not pass the sliding window of layer {index}, which would be dropped"
+    kind = _layer_type(module)
+    if kind not in LAYER_TYPES:
+        return f"uses {kind} in layer {module.layer_idx}, which packed attention does not support"
+    if kind == SLIDING and window is None:
+        return f"does not pass the sliding window of layer {module.layer_idx}, which would be dropped"
     return None
 
 

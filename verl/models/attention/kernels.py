@@ -15,6 +15,9 @@ from torch import Tensor
 from verl.distributed.device import is_gpu
 
 MAX_SCORES = 1 << 26  # scores held at once by plain products, over rows and heads
+# transformers' names of types of layers
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LAYER_TYPES = (FULL, SLIDING, CHUNKED)
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 _aten: Any = torch.ops.aten
@@ -28,6 +31,8 @@ class AttentionRule:
     is_causal: bool = True
     window: int | None = None  # keys that a causal query attends to, including itself
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    layer_type: str = FULL
+    chunk: int | None = None  # a causal query attends to keys of its own chunk of so many, counted in the row
 
 
 class RowRun(NamedTuple):
@@ -70,15 +75,23 @@ def _continues(run: RowRun, row: RowRun) -> bool:
 
 
 class Rows(NamedTuple):
-    """The rows of one call, and the transformation of scores to weights."""
+    """The rows of one call, the keys that a query attends to, and the transformation of scores to weights.
+
+    The last query of a row is at the last key. A query attends to up to `before` keys before its own and
+    `after` keys behind it.
+    """
 
     cu_q: Tensor  # (B + 1,) int32
     cu_k: Tensor  # (B + 1,) int32
     runs: tuple[RowRun, ...]
-    is_causal: bool
     scale: float
-    window: int | None = None  # keys that a causal query attends to, where some row is longer
+    before: int | None = None  # None: all
+    after: int | None = None  # None: all; 0 is causal
     softcap: float | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        return self.before is None and self.after is None
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -88,9 +101,9 @@ class Rows(NamedTuple):
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` (rows, H, Lq) of queries (rows, H, Lq, D) and keys (rows, H, Lk, D)."""
-    if _has_fused_cpu(q, v, rows):
+    if _has_fused_cpu(q, k, v, rows):
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, rows.is_causal, scale=rows.scale
+            q, k, v, 0.0, rows.after == 0, scale=rows.scale
         )
     outs, lses = [], []
     for queries, keys in _blocks(q, k, rows):
@@ -105,11 +118,11 @@ def run_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the merged `out` and `lse`."""
-    if _has_fused_cpu(q, v, rows):
+    if _has_fused_cpu(q, k, v, rows):
         # in half precision this kernel takes twice the time and rounds more
         tensors = (tensor.to(lse.dtype) for tensor in (grad_out, q, k, v, out))
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, lse, 0.0, rows.is_causal, scale=rows.scale
+            *tensors, lse, 0.0, rows.after == 0, scale=rows.scale
         )
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     inner = (grad_out.to(lse.dtype) * out).sum(-1, keepdim=True)  # (rows, H, Lq, 1)
@@ -131,21 +144,24 @@ def run_backward(
     return torch.cat(dqs, 2).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _has_fused_cpu(q: Tensor, v: Tensor, rows: Rows) -> bool:
-    is_plain = rows.window is None and rows.softcap is None
+def _has_fused_cpu(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> bool:
+    is_causal = rows.before is None and rows.after == 0 and q.shape[2] == k.shape[2]
+    is_plain = (rows.sees_all or is_causal) and rows.softcap is None
     return is_plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[slice, slice]]:
     """Divide the queries, and return with each part the keys that some of its queries attend to."""
     size = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
-    if rows.window is not None:
-        size = min(size, max(rows.window, 64))  # a part attends to size + window keys
+    if rows.before is not None:
+        size = min(size, max(rows.before + 1, 64))  # of a window a part attends to size + before keys
     blocks = []
+    ahead = k.shape[2] - q.shape[2]  # keys before that of the first query
     for start in range(0, q.shape[2], size):
         stop = min(start + size, q.shape[2])
-        first = 0 if rows.window is None else max(0, start - rows.window + 1)
-        blocks.append((slice(start, stop), slice(first, stop if rows.is_causal else k.shape[2])))
+        first = 0 if rows.before is None else max(0, start + ahead - rows.before)
+        last = k.shape[2] if rows.after is None else min(k.shape[2], stop + ahead + rows.after)
+        blocks.append((slice(start, stop), slice(first, last)))
     return blocks
 
 
@@ -157,11 +173,13 @@ def _scores(q: Tensor, k: Tensor, queries: slice, keys: slice, rows: Rows) -> tu
         scores.div_(rows.softcap).tanh_()
         slope = 1 - scores.square()
         scores.mul_(rows.softcap)
-    if rows.is_causal:
-        positions = torch.arange(queries.start, queries.stop, device=q.device)
-        behind = positions[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
-        is_masked = behind < 0 if rows.window is None else (behind < 0) | (behind >= rows.window)
-        scores.masked_fill_(is_masked, float("-inf"))
+    if not rows.sees_all:
+        positions = torch.arange(queries.start, queries.stop, device=q.device) + (k.shape[2] - q.shape[2])
+        distance = torch.arange(keys.start, keys.stop, device=q.device) - positions[:, None]
+        if rows.after is not None:
+            scores.masked_fill_(distance > rows.after, float("-inf"))
+        if rows.before is not None:
+            scores.masked_fill_(distance < -rows.before, float("-inf"))
     return scores, slope
 
 

@@ -9,15 +9,18 @@ To add a layout, write a class with `attend`; `sequence_parallel_layouts` has th
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
+from verl.models.attention.local_rows import is_local, local_call
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
 from verl.models.attention.row_attention import attend_rows
+from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
 
 T = TypeVar("T")
 
@@ -25,8 +28,18 @@ T = TypeVar("T")
 class Layout(Protocol):
     """The attention pattern of packed tokens."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Compute attention of (1, H, N, D) queries to (1, Hkv, N, D) keys and values: (1, N, H, D)."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention of (1, H, N, D) queries to (1, Hkv, N, D) keys and values: (1, N, H, D).
+
+        `sinks` (H,) are scores of a further key of each head, whose value is zero.
+        """
+        ...
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The order in which layers with a state read the tokens."""
         ...
 
 
@@ -36,32 +49,56 @@ class PackedLayout:
 
     sequences: Span
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
+    later: "LaterTokens | None" = None  # of blocks
+    _chunked: dict[int, AttentionCall] = field(default_factory=dict)  # by the size of chunks
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device | str | None = None) -> "PackedLayout":
+    def of(
+        cls, cu_seqlens: Tensor, device: torch.device | str | None = None, blocks: Blocks | None = None
+    ) -> "PackedLayout":
         """Build the layout of (B + 1,) boundaries for tokens on `device`, by default that of the boundaries.
 
         Boundaries on the CPU are copied to the device without waiting for it; boundaries on a GPU are read
         back, which does wait. Both are cached on `cu_seqlens`, which all blocks of a vision tower pass on.
         """
         device = cu_seqlens.device if device is None else torch.device(device)
-        lengths, runs = _cached(cu_seqlens, "rows", lambda: _rows_within(cu_seqlens))
+        lengths, runs = cached_on(cu_seqlens, "rows", lambda: _rows_within(cu_seqlens))
         on_device = cu_seqlens
         if cu_seqlens.device != device or cu_seqlens.dtype != torch.int32:
-            on_device = _cached(
+            on_device = cached_on(
                 cu_seqlens,
                 f"rows_on_{device}",
                 lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
             )
-        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs)
+        later = LaterTokens.of(blocks, lengths, device)
+        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs, later)
 
     @property
     def cu_seqlens(self) -> Tensor:
         return self.sequences.cu_rows
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    @property
+    def recurrence(self) -> Recurrence:
+        lengths, device = self.sequences.lengths, self.cu_seqlens.device
+        return cached_on(self, "_recurrence", lambda: Recurrence(row_segments(lengths), device))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
         rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
-        return attend_rows(query, key, value, rows, rule)
+        if rule.chunk is not None and rule.chunk < max(self.sequences.lengths, default=0):
+            rows = self._chunks(rule)
+        later = later_calls(self.later, rule)
+        if not later and sinks is None:
+            return attend_rows(query, key, value, rows, rule)
+        return _attend(query, key, value, (rows, *later), rule, sinks)
+
+    def _chunks(self, rule: AttentionRule) -> AttentionCall:
+        assert rule.chunk is not None, "tokens see their chunk"
+        if rule.chunk not in self._chunked:
+            groups = [(length, ()) for length in self.sequences.lengths]
+            self._chunked[rule.chunk] = local_call(groups, rule, self.sequences.cu_rows.device)
+        return self._chunked[rule.chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +114,18 @@ class SharedLayout:
     # group a call of its other responses to the whole prompt.
     calls: tuple[AttentionCall, ...]
     longest_row: int  # prompt and response
+    later: "LaterTokens | None" = None  # of blocks
+    groups: tuple[tuple[int, tuple[int, ...]], ...] = ()  # prompt length and response lengths
+    _local: dict[tuple[int | None, int | None], AttentionCall] = field(
+        default_factory=dict
+    )  # by window and chunk
 
     @classmethod
     def of(
-        cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str | None = None
+        cls,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str | None = None,
+        blocks: Blocks | None = None,
     ) -> "SharedLayout":
         """Build the layout of groups (prompt length, response lengths), which may include empty responses."""
         if any(prompt < 1 for prompt, _ in groups):
@@ -98,16 +143,68 @@ class SharedLayout:
         for queries, keys in zip(spans[::2], spans[1::2], strict=True):
             calls.append(AttentionCall.of(queries, keys, is_causal=False))
         longest = max((prompt + max(responses, default=0) for prompt, responses in groups), default=0)
-        return cls(tuple(calls), longest)
+        segments = [length for prompt, responses in groups for length in (prompt, *responses)]
+        own = tuple((prompt, tuple(responses)) for prompt, responses in groups)
+        return cls(tuple(calls), longest, LaterTokens.of(blocks, segments, device), own)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        refusal = unsupported(rule, self.longest_row)
-        if refusal is not None:
+    @property
+    def recurrence(self) -> Recurrence:
+        device = self.calls[0].queries.cu_rows.device
+        return cached_on(self, "_recurrence", lambda: Recurrence(group_segments(self.groups), device))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
+        if not rule.is_causal:
             raise NotImplementedError(
-                f"with a shared prompt, {refusal}: set `worker.actor.share_prompt` to false"
+                "with a shared prompt, attention to later tokens is not supported: set"
+                " `worker.actor.share_prompt` to false"
             )
-        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
-        return attend_calls(q, k, v, self.calls, rule).unsqueeze(0)
+        calls = (self._local_call(rule),) if is_local(rule, self.longest_row) else self.calls
+        return _attend(query, key, value, (*calls, *later_calls(self.later, rule)), rule, sinks)
+
+    def _local_call(self, rule: AttentionRule) -> AttentionCall:
+        key = rule.window, rule.chunk
+        if key not in self._local:
+            self._local[key] = local_call(self.groups, rule, self.calls[0].queries.cu_rows.device)
+        return self._local[key]
+
+
+@dataclass(frozen=True, eq=False)
+class LaterTokens:
+    """The call of tokens of blocks to the later tokens of their block."""
+
+    call: AttentionCall
+    layer_types: frozenset[str]  # of the layers that make it
+
+    @classmethod
+    def of(
+        cls, blocks: Blocks | None, segments: Sequence[int], device: torch.device | str | None
+    ) -> "LaterTokens | None":
+        rows = blocks.within(segments).rows_of_later_tokens() if blocks is not None else ()
+        if blocks is None or not rows:
+            return None
+        queries, keys = Span.of_all(rows, device)
+        return cls(AttentionCall.of(queries, keys, is_causal=False, sees_later=True), blocks.layer_types)
+
+
+def later_calls(later: LaterTokens | None, rule: AttentionRule) -> tuple[AttentionCall, ...]:
+    """Return the call of blocks in a layer where they have an effect."""
+    if later is None or not rule.is_causal or rule.layer_type not in later.layer_types:
+        return ()
+    return (later.call,)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    calls: Sequence[AttentionCall],
+    rule: AttentionRule,
+    sinks: Tensor | None,
+) -> Tensor:
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
+    return attend_calls(q, k, v, calls, rule, sinks).unsqueeze(0)
 
 
 def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...]]:
@@ -115,26 +212,15 @@ def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...
     return lengths, row_runs(lengths, lengths)
 
 
-def _cached(tensor: Tensor, name: str, compute: Callable[[], T]) -> T:
-    """Compute a value once for a tensor, as an attribute of it."""
-    if not hasattr(tensor, name):
-        setattr(tensor, name, compute())
-    return getattr(tensor, name)
+def cached_on(owner: Any, name: str, compute: Callable[[], T]) -> T:
+    """Compute a value once for a tensor or a layout, as an attribute of it."""
+    known = vars(owner)
+    if name not in known:
+        known[name] = compute()
+    return known[name]
 
 
 def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:
     """Lengths of a group's causal rows: the prompt with its first response, and the other responses."""
     first, *others = [length for length in responses if length] or [0]
     return [prompt + first, *others]
-
-
-def unsupported(rule: AttentionRule, longest_row: int) -> str | None:
-    """Return why merged calls cannot follow a rule in sequences of up to `longest_row` tokens, or None."""
-    if not rule.is_causal:
-        return "attention to later tokens is not supported"
-    if rule.window is not None and rule.window < longest_row:
-        return (
-            f"a sliding window of {rule.window} tokens is not supported for longer sequences (the longest"
-            f" has {longest_row})"
-        )
-    return None

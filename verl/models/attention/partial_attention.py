@@ -57,25 +57,54 @@ class Span(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Rows of queries that attend to rows of keys: row b to row b, to all keys or only to earlier ones."""
+    """Rows of queries that attend to rows of keys: row b to row b, to all keys or some of them."""
 
     queries: Span
     keys: Span
-    is_causal: bool
+    is_causal: bool  # the rows end together, and a query attends to its own key and those before it
     runs: tuple[RowRun, ...]
+    sees_later: bool = False  # the same with those after it instead
+    # (M,) int64: the tokens that are the keys of a causal call, whose rows may have some in common, and may
+    # have more keys than queries; None: those of the span.
+    taken: Tensor | None = None
 
     @classmethod
-    def of(cls, queries: Span, keys: Span, is_causal: bool) -> "AttentionCall":
+    def of(
+        cls,
+        queries: Span,
+        keys: Span,
+        is_causal: bool,
+        *,
+        sees_later: bool = False,
+        taken: Tensor | None = None,
+    ) -> "AttentionCall":
         runs = row_runs(queries.lengths, keys.lengths)
-        if is_causal and any(run.q_length != run.k_length for run in runs):
+        is_aligned = sees_later or (is_causal and taken is None)
+        if is_aligned and any(run.q_length != run.k_length for run in runs):
             raise ValueError("causal rows must have as many keys as queries")
-        return cls(queries, keys, is_causal, runs)
+        return cls(queries, keys, is_causal, runs, sees_later, taken)
 
     def rows(self, rule: AttentionRule) -> Rows:
-        longest = max((run.k_length for run in self.runs), default=0)
-        window = rule.window if rule.window is not None and rule.window < longest else None
+        before, after = None, None
+        if self.sees_later:
+            before = 0
+        elif self.is_causal:
+            longest = max((run.k_length for run in self.runs), default=0)
+            before = rule.window - 1 if rule.window is not None and rule.window < longest else None
+            after = 0
         bounds = self.queries.cu_rows, self.keys.cu_rows
-        return Rows(*bounds, self.runs, self.is_causal, rule.scale, window, rule.softcap)
+        return Rows(*bounds, self.runs, rule.scale, before, after, rule.softcap)
+
+    def take_keys(self, tensor: Tensor) -> Tensor:
+        """Return the keys, or their values, among those of all tokens (N, Hkv, D)."""
+        return tensor[self.keys.tokens] if self.taken is None else tensor.index_select(0, self.taken)
+
+    def add_to_keys(self, totals: Tensor, grads: Tensor) -> None:
+        """Add gradients of what `take_keys` returned, in place."""
+        if self.taken is None:
+            totals[self.keys.tokens] += grads
+        else:
+            totals.index_add_(0, self.taken, grads.to(totals.dtype))
 
 
 def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
@@ -130,20 +159,25 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
 
 
 def attend_calls(
-    q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    calls: Sequence[AttentionCall],
+    rule: AttentionRule,
+    sinks: Tensor | None = None,  # (H,) scores of a further key of every query, whose value is zero
 ) -> Tensor:
     """Compute attention (N, H, D) of each query to the keys of all calls, which are all different."""
     if is_gpu(q.device):
         q = q.contiguous()  # so is the result, which the kernels' backward would copy
-    return _AttendCalls.apply(q, k, v, tuple(calls), rule)  # pyright: ignore[reportReturnType] (untyped)
+    return _AttendCalls.apply(q, k, v, sinks, tuple(calls), rule)  # pyright: ignore[reportReturnType]
 
 
 def add_attention(
     out: Tensor, lse: Tensor, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule
 ) -> None:
     """Merge the attention of a call into `out` and `lse`, in place."""
-    at, keys = call.queries.tokens, call.keys.tokens
-    part = partial_forward(q[at], k[keys], v[keys], call.rows(rule))
+    at = call.queries.tokens
+    part = partial_forward(q[at], call.take_keys(k), call.take_keys(v), call.rows(rule))
     out[at], lse[:, at] = merge(out[at], lse[:, at], *part)
 
 
@@ -155,12 +189,26 @@ def add_gradients(
     rule: AttentionRule,
 ) -> None:
     """Add the gradients of a call."""
-    at, keys = call.queries.tokens, call.keys.tokens
+    at = call.queries.tokens
     q, k, v, out, lse = tensors
-    own = q[at], k[keys], v[keys], out[at], lse[:, at]
-    parts = partial_backward(grad_out[at], *own, call.rows(rule))
-    for total, part in zip((totals[0][at], totals[1][keys], totals[2][keys]), parts, strict=True):
-        total += part
+    own = q[at], call.take_keys(k), call.take_keys(v), out[at], lse[:, at]
+    dq, dk, dv = partial_backward(grad_out[at], *own, call.rows(rule))
+    totals[0][at] += dq
+    call.add_to_keys(totals[1], dk)
+    call.add_to_keys(totals[2], dv)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge a key with the score `sinks` (H,) and the value zero into the attention of every query."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # (H, Nq)
+    return out.to(lse.dtype) * (lse - total).exp().transpose(0, 1).unsqueeze(-1), total
+
+
+def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradients (H,) of sinks, given the merged `out` and `lse`."""
+    inner = (grad_out.to(lse.dtype) * out).sum(-1).transpose(0, 1)  # (H, Nq)
+    weights = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
+    return -(weights * inner).sum(1).to(sinks.dtype)
 
 
 class _AttendCalls(torch.autograd.Function):
@@ -168,11 +216,18 @@ class _AttendCalls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[AttentionCall, ...], rule: AttentionRule
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        calls: tuple[AttentionCall, ...],
+        rule: AttentionRule,
     ) -> Tensor:
         assert calls, "attention takes at least one call"
-        if _covers(calls[0], q, k):  # usual: every token attends to its own sequence
-            out, lse = partial_forward(q, k, v, calls[0].rows(rule))
+        first = calls[0]
+        if first.queries.tokens == slice(0, len(q)):  # usual: every token attends to its own sequence
+            out, lse = partial_forward(q, first.take_keys(k), first.take_keys(v), first.rows(rule))
             others = calls[1:]
         else:
             lse = _empty_lse(q)
@@ -180,27 +235,32 @@ class _AttendCalls(torch.autograd.Function):
         out = out.to(lse.dtype) if others else out
         for call in others:
             add_attention(out, lse, call, q, k, v, rule)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.calls, ctx.rule = calls, rule
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # under checkpointing they can be read only once
-        if len(ctx.calls) == 1 and _covers(ctx.calls[0], saved[0], saved[1]):
-            q, k, v, out, lse = saved
-            return *partial_backward(grads[0], q, k, v, out, lse, ctx.calls[0].rows(ctx.rule)), None, None
-        dtype = saved[-1].dtype  # of lse
-        totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in saved[:3]]
+        *saved, sinks = ctx.saved_tensors  # under checkpointing they can be read only once
+        q, k, v, out, lse = saved
+        d_sinks = None if sinks is None else sink_gradients(grads[0], out, lse, sinks)
+        if len(ctx.calls) == 1 and _covers(ctx.calls[0], q, k):
+            own = partial_backward(grads[0], q, k, v, out, lse, ctx.calls[0].rows(ctx.rule))
+            return *own, d_sinks, None, None
+        totals = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
         for call in ctx.calls:
             add_gradients(totals, call, grads[0], saved, ctx.rule)
-        return *(total.to(x.dtype) for total, x in zip(totals, saved[:3], strict=True)), None, None
+        grads = tuple(total.to(x.dtype) for total, x in zip(totals, (q, k, v), strict=True))
+        return *grads, d_sinks, None, None
 
 
 def _covers(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
-    return call.queries.tokens == slice(0, len(q)) and call.keys.tokens == slice(0, len(k))
+    everything = slice(0, len(q)), slice(0, len(k))
+    return call.taken is None and (call.queries.tokens, call.keys.tokens) == everything
 
 
 def _empty_lse(q: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ rank to rank. `sequence_layout` composes them, with ulysses outside of the ring.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +18,26 @@ from verl.distributed.ring import start_transfer
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
+from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, unsupported
+from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, cached_on
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
     add_attention,
     add_gradients,
+    add_sinks,
     cu_seqlens_of,
+    sink_gradients,
 )
+from verl.models.linear_attention.recurrence import Recurrence
 
 
 def sequence_layout(
-    plan: ShardPlan, sp: SequenceParallel, device: torch.device | str | None = None
+    plan: ShardPlan,
+    sp: SequenceParallel,
+    device: torch.device | str | None = None,
+    blocks: Blocks | None = None,  # of the whole packed sequence
 ) -> Layout:
     """Return the layout of this rank's tokens, which are on `device`, by default where the plan is.
 
@@ -38,13 +45,18 @@ def sequence_layout(
     """
     device = plan.local.device if device is None else device
     if sp.ring_size > 1:
+        if blocks is not None and blocks.bounds and blocks.layer_types:
+            raise NotImplementedError(
+                "in a ring, tokens of an image cannot attend to each other in both directions, as in this"
+                " model: use `ulysses_size` instead of `ring_size`"
+            )
         layout = RingLayout.of(plan, sp, device)
         return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout)
     if any(group.responses for group in plan.groups):
-        layout = SharedLayout.of(plan.groups, device)
+        layout = SharedLayout.of(plan.groups, device, blocks)
     else:
         lengths = [group.prompt for group in plan.groups]
-        layout = PackedLayout.of(cu_seqlens_of(lengths, "cpu"), device)
+        layout = PackedLayout.of(cu_seqlens_of(lengths, "cpu"), device, blocks)
     return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout, len(plan.positions))
 
 
@@ -56,11 +68,19 @@ class UlyssesLayout:
     inner: Layout
     length: int | None = None  # tokens of `inner`, followed by padding; None means all
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    @property
+    def recurrence(self) -> Recurrence:
+        return cached_on(self, "_recurrence", lambda: replace(self.inner.recurrence, sp=self.sp))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
         query, key, value = tokens_to_heads(query, key, value, self.sp)
         size = query.shape[2]
         length = size if self.length is None else self.length
-        out = self.inner.attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], rule)
+        if sinks is not None:
+            sinks = sinks.chunk(self.sp.ulysses_size)[self.sp.ulysses_index]
+        out = self.inner.attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], rule, sinks)
         return heads_to_tokens(F.pad(out, (0, 0, 0, 0, 0, size - length)), self.sp)  # padding gets 0
 
 
@@ -81,12 +101,34 @@ class RingLayout:
         calls = tuple(_calls(spans[own], spans[source], source - own) for source in range(sp.ring_size))
         return cls(sp, calls, max(group.prompt + max(group.responses, default=0) for group in plan.groups))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        refusal = unsupported(rule, self.longest_row)
+    @property
+    def recurrence(self) -> Recurrence:
+        raise NotImplementedError(
+            "in a ring, a layer with a state is not supported, because each rank would wait for the states of"
+            " the tokens before its own: use `ulysses_size` instead of `ring_size`"
+        )
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+    ) -> Tensor:
+        refusal = ring_obstacle(rule, self.longest_row)
         if refusal is not None:
             raise NotImplementedError(f"in a ring, {refusal}: use `ulysses_size` instead of `ring_size`")
         tokens = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (n, heads, D) each
-        return _AttendRing.apply(*tokens, self, rule).unsqueeze(0)  # pyright: ignore (untyped)
+        return _AttendRing.apply(*tokens, sinks, self, rule).unsqueeze(0)  # pyright: ignore (untyped)
+
+
+def ring_obstacle(rule: AttentionRule, longest_row: int) -> str | None:
+    """Return why a ring cannot follow a rule in sequences of up to `longest_row` tokens, or None."""
+    if not rule.is_causal:
+        return "attention to later tokens is not supported"
+    for size, name in ((rule.window, "a sliding window"), (rule.chunk, "attention in chunks")):
+        if size is not None and size < longest_row:
+            return (
+                f"{name} of {size} tokens is not supported for longer sequences (the longest has"
+                f" {longest_row})"
+            )
+    return None
 
 
 class _ChunkSpans(NamedTuple):
@@ -147,7 +189,13 @@ def _ring_steps(
 class _AttendRing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: RingLayout, rule: AttentionRule
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        layout: RingLayout,
+        rule: AttentionRule,
     ) -> Tensor:
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(*query.shape[:2], value.shape[2], dtype=dtype, device=query.device)
@@ -155,15 +203,17 @@ class _AttendRing(torch.autograd.Function):
         for calls, (k, v) in _ring_steps(layout, [key, value]):
             for call in calls:
                 add_attention(out, lse, call, query, k, v, rule)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.layout, ctx.rule = layout, rule
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
         sp = ctx.layout.sp
         dq = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
         behind = None  # the gradients of the current keys, from the ranks that had them before
@@ -177,4 +227,5 @@ class _AttendRing(torch.autograd.Function):
             behind = start_transfer([dk, dv], sp)
         assert behind is not None, "a ring has ranks"
         dk, dv = behind.wait()
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
+        d_sinks = None if sinks is None else sink_gradients(grads[0], out, lse, sinks)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), d_sinks, None, None

@@ -60,9 +60,9 @@ class GPUKernel:
 
 def window_of(rows: Rows) -> tuple[bool, int, int]:
     """Return the flag and the window (keys before, keys after, -1 for all) that flash kernels take."""
-    if rows.window is not None:
-        return False, rows.window - 1, 0  # the query's own key is not counted
-    return rows.is_causal, -1, 0 if rows.is_causal else -1
+    is_causal = rows.before is None and rows.after == 0
+    before, after = (-1 if size is None else size for size in (rows.before, rows.after))
+    return is_causal, before, after
 
 
 def longest_of(rows: Rows) -> tuple[int, int]:

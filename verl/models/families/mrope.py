@@ -7,7 +7,7 @@ shifts all later tokens relative to the rollout engine; so positions are compute
 model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def mrope_positions(
     return torch.cat([torch.arange(len(tokens)).unsqueeze(0), torch.from_numpy(positions)])  # (4, L)
 
 
-def frames_of(videos: Sequence[Grid]) -> list[Grid]:
+def frames_of(videos: Iterable[Grid]) -> list[Grid]:
     """Return the grid of each temporal patch of the videos, for models that put text between them."""
     return [(1, height, width) for time, height, width in videos for _ in range(time)]
 

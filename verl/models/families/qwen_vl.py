@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl.distributed.device import to_device
+from verl.models.attention.interface import VISION_ATTENTION
 from verl.models.families.interface import (
     EncodedMedium,
     ExampleRow,
@@ -71,8 +72,11 @@ class PatchGridFamily(VisionFamily):
 
     reads_videos = True
     tower = "model.visual"
+    tower_attention = VISION_ATTENTION
     projector = None
     position_rows = 4
+    # Options of the config: the tokens before and after an image.
+    image_edges: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
 
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         return {processor.image_token_id: "image", processor.video_token_id: "video"}
@@ -90,9 +94,15 @@ class PatchGridFamily(VisionFamily):
         facts = {
             "grid_thw": grid,
             "second_per_grid_ts": patch / sampled_fps(meta),
-            "timestamps": timestamps(meta, patch),
+            "timestamps": self.timestamps(meta, patch),
         }
         return MediumShape(self.video_tokens(processor, facts), facts)
+
+    def timestamps(self, meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
+        """Return the time of each temporal patch in seconds: the middle between its first and last frame."""
+        times = frame_times(meta, temporal_patch_size)
+        last = temporal_patch_size - 1
+        return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
 
     def video_tokens(self, processor: Any, facts: Mapping[str, Any]) -> list[int]:
         features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
@@ -158,9 +168,9 @@ class PatchGridFamily(VisionFamily):
         values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
         size = (rows * columns * merge * merge, values)
         pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
-        tokens = [config.vision_start_token_id, *[config.image_token_id] * (rows * columns)]
+        before, after = (getattr(config, name) for name in self.image_edges)
+        ids = torch.tensor([before, *[config.image_token_id] * (rows * columns), after])
         facts = {"grid_thw": [1, rows * merge, columns * merge]}
-        ids = torch.tensor([*tokens, config.vision_end_token_id])
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
     def frame_factor(self, processor: Any) -> int:
@@ -300,9 +310,13 @@ def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
     """Return patches in time, height and width after the processor's own resizing."""
     resize = vars(sys.modules[type(image_processor).__module__])["smart_resize"]
     patch, limits = image_processor.patch_size, image_processor.size
+    # In GLM-4.xV an image counts as the frames of a temporal patch.
+    counts_frames = "num_frames" in signature(resize).parameters
+    frames = dict.fromkeys(("num_frames", "temporal_factor"), image_processor.temporal_patch_size)
     height, width = resize(
-        height, width, factor=patch * image_processor.merge_size,
+        height=height, width=width, factor=patch * image_processor.merge_size,
         min_pixels=limits["shortest_edge"], max_pixels=limits["longest_edge"],
+        **(frames if counts_frames else {}),
     )  # fmt: skip
     return [1, height // patch, width // patch]
 
@@ -333,12 +347,10 @@ def sampled_fps(meta: Mapping[str, Any]) -> float:
     return len(meta["frames_indices"]) / meta["total_num_frames"] * meta["fps"]
 
 
-def timestamps(meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
-    """Return the time of each temporal patch in seconds: the middle between its first and last frame."""
+def frame_times(meta: Mapping[str, Any], temporal_patch_size: int) -> list[float]:
+    """Return the times of sampled frames in seconds; the last one repeats to fill a temporal patch."""
     indices = list(meta["frames_indices"])
-    times = [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
-    last = temporal_patch_size - 1
-    return [(times[i] + times[i + last]) / 2 for i in range(0, len(times), temporal_patch_size)]
+    return [index / meta["fps"] for index in indices + indices[-1:] * (-len(indices) % temporal_patch_size)]
 
 
 def tower_inputs(tower: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:

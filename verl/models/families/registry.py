@@ -3,7 +3,15 @@
 
 from typing import Any
 
-from verl.models.families.interface import Family, VisionFamily
+from verl.models.families.gemma import Gemma3, Gemma4
+from verl.models.families.generic import GenericFamily
+from verl.models.families.glm_v import GlmV
+from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
+from verl.models.families.internvl import InternVL
+from verl.models.families.llava_onevision import LlavaOnevision
+from verl.models.families.minicpm_v import MiniCPMV46, MiniCPMV47
+from verl.models.families.mistral3 import Ministral3, Mistral3
+from verl.models.families.qwen3_5 import HybridText, Qwen35
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -11,8 +19,19 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    HybridText(),
+    Qwen35(),
+    Ministral3(),
+    Mistral3(),
+    MiniCPMV46(),
+    MiniCPMV47(),
+    InternVL(),
+    LlavaOnevision(),
+    GlmV(),
+    Gemma3(),
+    Gemma4(),
 )
-TEXT, GENERIC = Family(), VisionFamily()
+TEXT, GENERIC = Family(), GenericFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
 _by_processor = {
@@ -25,7 +44,10 @@ TYPES: dict[str, Family] = {  # those of users' files are added
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    return TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    named = TYPES.get(config.model_type)
+    if named is not None:
+        return named
+    return GenericFamily(config) if hasattr(config, "vision_config") else TEXT
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -51,9 +73,15 @@ def encoder_of(config: Any) -> tuple[str, ...]:
     return family.encoder if isinstance(family, VisionFamily) else ()
 
 
+def patches_per_token(config: Any) -> int:
+    """Return the patches of the vision tower that make one token; of no interest for a text model."""
+    family = family_of(config)
+    return family.patches_per_token(config) if isinstance(family, VisionFamily) else DEFAULT_PATCHES
+
+
 def is_named(config: Any) -> bool:
     """Return whether a file describes the model, or it reads text only."""
-    return family_of(config) is not GENERIC
+    return not isinstance(family_of(config), GenericFamily)
 
 
 def register_family(spec: str | None) -> Family | None:

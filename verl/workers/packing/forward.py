@@ -30,7 +30,7 @@ from verl.models.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
 from verl.models.routing import Routes, Routing, TokenOwners
-from verl.models.vision import MediaRows, share_media
+from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import (
@@ -245,15 +245,15 @@ class PackedForward:
         packed, media = self._with_media(self._pack(micro), micro)
         positions = packed.position_ids if len(packed.position_ids) == 1 else packed.position_ids[:, None]
         arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
-        plan = None
+        plan, blocks = None, blocks_of(self.family, self.config, packed.input_ids)
         if self.sp.size > 1 and WholeRows.of(micro) is None:
             plan = shard_plan(packed.groups, self.sp)
-            layout = sequence_layout(plan, self.sp, self.device)
+            layout = sequence_layout(plan, self.sp, self.device, blocks)
             arguments |= {"packed_layout": layout, "local_tokens": plan.local}
         elif packed.is_shared:
-            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device)
+            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device, blocks)
         else:
-            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device)
+            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device, blocks)
         if media:
             assert self.vision is not None, "rows with media were refused"
             found = self.vision.media_tokens(self.config, packed.input_ids)
@@ -326,10 +326,11 @@ class PackedForward:
         # where ranks encode together, the inputs are of all ranks' rows
         whole = WholeRows.of(micro)
         together = None if whole is None else whole.media
-        media, order = media_inputs(rows, rows if together is None else together, self._row_media)
+        assert self.vision is not None, "rows with media were refused"
+        encoded = rows if together is None else together
+        media, order = media_inputs(rows, encoded, self._row_media, self.vision.token_kind)
         share = None
         if self.sp.size > 1 and (whole is None or together is not None):
-            assert self.vision is not None, "rows with media were refused"
             media, share = share_media(self.vision, self.config, media, self.sp, self._blank.media)
         return {"media": media, "media_order": order, "media_share": share}
 

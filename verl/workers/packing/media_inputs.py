@@ -39,12 +39,16 @@ def has_media(row: MediaRow | None) -> bool:
 
 
 def media_inputs(
-    rows: Iterable[MediaRow], encoded: Iterable[MediaRow], media_of: Callable[[MediaRow], Sequence[Medium]]
+    rows: Iterable[MediaRow],
+    encoded: Iterable[MediaRow],
+    media_of: Callable[[MediaRow], Sequence[Medium]],  # in the order of the prompt
+    token_kind: Callable[[Kind], Kind],  # of the family
 ) -> tuple[list[Medium], dict[Kind, list[int]]]:
     """Read the media of all distinct rows in `encoded`, among them `rows`.
 
     Returns:
-        The media, and for `rows` in order the number of each image and video among them.
+        The media, and for `rows` in order the number of each image and video among them, by the kind of the
+        tokens that their features replace.
     """
     media: list[Medium] = []
     numbers: dict[tuple, range] = {}
@@ -57,7 +61,7 @@ def media_inputs(
     order: dict[Kind, list[int]] = {}
     for row in rows:
         for number in numbers[_media_key(row)]:
-            order.setdefault(media[number].kind, []).append(number)
+            order.setdefault(token_kind(media[number].kind), []).append(number)
     return media, order
 
 

@@ -8,6 +8,7 @@ over the responses and every update read them; none of these runs the tower.
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.data.media.cache import Entry, MediaFolder
-from verl.data.media.loader import MediaData, MediaLoader
+from verl.data.media.loader import MediaData, MediaLoader, references_in_order
 from verl.data.media.references import Reference
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import KINDS, EncodedMedium, Kind
+from verl.models.families.interface import EncodedMedium, Kind, is_part
 from verl.models.families.registry import vision_family_of
 from verl.models.monkey_patch import evaluating
 from verl.models.vision import Features, share_media
@@ -95,7 +96,7 @@ class FrozenTower:
             ValueError: A file is missing or corrupt; the message names it.
         """
         weights = self._name_weights()
-        media = {self._key(weights, *medium): medium for row in rows for medium in _media_of(row)}
+        media = {self._key(weights, *medium): medium for row in rows for medium in references_in_order(row)}
         found = {key: self._find(key) for key in media}
         missing = {key: media[key] for key in self._missing(found)}
         self.num_encoded += len(missing)
@@ -105,7 +106,7 @@ class FrozenTower:
         """Find the features of a row's media without computing any; None if one is missing."""
         assert self._weights is not None, "`encode` comes first: it computes the name of the weights"
         entries: dict[Kind, list[EncodedMedium]] = {"image": [], "video": []}
-        for kind, ref in _media_of(row):
+        for kind, ref in references_in_order(row):
             entry = self._find(self._key(self._weights, kind, ref))
             if entry is None:
                 return None
@@ -117,12 +118,12 @@ class FrozenTower:
         assert self.held is not None and self._weights is not None, "inside `holding`"
         media: list[tuple[Kind, str]] = [
             (kind, self._key(self._weights, kind, ref))
-            for kind, ref in itertools.chain.from_iterable(map(_media_of, rows))
+            for kind, ref in itertools.chain.from_iterable(map(references_in_order, rows))
         ]
         on_device = to_device({key: self.held[key].tensors[FEATURES] for _, key in media}, self.device)
         features: Features = {}
         for kind, key in media:
-            features.setdefault(kind, []).append(on_device[key])
+            features.setdefault(self.family.token_kind(kind), []).append(on_device[key])
         return features
 
     def _find(self, key: str) -> Entry | None:
@@ -138,11 +139,12 @@ class FrozenTower:
     def _name_weights(self) -> str:
         """Return a digest of the tower's config and of its weights in the type it computes in; collective."""
         if self._weights is None:
-            digest = hashlib.blake2b(self.config.vision_config.to_json_string().encode(), digest_size=20)
+            options = {name: value for name, value in self.config.to_dict().items() if name != "text_config"}
+            digest = hashlib.blake2b(json.dumps(options, default=str).encode(), digest_size=20)
             is_first = not dist.is_initialized() or dist.get_rank() == 0
-            prefix = tuple(f"{part}." for part in self.family.encoder)
+            encoder = self.family.encoder
             for name, tensor in full_named_tensors(
-                self.model, self.dtype, lambda name: name.startswith(prefix)
+                self.model, self.dtype, lambda name: is_part(name, encoder)
             ):
                 if is_first:
                     digest.update(name.encode())
@@ -205,13 +207,6 @@ class FrozenTower:
         return self.media.cache.get_or_make(
             key, lambda: entry if folder is None else folder.get_or_make(key, lambda: entry)
         )
-
-
-def _media_of(row: MediaData) -> Iterator[tuple[Kind, Reference]]:
-    # a row's images, then its videos
-    for kind in KINDS:
-        for ref in (row or {}).get(f"{kind}s") or ():
-            yield kind, ref
 
 
 def _tower_calls(units: Mapping[str, list[int]], limit: int) -> list[list[UnitRange]]:

@@ -182,7 +182,9 @@ class HFRollout:
         input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left(prompts))
         media = [medium for prompt in prompts for medium in prompt.media]
         logits = self._forward(input_ids, mask, position_ids, cache, media)  # (B, V)
-        cache.batch_repeat_interleave(n)
+        # Layers with a state have no `batch_repeat_interleave`.
+        rows: Any = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
+        cache.reorder_cache(rows)
         logits = logits.repeat_interleave(n, 0)  # (B * n, V)
         mask = mask.repeat_interleave(n, 0)
         last_positions = position_ids[..., -1:].repeat_interleave(n, -2)  # (B * n, 1) or (4, B * n, 1)

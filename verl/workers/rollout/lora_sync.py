@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of
 from verl.models.lora import adapted_layers, adapted_parameters, joint_experts
 from verl.models.lora_weights import AdapterConfig, is_adapter, peft_config, peft_name
@@ -71,8 +72,8 @@ def why_merged(
         return "vLLM does not serve DoRA"
     if config.rank > RANKS[-1]:
         return f"vLLM serves ranks up to {RANKS[-1]}, the adapter has {config.rank}"
-    encoder = tuple(f"{part}." for part in encoder_of(model.config))
-    in_tower = [name for name in modules if name.startswith(encoder)]
+    encoder = encoder_of(model.config)
+    in_tower = [name for name in modules if is_part(name, encoder)]
     if in_tower:
         return f"{len(in_tower)} adapted modules are in the vision tower, for example {in_tower[0]}"
     return None

@@ -10,6 +10,7 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.interface import EncodedMedium, Kind, VisionFamily
 from verl.models.families.registry import family_of, vision_family_of
+from verl.models.layer_configs import layer_heads
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout import vllm_patches
@@ -55,7 +56,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     head_dtype = _head_dtype(setup.device)
-    if setup.override_config or head_dtype:
+    if setup.override_config or head_dtype or family_of(hf_config).engine_overrides(hf_config):
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), head_dtype=head_dtype
         )
@@ -93,6 +94,9 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
     apply_overrides(hf_config, overrides)
+    for name, value in family_of(hf_config).engine_overrides(hf_config).items():
+        for part in (hf_config, hf_config.get_text_config()):
+            setattr(part, name, value)
     if head_dtype is not None:
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
@@ -103,9 +107,8 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
 def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     """Size of a cache for the sequences at once, at most 1 GiB, but always enough for four."""
     text = hf_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * torch_dtype(config.dtype).itemsize
+    values = sum(2 * heads.keys * heads.dim for heads in layer_heads(text))  # keys and values of a token
+    token_bytes = values * torch_dtype(config.dtype).itemsize
     blocks_of_sequence = -(-max_model_len // 128) + 1  # vLLM's CPU cache has blocks of 128 tokens
     sequence_bytes = blocks_of_sequence * 128 * token_bytes
     sequences = config.sequences_at_once(on_gpu=False)
@@ -113,7 +116,7 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
 
 
 def reads_embeddings(version: str, hf_config: Any) -> bool:
-    """True if vLLM reads features instead of pixels for all of a model's media, videos included."""
+    """True if vLLM reads features instead of pixels for a model's images at least."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
     family = family_of(hf_config)
     can = can and isinstance(family, VisionFamily) and family.takes_features

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
+from verl.workers.rollout.vllm_image_blocks import with_image_rows
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
 SHARED_MEMORY = Path("/dev/shm")
@@ -79,12 +81,15 @@ def apply_patches(device: str) -> None:
     inspect_models_here()
     keep_buffers_of_empty_models()
     keep_process_group()
+    keep_classes_of_transformers()
     if is_gpu(device):
         return
     keep_linear_weights_on_cpu()
+    read_plain_convolution_weights_on_cpu()
     keep_expert_weights_on_cpu()
     name_shared_memory_per_run()
     skip_token_ranks()
+    see_images_whole_on_cpu()
 
 
 def _replaceable(module: str, *names: str) -> Any:
@@ -131,6 +136,41 @@ def _end_model_parallel_groups() -> None:
         importlib.import_module("vllm.distributed.parallel_state").destroy_model_parallel()
 
 
+def keep_classes_of_transformers() -> None:
+    """Stop vLLM from compiling models that it takes from transformers, for which it changes their classes."""
+    # training uses the same classes: none of their models could be built, or would run, without vLLM's config
+    backend = _replaceable(
+        "vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile"
+    )
+    backend._decorate_cls_for_torch_compile = _leave_class
+
+
+def _leave_class(self: Any, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def keep_times_of_frames() -> None:
+    """Have vLLM write the times of a GLM-4.6V video's frames in tenths of a second, as its processor does."""
+    # vLLM 0.32 rounds them down to seconds, so that the engine would read another prompt than training
+    info = _replaceable(
+        "vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "_get_video_second_idx_glm46v"
+    )
+    info._get_video_second_idx_glm46v = _times_of_frames
+
+
+def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> list[float]:
+    """Return the time of the first frame of each temporal patch; frames were sampled before."""
+    step = self.get_video_processor().temporal_patch_size
+    return [index / metadata["fps"] for index in metadata["frames_indices"][::step]]
+
+
+def take_features_of_any_length(schema: str) -> None:
+    """Let a schema `module:class` of vLLM hold features of images with different numbers of tokens."""
+    hints = typing.get_type_hints(_replaceable(schema, "validate"), include_extras=True)
+    (shape,) = hints["data"].__metadata__  # of (images, tokens, hidden size)
+    shape.dynamic_dims.add(shape.dims[1])
+
+
 def media_arguments() -> dict[str, Any]:
     """Arguments of `vllm.LLM` that leave the normalization of pixels to the processor, as in training."""
     # vLLM 0.32 normalizes videos with the mean and deviation of images: log-probs are off by 0.4 where the
@@ -152,6 +192,19 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 
+def read_plain_convolution_weights_on_cpu() -> None:
+    """Tell convolutions of linear attention that `keep_linear_weights_on_cpu` kept their weights."""
+    # They expect the repacked weights of CPUs with AVX512-BF16: log-probs are off by 5.
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        if hasattr(ops, name):  # older versions have none
+            setattr(ops, name, functools.partial(_convolve, getattr(ops, name)))
+
+
+def _convolve(function: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
+    return function(weight=weight.flatten(1), **arguments | {"is_weight_packed": False})
+
+
 def keep_expert_weights_on_cpu() -> None:
     """Stop vLLM on CPU from repacking experts' weights, which `load_weights` would overwrite."""
     # experts are computed one by one instead, slower than with vLLM's kernel
@@ -162,6 +215,9 @@ def keep_expert_weights_on_cpu() -> None:
     )
     experts.process_weights_after_loading = _keep_expert_weights
     experts.apply = _apply_experts
+
+
+EXPERT_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 
 
 def _keep_expert_weights(self: Any, layer: torch.nn.Module) -> None:
@@ -181,14 +237,32 @@ def _apply_experts(
     **kwargs: Any,
 ) -> None:
     """Write the weighted sum of the chosen experts' outputs."""
-    if activation.value != "silu" or self.w1_bias is not None:
+    activate = EXPERT_ACTIVATIONS.get(activation.value)
+    if activate is None or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
-        part = F.linear(F.silu(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
+        part = F.linear(activate(gate) * up, w2[expert]) * topk_weights[rows, slots, None].to(output.dtype)
         output.index_add_(0, rows, part)
+
+
+def see_images_whole_on_cpu() -> None:
+    """Let tokens of an image attend to its later ones (Gemma 3), which vLLM does on GPUs only."""
+    # log-probs of tiny models would differ from the trainer's by 0.1
+    builder = _replaceable("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build")
+    if hasattr(builder, "verl_original"):
+        return
+    build = builder.verl_original = builder.build
+
+    @functools.wraps(build)
+    def build_with_images(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any
+    ) -> Any:
+        return build(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
+
+    builder.build = build_with_images
 
 
 def name_shared_memory_per_run() -> None:
@@ -265,6 +339,8 @@ def scale_logits(model: Any) -> LogitScale:
     scaled logits. Sampling is the same: top-p, top-k and min-p follow the temperature in vLLM as well.
     """
     scale = LogitScale()
+    if getattr(model, "_suppress_token_ids", None):  # of the generation config; `banned` has them
+        model._suppress_token_ids = None
     compute_logits: Callable[..., Tensor | None] = model.compute_logits
 
     @functools.wraps(compute_logits)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.registry import encoder_of
+from verl.models.families.interface import is_part
+from verl.models.families.registry import encoder_of, family_of
 from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
@@ -53,6 +54,10 @@ class VLLMRollout:
         self.hf_config = read_config(
             setup.model_path, trust_remote_code=setup.trust_remote_code, overrides=setup.override_config
         )
+        for patch in family_of(self.hf_config).engine_patches:
+            getattr(vllm_patches, patch)()
+        for schema in family_of(self.hf_config).engine_schemas:
+            vllm_patches.take_features_of_any_length(schema)
         self.banned = media_token_ids(self.hf_config)
         self.takes_embeddings = setup.takes_embeddings and reads_embeddings(vllm.__version__, self.hf_config)
         self.adapter = setup.adapter
@@ -70,9 +75,9 @@ class VLLMRollout:
             self.level = vllm_sleep.sleep_level(self.runner, takes_adapter=self.takes_adapter)
         self.keeps_weights = self.level == vllm_sleep.KEPT
         self.asleep: set[str] = set()
-        # vLLM has tower and projector at the top, transformers below the model
+        # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
         frozen = encoder_of(self.hf_config) if setup.takes_embeddings else ()
-        self.frozen_parts = tuple(f"{part.rpartition('.')[2]}." for part in frozen)
+        self.frozen_parts = tuple(name for part in frozen for name in (part, part.rpartition(".")[2]))
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
 
@@ -98,7 +103,7 @@ class VLLMRollout:
             loaded = weight_sync.load_into(
                 self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
             )
-            self.tower |= {name for name in loaded if name.startswith(self.frozen_parts)}
+            self.tower |= {name for name in loaded if is_part(name, self.frozen_parts)}
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.adapter is not None, "the engine was built for whole weights"

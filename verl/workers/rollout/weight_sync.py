@@ -17,7 +17,10 @@ TIED_HEAD = "lm_head.weight"
 
 
 def engine_weights(
-    named_tensors: Iterable[tuple[str, Tensor]], hf_config: Any, dtype: torch.dtype
+    named_tensors: Iterable[tuple[str, Tensor]],
+    hf_config: Any,
+    dtype: torch.dtype,
+    wide: Set[str] = frozenset(),  # ends of the names of weights that the engine holds in float32
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert what `HubNames.convert` yields to what vLLM's `load_weights` reads, in the engine's dtype."""
     transposed = transposed_experts(hf_config)
@@ -28,7 +31,12 @@ def engine_weights(
         # transformers tells layouts apart by shape, so `HubNames` leaves square experts as they are in memory
         if name.endswith(transposed) and tensor.shape[-1] == tensor.shape[-2]:
             tensor = tensor.transpose(-1, -2)
-        yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        cast = tensor.is_floating_point() and _end(name) not in wide
+        yield name, tensor.detach().to(dtype) if cast else tensor.detach()
+
+
+def _end(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def load_into(
@@ -43,7 +51,9 @@ def load_into(
 
     These must be all, or all but `frozen`, which an earlier sync loaded.
     """
-    weights = engine_weights(named_tensors, hf_config, dtype)
+    # rounded to bfloat16, the biases by which experts are chosen would choose others
+    wide = {_end(name) for name, param in model.named_parameters() if param.dtype == torch.float32}
+    weights = engine_weights(named_tensors, hf_config, dtype, wide)
     loaded = set(model.load_weights(weights))
     for _ in weights:  # a loader may stop early, but gathering is collective
         pass

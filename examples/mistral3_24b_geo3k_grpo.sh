@@ -1,0 +1,17 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=mistralai/Mistral-Small-3.1-24B-Instruct-2503  # a hub name or a local folder
+
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=hiyouga/geometry3k@train \
+    data.val_files=hiyouga/geometry3k@test \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    worker.actor.fsdp.torch_dtype=bf16 \
+    worker.actor.optim.strategy=adamw_bf16 \
+    worker.rollout.tensor_parallel_size=2 \
+    trainer.experiment_name=mistral3_24b_geo_grpo \
+    trainer.n_gpus_per_node=8 \
+    "$@"

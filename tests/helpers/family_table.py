@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The abilities of every vision-language family, tried with its tiny model.
+
+    python -m tests.helpers.family_table  # writes the table of docs/models.md
+
+Each ability is a comparison in float32; `tests/models/families/test_every_family.py` makes them, and compares
+the table with the page.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.architecture.source import ROOT
+from tests.helpers.distributed import run_distributed
+from tests.helpers.families import Clip, Part, Tiny, load_tiny, random_clip, random_image, render
+from tests.helpers.family_engines import engine_error
+from tests.helpers.family_training import (
+    LARGEST,
+    TEMPERATURE,
+    Group,
+    as_batch,
+    batch_of,
+    errors_on_ranks,
+    load_model,
+    own_forward,
+    relative_difference,
+    training_errors,
+)
+from tests.helpers.media import save_video
+from tests.workers.rollout.reference import rollout_config, setup_of
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.families.interface import is_part
+from verl.models.families.mrope import continue_positions
+from verl.models.families.registry import FAMILIES, encoder_of, transposed_experts
+from verl.models.hub_names import HubNames
+from verl.models.lora_weights import AdapterConfig, is_adapter
+from verl.models.registry import check_sequence_parallel
+from verl.models.trainable import TrainableOptions, select_trainable
+from verl.protocol import DataProto
+from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.vision_features import FrozenTower
+from verl.workers.rollout.engines import build_rollout_engine
+
+KINDS = [name for family in FAMILIES for name, tiny in family.tiny.items() if tiny.vision is not None]
+PAGE = ROOT / "docs" / "models.md"
+TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
+Error = float  # the largest of log-probs, and the relative one of gradients
+
+
+@cache
+def groups_of(kind: str) -> list[Group]:
+    """Two images, one image, text; also a video, and a video with an image, where the model reads videos."""
+    rng = np.random.default_rng(0)
+    wide, small = random_image(rng, 60, 120), random_image(rng, 64, 64)
+    groups: list[Group] = [
+        (["look:\n", wide, " or\n", small, "?"], (5, 8, 3)),
+        ([small, "How many?"], (4, 1)),
+        (["What colour is the shape?"], (6,)),
+    ]
+    if load_tiny(kind).family.reads_videos:
+        clip = random_clip(rng, 4, 64, 64)
+        groups += [([clip, "What moves?"], (3, 2)), (["first\n", clip, "then\n", wide], (4, 2))]
+    return groups
+
+
+def packed(kind: str) -> Error:
+    return max(training_errors(load_tiny(kind), groups_of(kind), share_prompt=False))
+
+
+def shared(kind: str) -> Error:
+    return max(training_errors(load_tiny(kind), groups_of(kind), share_prompt=True))
+
+
+def adapted(kind: str) -> Error:
+    """LoRA in all linear layers: adapters' gradients against those in the model's own padded forward."""
+    tiny = load_tiny(kind)
+    batch, held = batch_of(tiny, groups_of(kind))
+    options = TrainableOptions(AdapterConfig(rank=4, alpha=8, target_modules="all-linear"))
+    plain, model = load_model(tiny, False), load_model(tiny, True)
+    for each in (plain, model):
+        torch.manual_seed(0)
+        select_trainable(each, options, "worker.actor.model")
+        for name, parameter in each.named_parameters():
+            if is_adapter(name):
+                torch.nn.init.normal_(parameter, std=0.1)
+    expected = own_forward(tiny, plain, batch, held)[0]
+    found = (
+        PackedForward(model, model.config, held, share_prompt=True).log_probs(batch, TEMPERATURE).log_probs
+    )
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    return max(_difference(found, expected), _gradient_error(model, plain))
+
+
+def frozen(kind: str) -> Error:
+    """`freeze_vision_tower`: nothing that makes features has a gradient, all others keep theirs."""
+    tiny = load_tiny(kind)
+    batch, held = batch_of(tiny, groups_of(kind))
+    plain, model = load_model(tiny, False), load_model(tiny, True)
+    select_trainable(model, TrainableOptions(freeze_vision_tower=True), "worker.actor.model")
+    parts = encoder_of(tiny.config)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not is_part(name, parts))
+    assert parts and not all(parameter.requires_grad for parameter in plain.parameters())
+    expected = own_forward(tiny, plain, batch, held)[0]
+    found = PackedForward(model, model.config, held).log_probs(batch, TEMPERATURE).log_probs
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert all(each.grad is None for name, each in model.named_parameters() if is_part(name, parts))
+    return max(_difference(found, expected), _gradient_error(model, plain))
+
+
+def features_once(kind: str) -> Error:
+    """Features of files, kept for all passes, against a tower that runs in every pass."""
+    tiny = load_tiny(kind)
+    model = load_model(tiny, True)
+    model.requires_grad_(False)
+    with tempfile.TemporaryDirectory() as folder:
+        loader = MediaLoader(tiny.processor, MediaOptions(1, 1 << 20), family=tiny.family)
+        batch, calls = _batch_of_files(tiny, loader, Files(tiny, Path(folder))), []
+        media = batch.non_tensor_batch["multi_modal_data"]
+        expected = PackedForward(model, model.config, loader).log_probs(batch, TEMPERATURE).log_probs
+        tower = FrozenTower(model, model.config, loader, "cpu", torch.float32)
+        forward = PackedForward(model, model.config, loader, tower=tower, share_prompt=True)
+        with tower.holding(media):
+            model.get_submodule(tiny.family.encoder[0]).register_forward_pre_hook(lambda *_: calls.append(1))
+            found = forward.log_probs(batch, TEMPERATURE).log_probs
+    assert not calls, "the tower ran again"
+    return _difference(found, expected)
+
+
+def merged(kind: str) -> Error:
+    """Weights in memory under their names on the hub against the model's files, bit for bit."""
+    tiny = load_tiny(kind)
+    on_disk = load_file(tiny.folder / "model.safetensors")
+    names = HubNames(tiny.config)
+    in_memory = ((name, each) for name, each in tiny.model.state_dict().items() if name not in names.tied)
+    made = dict(names.convert(in_memory))
+    assert made.keys() == on_disk.keys()
+    for name in made:
+        # transformers does not write these as the hub has them
+        if name.endswith(transposed_experts(tiny.config)) and made[name].shape != on_disk[name].shape:
+            made[name] = made[name].transpose(-1, -2)
+    return float(not all(torch.equal(made[name], on_disk[name]) for name in made))
+
+
+@cache
+def on_two_ranks() -> dict[str, dict[str, Error]]:
+    """The largest error of each family, by the division of its sequences over two processes."""
+    models = [(load_tiny(kind).folder, groups_of(kind), divisions_of(kind)) for kind in KINDS]
+    ranks = run_distributed(_errors_of_families, 2, models)
+    return {
+        kind: {division: max(error[division] for error in errors) for division in divisions_of(kind)}
+        for kind, *errors in zip(KINDS, *ranks, strict=True)
+    }
+
+
+def _errors_of_families(
+    rank: int, world_size: int, models: Sequence[tuple[Path, list[Group], list[str]]]
+) -> list[dict[str, Error]]:
+    found = []
+    for folder, groups, divisions in models:
+        errors = errors_on_ranks(rank, world_size, folder, groups, divisions)
+        found.append({name: max(max(errors[name, shared]) for shared in (False, True)) for name in divisions})
+    return found
+
+
+def divisions_of(kind: str) -> list[str]:
+    return [name for name in DIVISIONS if name != "ring" or ring_refusal(kind) is None]
+
+
+def sampled(kind: str) -> Error:
+    """Log-probs of transformers' engine, after a weight sync, against the model's own forward."""
+    tiny = load_tiny(kind)
+    engine = build_rollout_engine(rollout_config(name="hf", max_model_len=1024), setup_of(tiny.folder))
+    return engine_error(tiny, engine, [row for row, _ in groups_of(kind)], seeds=(1,)) / 10
+
+
+def ring_refusal(kind: str) -> str | None:
+    """Return the reason that a ring of two ranks is refused for."""
+
+    try:
+        check_sequence_parallel(load_tiny(kind).config, SequenceParallel(1, 2, 0))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+ABILITIES: dict[str, Callable[[str], Error]] = {
+    "packed": packed,
+    "shared": shared,
+    "LoRA": adapted,
+    "frozen tower": frozen,
+    "features once": features_once,
+    "merge": merged,
+    "HF engine": sampled,
+}
+DIVISIONS = ("fsdp", "ulysses", "ring")
+
+
+class Files:
+    """Rows whose media are files, as the references in a batch name them."""
+
+    def __init__(self, tiny: Tiny, folder: Path) -> None:
+        rng = np.random.default_rng(0)
+        paths = [folder / "wide.png", folder / "small.png"]
+        for path, size in zip(paths, [(60, 120), (64, 64)], strict=True):
+            random_image(rng, *size).save(path)
+        wide, small = map(str, paths)
+        self.rows = [{"images": [wide, small]}, {"images": [small]}, {}]
+        if tiny.family.reads_videos:
+            clip = save_video(folder / "clip.mkv", 64, 64, 8)
+            self.rows += [{"videos": [clip]}, {"images": [wide], "videos": [clip]}]
+
+    def row(self, number: int) -> dict[str, list[str]]:
+        return self.rows[number]
+
+
+def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
+    """Return two responses to each row, measured and expanded as the dataset does."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for number, row in enumerate(files.rows):
+        decoded, shape = loader.decode(row), loader.measure(row)
+        parts: list[Part] = [*decoded.images, *(Clip(*video) for video in decoded.videos), "What colour?"]
+        raw = tiny.processor.tokenizer.encode(render(tiny, parts), add_special_tokens=False)
+        prompt = torch.tensor(loader.expand(raw, shape))
+        positions = tiny.family.positions(tiny.config, prompt, shape)
+        positions = torch.arange(len(prompt)) if positions is None else positions
+        for length in (3, 5):
+            answer = torch.randint(20, 300, (length,), generator=generator)
+            after = continue_positions(positions[..., -1], length)
+            rows.append((number, prompt, answer, torch.cat([positions, after], -1)))
+    return as_batch(rows, files)
+
+
+def _difference(found: Tensor, expected: Tensor) -> Error:
+    return (found - expected).abs().max().item()
+
+
+def _gradient_error(model: Any, other: Any) -> Error:
+    return relative_difference(model, other, summed=False)
+
+
+def row_of(kind: str) -> str:
+    """Return the line of a family in the table."""
+    cells = ["yes", "yes" if load_tiny(kind).family.reads_videos else "no"]
+    cells += [_cell(ability(kind)) for ability in ABILITIES.values()]
+    errors = on_two_ranks()[kind]
+    cells += [_cell(errors[division]) if division in errors else "no" for division in DIVISIONS]
+    return f"| {kind} | {' | '.join(cells)} |"
+
+
+def _cell(error: Error) -> str:
+    return "yes" if error < LARGEST else f"{error:.1g}"
+
+
+def table() -> str:
+    names = ["model", "image", "video", *ABILITIES, "FSDP", "Ulysses", "ring"]
+    rule = "|".join(["---"] * len(names))
+    return "\n".join([f"| {' | '.join(names)} |", f"|{rule}|", *map(row_of, KINDS)]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text()))

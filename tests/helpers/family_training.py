@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed training of a family's tiny model against the model's own padded forward, in one process or several.
+
+A group is a prompt, in the parts of `tests.helpers.families`, and the lengths of its responses. For example::
+
+    groups = [(["look:\\n", image, "?"], (5, 8)), (["How many?"], (4,))]
+    tiny = load_tiny("internvl")
+    assert_small(training_errors(tiny, groups, share_prompt=True))
+    for found in run_distributed(errors_on_ranks, 2, tiny.folder, groups):
+        assert_small(*found.values())
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import pad
+from transformers import AutoModelForImageTextToText
+
+from tests.helpers.families import Part, Tiny, expanded, media_of, media_shape_of, open_tiny
+from verl.data.media.loader import references_in_order
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.families.interface import Medium
+from verl.models.families.mrope import continue_positions
+from verl.models.registry import prepare_model
+from verl.protocol import DataProto
+from verl.utils.quiet import no_weight_bars
+from verl.workers.packing.forward import PackedForward
+
+Group = tuple[Sequence[Part], Sequence[int]]
+Errors = tuple[float, float]  # largest of a log-prob or entropy; relative one of all gradients
+TEMPERATURE = 0.8
+LARGEST = 1e-5
+
+
+class HeldMedia:
+    """Stands for the media loader: references are numbers of prompts, and of media in them."""
+
+    def __init__(self, tiny: Tiny, groups: Sequence[Group]) -> None:
+        self.processor = tiny.processor
+        self.prompts = [media_of(tiny, row) for row, _ in groups]
+
+    def row(self, number: int) -> dict[str, Any] | None:
+        """Return the references of a prompt's media."""
+        refs: dict[str, list[str]] = {"images": [], "videos": [], "order": []}
+        for index, medium in enumerate(self.prompts[number]):
+            refs[f"{medium.kind}s"].append(f"{number} {index}")
+            refs["order"].append(medium.kind)
+        return refs if self.prompts[number] else None
+
+    def media(self, multi_modal_data: Mapping[str, Sequence[str]]) -> list[Medium]:
+        return [self._medium(str(ref)) for _, ref in references_in_order(multi_modal_data)]
+
+    def _medium(self, ref: str) -> Medium:
+        number, index = map(int, ref.split())
+        return self.prompts[number][index]
+
+
+def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]:
+    """Return random responses to prompts as the collector has them, groups taking turns, and their media."""
+    held, generator = HeldMedia(tiny, groups), torch.Generator().manual_seed(0)
+    vocabulary = min(300, tiny.config.get_text_config().vocab_size)
+    rows = []
+    for number, (parts, lengths) in enumerate(groups):
+        prompt = expanded(tiny, parts)
+        positions = tiny.family.positions(tiny.config, prompt, media_shape_of(tiny, parts))
+        positions = torch.arange(len(prompt)) if positions is None else positions
+        for length in lengths:
+            answer = torch.randint(20, vocabulary, (length,), generator=generator)
+            after = continue_positions(positions[..., -1], length)
+            rows.append((number, prompt, answer, torch.cat([positions, after], -1)))
+    order = np.random.default_rng(0).permutation(len(rows))
+    return as_batch([rows[index] for index in order], held), held
+
+
+def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
+    widths = max(len(row[1]) for row in rows), max(len(row[2]) for row in rows)
+    columns: dict[str, list[Tensor]] = {}
+    for _, prompt, answer, positions in rows:
+        sides = widths[0] - len(prompt), widths[1] - len(answer)
+        row = torch.cat([prompt, answer])
+        ids, mask = pad(row, sides), pad(torch.ones_like(row), sides)
+        parts = {
+            "input_ids": ids, "attention_mask": mask, "position_ids": pad(positions, sides),
+            "responses": ids[widths[0] :], "response_mask": mask[widths[0] :],
+        }  # fmt: skip
+        for name, value in parts.items():
+            columns.setdefault(name, []).append(value)
+    media = np.empty(len(rows), dtype=object)
+    for index, (number, *_) in enumerate(rows):
+        media[index] = held.row(number)
+    objects = {"multi_modal_data": media, "uid": np.array([f"u{row[0]}" for row in rows], dtype=object)}
+    return DataProto.from_dict({name: torch.stack(values) for name, values in columns.items()}, objects)
+
+
+def load_model(tiny: Tiny, prepared: bool) -> Any:
+    """Return the model on its own, with eager attention, or prepared for packing."""
+    with no_weight_bars():
+        model = AutoModelForImageTextToText.from_pretrained(
+            tiny.folder, dtype=torch.float32, attn_implementation="sdpa" if prepared else "eager"
+        )
+    if prepared:
+        prepare_model(model)
+    return model
+
+
+def own_forward(tiny: Tiny, model: Any, batch: DataProto, held: HeldMedia) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies (B, R) of the model's own padded forward."""
+    keys, family = batch.batch, tiny.family
+    rows = [int(uid.removeprefix("u")) for uid in batch.non_tensor_batch["uid"]]
+    media = [medium for number in rows for medium in held.prompts[number]]
+    inputs = family.own_inputs(media) if media else {}
+    positions = keys["position_ids"]
+    logits = model(
+        input_ids=keys["input_ids"], attention_mask=keys["attention_mask"], use_cache=False,
+        position_ids=positions.transpose(0, 1) if positions.ndim == 3 else positions,
+        **inputs, **family.own_arguments(tiny.config, keys["input_ids"]),
+    ).logits  # fmt: skip
+    log_p = torch.log_softmax(logits[:, -keys["responses"].shape[1] - 1 : -1].float() / TEMPERATURE, -1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    taken = log_p.gather(-1, keys["responses"][..., None])[..., 0]
+    return taken * keys["response_mask"], entropy * keys["response_mask"]
+
+
+def training_errors(
+    tiny: Tiny,
+    groups: Sequence[Group],
+    *,
+    share_prompt: bool,
+    sp: SequenceParallel | None = None,
+    checkpointed: bool = False,
+    parts: Sequence[Sequence[int]] | None = None,  # rows of micro batches
+) -> Errors:
+    """Compare packed log-probs, entropies and gradients with those of the model's own padded forward."""
+    batch, held = batch_of(tiny, groups)
+    plain, packed = load_model(tiny, False), load_model(tiny, True)
+    if checkpointed:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+        packed.train()
+    forward = PackedForward(packed, packed.config, held, share_prompt=share_prompt, sp=sp)
+    assert forward.shares_prompts == share_prompt
+    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
+    expected = own_forward(tiny, plain, batch, held)
+    _loss(expected, weights).backward()
+    error = 0.0
+    for chosen in parts or [list(range(len(batch)))]:
+        rows = list(chosen)
+        result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
+        assert result.entropy is not None
+        found = result.log_probs, result.entropy
+        _loss(found, weights[rows]).backward()
+        differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
+        error = max([error, *(difference.max().item() for difference in differences)])
+    return error, relative_difference(packed, plain, summed=sp is not None)
+
+
+def _loss(found: tuple[Any, Any], weights: Tensor) -> Tensor:
+    return (found[0] * weights + 0.1 * found[1]).sum()
+
+
+def relative_difference(model: Any, other: Any, *, summed: bool) -> float:
+    """Return the relative difference of all gradients, `model`'s summed over ranks."""
+    gradients = dict(model.named_parameters())
+    difference = size = 0.0
+    for name, parameter in other.named_parameters():
+        own = gradients[name].grad
+        total = torch.zeros_like(parameter) if own is None else own.detach().clone()
+        if summed:
+            dist.all_reduce(total)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        difference += (total - expected).double().square().sum().item()
+        size += expected.double().square().sum().item()
+    return (difference / size) ** 0.5
+
+
+def fsdp_errors(
+    tiny: Tiny, groups: Sequence[Group], rank: int, world_size: int, share_prompt: bool
+) -> Errors:
+    """Compare FSDP ranks, of which the last has no rows in its last micro batch, with one process."""
+    batch, held = batch_of(tiny, groups)
+    plain, model = load_model(tiny, False), load_model(tiny, True)
+    blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for module in [*blocks, model]:
+        fully_shard(module)
+    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
+    expected = own_forward(tiny, plain, batch, held)
+    _loss(expected, weights).backward()
+    forward, error = PackedForward(model, model.config, held, share_prompt=share_prompt), 0.0
+    for rows in _parts(len(batch), rank, world_size):
+        result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
+        assert result.entropy is not None
+        found = result.log_probs, result.entropy
+        (_loss(found, weights[rows]) * world_size).backward()
+        differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
+        error = max([error, *(difference.max().item() for difference in differences)])
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad.full_tensor()
+    return error, relative_difference(model, plain, summed=False)
+
+
+def _parts(rows: int, rank: int, world_size: int) -> list[list[int]]:
+    """Return two micro batches of a rank; the last rank has no row in its second."""
+    own = list(range(rank, rows, world_size))
+    return [own, []] if rank == world_size - 1 else [own[: len(own) // 2], own[len(own) // 2 :]]
+
+
+def errors_on_ranks(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    groups: Sequence[Group],
+    divisions: Sequence[str] = ("fsdp", "ulysses", "ring"),
+    share: Sequence[bool] = (False, True),
+) -> dict[tuple[str, bool], Errors]:
+    """Return the errors of each division over all ranks, with prompts apart and shared."""
+    found: dict[tuple[str, bool], Errors] = {}
+    tiny = open_tiny(folder)
+    for division, shared in itertools.product(divisions, share):
+        if division == "fsdp":
+            found[division, shared] = fsdp_errors(tiny, groups, rank, world_size, shared)
+            continue
+        sizes = (world_size, 1) if division == "ulysses" else (1, world_size)
+        sp = SequenceParallel.build(range(world_size), *sizes)
+        found[division, shared] = training_errors(tiny, groups, share_prompt=shared, sp=sp)
+    return found
+
+
+def assert_small(*errors: Errors) -> None:
+    """Assert that log-probs and gradients agree up to float32 rounding."""
+    wrong = [each for each in errors if not (each[0] < LARGEST and each[1] < LARGEST)]
+    assert not wrong, wrong

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 and Gemma 4: tokens, features and packed training equal those of transformers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.families import (
+    assert_features_are_the_models,
+    assert_inputs_are_the_processors,
+    assert_media_tokens_match,
+    assert_positions_are_the_models,
+    assert_tokens_are_the_processors,
+    assert_units_make_the_whole,
+    expanded,
+    load_tiny,
+    media_of,
+    open_tiny,
+    own_inputs_of,
+    random_clip,
+    random_image,
+    random_row,
+)
+from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
+from verl.models.families.gemma import crop_grid, join_newlines
+from verl.models.families.interface import KINDS, Medium
+from verl.models.tiny import TINY_MODELS, save_tiny_model
+
+KINDS_OF = {"gemma3_vl": ("image",), "gemma4": KINDS, "gemma4_moe": KINDS}
+SIZES = 30, 300
+RNG = np.random.default_rng(0)
+IMAGES = [random_image(RNG, *size) for size in [(60, 90), (30, 30)]]
+CLIP = random_clip(RNG, 3, 40, 60)
+# Two images of different sizes, one image, text.
+GROUPS = [
+    (["What colour?\n", IMAGES[0], " or ", IMAGES[1]], (5, 8, 3)),
+    ([IMAGES[1], "How many?"], (4, 1)),
+    (["What colour is the shape?"], (6,)),
+]
+WITH_VIDEO = [*GROUPS, (["How many? ", CLIP, " and ", IMAGES[0]], (3, 5))]
+GROUPS_OF = {"gemma3_vl": GROUPS, "gemma4": WITH_VIDEO, "gemma4_moe": WITH_VIDEO}
+
+
+@pytest.fixture(params=list(KINDS_OF))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def tiny(kind):
+    return load_tiny(kind)
+
+
+@pytest.fixture(params=range(3))
+def row(request, kind):
+    return random_row(np.random.default_rng(request.param), *SIZES, kinds=KINDS_OF[kind])
+
+
+def test_tokens_counted_from_sizes_are_the_processors(tiny, row):
+    assert_tokens_are_the_processors(tiny, row)
+    assert_media_tokens_match(tiny, row)
+    assert_positions_are_the_models(tiny, row)
+
+
+def test_token_counts_of_many_sizes_are_the_processors(tiny):
+    rng = np.random.default_rng(1)
+
+    for height, width in [(8, 8), (9, 300), (300, 9), *rng.integers(8, 500, (20, 2))]:
+        assert_tokens_are_the_processors(tiny, [random_image(rng, int(height), int(width))])
+
+
+@pytest.mark.parametrize("before", ["", "\n", "a\n\n", "\n\n\n", "a\n\n\n\n\n"])
+@pytest.mark.parametrize("after", ["", "\n", "\n\nb", " \n"])
+def test_newlines_around_an_image_join_its_own(before, after):
+    tiny = load_tiny("gemma3_vl")
+
+    assert_tokens_are_the_processors(tiny, [before, IMAGES[0], after, IMAGES[1], "\n"])
+
+
+def test_newlines_that_touch_no_other_newlines_stay():
+    tokenizer = load_tiny("gemma3_vl").processor.tokenizer
+    tokens = tokenizer.encode("red\n\n\n\nblue\n", add_special_tokens=False)
+
+    assert join_newlines(tokenizer, tokens) == tokens
+
+
+@pytest.mark.parametrize("size", [(256, 512), (512, 256), (300, 1500), (1400, 260), (400, 470), (100, 900)])
+def test_crops_of_wide_and_tall_images_are_the_processors(size, tmp_path):
+    tiny = load_tiny("gemma3_vl")
+    image = random_image(np.random.default_rng(0), *size)
+    made = tiny.processor.image_processor(
+        images=[image], do_pan_and_scan=True, pan_and_scan_min_crop_size=256, pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2, return_tensors="pt",
+    )  # fmt: skip
+    crops = int(made["num_crops"][0])
+    panning = panning_processor(tiny)
+
+    shape = tiny.family.image_shape(panning, *size)
+    pixels = tiny.family.image_inputs(panning, image)["pixel_values"]
+
+    rows, columns = crop_grid(panning.image_processor, *size)
+    assert shape.facts["tiles"] == 1 + crops == len(pixels)
+    assert (rows * columns if rows * columns > 1 else 0) == crops
+    assert shape.tokens == tiny.processor.tokenizer.encode(
+        tiny.processor.replace_image_token(made, 0), add_special_tokens=False
+    )
+    assert torch.equal(pixels, made["pixel_values"])
+    assert len(encoded_of(tiny, panning, image)) == shape.facts["features"]
+
+
+def panning_processor(tiny):
+    processor = AutoProcessor.from_pretrained(tiny.folder)
+    for name, value in (
+        ("do_pan_and_scan", True),
+        ("pan_and_scan_min_crop_size", 256),
+        ("pan_and_scan_max_num_crops", 4),
+        ("pan_and_scan_min_ratio_to_activate", 1.2),
+    ):
+        setattr(processor.image_processor, name, value)
+    return processor
+
+
+def encoded_of(tiny, processor, image):
+    facts = tiny.family.image_shape(processor, image.height, image.width).facts
+    medium = Medium("image", tiny.family.image_inputs(processor, image), facts)
+    assert_units_make_the_whole(tiny, [medium])
+    with torch.no_grad():
+        return tiny.family.encode(tiny.owner, [medium])[0]
+
+
+def test_token_types_are_the_processors(tiny, row):
+    ids = expanded(tiny, row)[None]
+    theirs = own_inputs_of(tiny, row)
+
+    for name, values in tiny.family.own_arguments(tiny.config, ids).items():
+        assert values.tolist() == theirs[name].tolist()
+
+
+def test_features_of_one_call_are_those_of_each_medium_alone(tiny, row):
+    assert_features_are_the_models(tiny, [row, [IMAGES[0]]])
+
+
+def test_units_encoded_apart_are_the_whole(tiny, row):
+    assert_units_make_the_whole(tiny, media_of(tiny, row))
+
+
+def test_rows_with_images_run_through_the_models_own_forward(tiny):
+    rows = [row for row, _ in GROUPS]
+    for row in rows:
+        assert_inputs_are_the_processors(tiny, row)
+
+
+def test_images_that_see_their_later_tokens_change_the_numbers():
+    # The comparison below would pass without blocks if they had no effect.
+    for kind in ("gemma3_vl", "gemma4_moe"):
+        tiny, row = load_tiny(kind), GROUPS[0][0]
+        inputs = own_inputs_of(tiny, row)
+        types = next(name for name in inputs if name.endswith("token_type_ids"))
+        with torch.no_grad():
+            whole = tiny.model(**inputs).logits
+            causal = tiny.model(**{name: inputs[name] for name in inputs if name != types}).logits
+        assert (whole - causal).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
+def test_packed_training_is_the_models_own_padded_forward(kind, share_prompt):
+    assert_small(training_errors(load_tiny(kind), GROUPS_OF[kind], share_prompt=share_prompt))
+
+
+def test_checkpointed_micro_batches_have_the_same_gradients(kind):
+    parts = [[2], [0, 3], [], [1, 4, 5]]
+
+    assert_small(training_errors(load_tiny(kind), GROUPS, share_prompt=False, checkpointed=True, parts=parts))
+
+
+@pytest.mark.heavy
+def test_two_ranks_have_the_gradients_of_one(kind):
+    divisions = ("fsdp", "ulysses")
+    for found in run_distributed(errors_on_ranks, 2, load_tiny(kind).folder, GROUPS_OF[kind], divisions):
+        assert_small(*found.values())
+
+
+def test_a_model_that_hears_as_well_trains_without_sound(tmp_path, monkeypatch):
+    recipe = TINY_MODELS["gemma4"]
+    audio = dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[8, 4],
+        output_proj_dims=32,
+    )  # fmt: skip
+    monkeypatch.setitem(TINY_MODELS, "gemma4", replace(recipe, options={"audio_config": audio}))
+    tiny = open_tiny(save_tiny_model(tmp_path, "gemma4"))
+
+    assert any(name.startswith("model.audio_tower.") for name in tiny.model.state_dict())
+    assert_small(training_errors(tiny, WITH_VIDEO, share_prompt=True))

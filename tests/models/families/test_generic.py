@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that no file describes: what their processors and structures tell, and what is refused."""
+
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.helpers.families import (
+    assert_features_are_the_models,
+    assert_inputs_are_the_processors,
+    assert_media_tokens_match,
+    assert_positions_are_the_models,
+    assert_tokens_are_the_processors,
+    assert_units_make_the_whole,
+    load_tiny,
+    media_of,
+    random_row,
+)
+from tests.helpers.family_table import ABILITIES
+from tests.helpers.family_training import LARGEST, load_model
+from tests.helpers.unnamed_families import REFUSED, SERVED, UNNAMED
+from verl.models import tiny as tiny_models
+from verl.models.families.generic import GenericFamily, join_padded
+from verl.models.families.interface import MediaShape
+from verl.models.families.registry import family_of, is_named
+from verl.models.hub_names import HubNames
+from verl.models.registry import check_model
+
+SIZES = 30, 150
+
+
+@pytest.fixture(autouse=True, scope="module")
+def recipes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "TINY_MODELS", tiny_models.TINY_MODELS | UNNAMED)
+        yield
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def tiny(request):
+    return load_tiny(request.param)
+
+
+@pytest.fixture
+def row():
+    return random_row(np.random.default_rng(3), *SIZES, kinds=["image"])
+
+
+def test_three_families_and_more_are_served_without_a_file():
+    assert len(SERVED) >= 3
+    assert not any(is_named(AutoConfig.for_model(name)) for name in SERVED)
+
+
+def test_tokens_are_those_that_the_processor_makes_of_the_whole_prompt(tiny, row):
+    assert isinstance(tiny.family, GenericFamily)
+    assert_tokens_are_the_processors(tiny, row)
+    assert_media_tokens_match(tiny, row)
+    assert_positions_are_the_models(tiny, row)
+
+
+def test_features_of_one_call_are_those_of_each_image_alone(tiny, row):
+    assert_features_are_the_models(tiny, [row, row[:2]])
+
+
+def test_an_image_is_one_unit(tiny, row):
+    assert_units_make_the_whole(tiny, media_of(tiny, row))
+
+
+def test_the_models_own_forward_takes_the_joined_images(tiny, row):
+    assert_inputs_are_the_processors(tiny, row)
+
+
+def test_all_parameters_belong_to_the_encoder_or_to_the_language_model(tiny):
+    decoder = {id(weight) for weight in tiny.model.get_decoder().parameters()}
+    decoder |= {id(weight) for weight in tiny.model.get_output_embeddings().parameters()}
+    encoder = {
+        id(weight) for part in tiny.family.encoder for weight in tiny.model.get_submodule(part).parameters()
+    }
+    direct = {id(weight) for weight in tiny.owner.parameters(recurse=False)}
+
+    assert decoder.isdisjoint(encoder)
+    assert decoder | encoder | direct == {id(weight) for weight in tiny.model.parameters()}
+    assert tiny.family.tower == tiny.family.encoder[0]
+    assert type(tiny.model.get_submodule(tiny.family.tower).config) is type(tiny.config.vision_config)
+
+
+def test_the_example_has_two_images_of_different_sizes_and_a_blank_one_features(tiny):
+    blank = tiny.family.example(tiny.config, tiny.processor)
+    row = tiny.family.example(tiny.config, tiny.processor, torch.Generator().manual_seed(0))
+
+    assert (len(blank.media), len(row.media)) == (1, 2)
+    for example in (blank, row):
+        with torch.no_grad():
+            features = tiny.family.encode(tiny.owner, example.media)
+        places = tiny.family.media_tokens(tiny.config, example.input_ids)["image"]
+        assert len(places) == sum(map(len, features)) > 0
+
+
+def test_a_prompt_with_too_few_images_is_refused(tiny):
+    token = next(iter(tiny.family.placeholders(tiny.processor)))
+    shape = tiny.family.image_shape(tiny.processor, 50, 60)
+
+    with pytest.raises(ValueError, match="2 image tokens for 1 images"):
+        tiny.family.expand(tiny.processor, [token, token], MediaShape(images=[shape]))
+
+
+def test_a_video_is_refused_with_what_to_write(tiny):
+    with pytest.raises(ValueError, match=r"reads no videos.*`worker\.actor\.model\.family="):
+        tiny.family.video_shape(tiny.processor, 2, 40, 40, {})
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "glm_ocr", "paddleocr_vl"])
+def test_three_dimensional_positions_are_refused(name):
+    with pytest.raises(NotImplementedError, match=rf"{name}\) has positions in time, height and width"):
+        _ = GenericFamily(AutoConfig.for_model(name)).tower
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("mllama", "has no `get_image_features`"), ("phi4_multimodal", "is not an image-text model")],
+)
+def test_a_model_without_image_features_is_refused(name, reason):
+    with pytest.raises(NotImplementedError, match=f"{name}.* {reason}"):
+        _ = GenericFamily(AutoConfig.for_model(name)).media_owner
+
+
+def test_a_processor_whose_tokens_depend_on_other_images_is_refused():
+    processor = load_tiny("idefics2").processor
+    with pytest.raises(NotImplementedError, match="Idefics2Processor makes other tokens for two images"):
+        GenericFamily().image_shape(processor, 40, 40)
+
+
+def test_a_model_whose_package_is_missing_is_refused(monkeypatch):
+    config = AutoConfig.for_model("perception_lm")
+    missing = ImportError("\nit requires the timm library\n")
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_config", Mock(side_effect=missing))
+    with pytest.raises(
+        NotImplementedError, match=r"perception_lm cannot be built.*: it requires the timm library$"
+    ):
+        _ = GenericFamily(config).tower
+
+
+def test_features_that_do_not_fit_the_tokens_are_refused():
+    tiny = load_tiny("llama4")
+    row = tiny.family.example(tiny.config, tiny.processor)
+    with pytest.raises(NotImplementedError, match=r"returns 0 features for images with \d+ tokens"):
+        tiny.family.encode(tiny.owner, row.media)
+
+
+def test_tensors_joined_in_an_unknown_way_are_refused(monkeypatch):
+    processor = load_tiny("llava").processor
+    own = processor.image_processor
+    monkeypatch.setattr(
+        processor, "image_processor", lambda images, **options: own(images[0][::-1], **options)
+    )
+    processor.image_processor.fetch_images = own.fetch_images
+    with pytest.raises(NotImplementedError, match=r"joins `pixel_values` of two images.* in an unknown way"):
+        GenericFamily().image_shape(processor, 40, 40)
+
+
+def test_joined_tensors_are_padded_with_zeros():
+    joined = join_padded([torch.ones(1, 2, 3), torch.ones(2, 4, 1)], 0)
+
+    assert joined.shape == (3, 4, 3)
+    assert joined.sum() == 6 + 8
+    assert joined[0, :2].eq(1).all() and joined[1:, :, 0].eq(1).all()
+
+
+def test_text_models_are_not_tried():
+    assert not isinstance(family_of(AutoConfig.for_model("llama")), GenericFamily)
+
+
+@pytest.mark.parametrize("ability", ABILITIES)
+@pytest.mark.parametrize("kind", SERVED)
+def test_every_ability_computes_what_the_models_own_forward_does(kind, ability):
+    assert ABILITIES[ability](kind) < LARGEST
+
+
+def test_the_start_compares_with_the_models_own_forward(tiny):
+    assert check_model(load_model(tiny, prepared=True), tiny.processor) < 1e-5
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_right_is_refused_before_training(kind):
+    tiny = load_tiny(kind)
+
+    with pytest.raises(NotImplementedError, match=REFUSED[kind]):
+        check_model(load_model(tiny, prepared=True), tiny.processor)
+        HubNames(tiny.config)
+
+
+def test_each_recipe_is_served_or_refused():
+    assert sorted([*SERVED, *REFUSED]) == sorted(UNNAMED)
+
+
+def test_features_that_depend_on_other_images_are_refused():
+    tiny = load_tiny("llava")
+    model = load_model(tiny, prepared=True)
+    projector = model.get_submodule(tiny.family.projector)
+    projector.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
+
+    with pytest.raises(NotImplementedError, match=r"llava\) computes other features of an image together"):
+        check_model(model, tiny.processor)
+
+
+def test_the_refusal_of_a_difference_says_what_to_write():
+    tiny = load_tiny("ovis2")
+
+    with pytest.raises(NotImplementedError, match=r"`worker\.actor\.model\.family=my_family\.py:family`"):
+        check_model(load_model(tiny, prepared=True), tiny.processor)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of single images and videos: every family honors them, or refuses them by name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.families import load_tiny
+from tests.helpers.media import save_image, save_video
+from verl.data.bad_rows import BadRowError
+from verl.data.media.cache import MediaCache
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.models.families.interface import MediumShape, VisionFamily
+from verl.models.families.registry import FAMILIES
+
+NAMES = [
+    name for family in FAMILIES if isinstance(family, VisionFamily) for name in family.tiny
+]  # of `verl-tiny-model --kind`
+READ_VIDEOS = [
+    name
+    for family in FAMILIES
+    if isinstance(family, VisionFamily) and family.reads_videos
+    for name in family.tiny
+]
+
+
+def loader_of(kind, **options):
+    tiny = load_tiny(kind)
+    options = MediaOptions(1, 2**24, **options)
+    return MediaLoader(tiny.processor, options, MediaCache(None), tiny.family)
+
+
+def tokens_of(loader, kind, ref):
+    shape = loader.measure({f"{kind}s": [ref]})
+    (medium,) = shape.images if kind == "image" else shape.videos
+    return len(medium.tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_limit_of_an_images_pixels_has_an_effect_or_is_refused(name, tmp_path):
+    loader = loader_of(name)
+    path = save_image(tmp_path / "a.png", 360, 240)
+    limited = {"path": path, "max_pixels": 96 * 64}
+    sized_by = loader.family.sized_by(loader.processor, "image")
+
+    if not sized_by:
+        assert tokens_of(loader, "image", limited) < tokens_of(loader, "image", path)
+        return
+    for read in (loader.measure, loader.decode, loader.media):
+        with pytest.raises(BadRowError, match=f"the image has `max_pixels`, without .*`{sized_by[0]}`"):
+            read({"images": [limited]})
+
+
+@pytest.mark.parametrize("name", READ_VIDEOS)
+def test_a_limit_of_a_videos_pixels_has_an_effect_or_is_refused(name, tmp_path):
+    loader = loader_of(name)
+    path = save_video(tmp_path / "a.mp4", 192, 128, 4, fps=2)
+    limited = {"path": path, "max_pixels": 96 * 64}
+
+    if not loader.family.sized_by(loader.processor, "video"):
+        assert tokens_of(loader, "video", limited) < tokens_of(loader, "video", path)
+        return
+    for read in (loader.measure, loader.decode, loader.media):
+        with pytest.raises(BadRowError, match="the video has `max_pixels`, without effect on this model"):
+            read({"videos": [limited]})
+    with pytest.raises(ValueError, match="`tokens_per_frame`, without effect on this model"):
+        loader_of(name, tokens_per_frame=64)
+
+
+@pytest.mark.parametrize("name", READ_VIDEOS)
+def test_frames_and_parts_of_a_video_have_an_effect_in_every_family(name, tmp_path):
+    loader = loader_of(name)
+    path = save_video(tmp_path / "a.mp4", 96, 64, 16, fps=2)  # 8 seconds
+
+    def frames(**options):
+        (video,) = loader.decode({"videos": [{"path": path, **options}]}).videos
+        return video[1]["frames_indices"]
+
+    assert frames(nframes=4) == [0, 5, 10, 15]
+    assert len(frames(fps=1.0)) == 8
+    assert frames(nframes=2, video_start=2.0, video_end=4.0) == [4, 8]
+    assert tokens_of(loader, "video", {"path": path, "nframes": 4}) < tokens_of(loader, "video", path)
+
+
+class FixedSize(VisionFamily):
+    """Images of any size have two tokens."""
+
+    def image_shape(self, processor, height, width):
+        return MediumShape([7, 7], {})
+
+
+def test_what_sets_the_size_is_found_among_the_processors_options():
+    images = SimpleNamespace(size={"height": 28, "width": 28}, max_patches=4)
+
+    found = FixedSize().sized_by(SimpleNamespace(image_processor=images), "image")
+
+    assert found == ("max_patches", "size")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a base model that training does not load, such as a head that drafts further tokens.
+
+A merged model keeps them as they are, so that it has all parts of the model that it replaces.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.checkpoint.manifest import BASE_MODEL, MANIFEST
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
+
+
+def unread_tensors(
+    local_dir: Path,  # a role's folder, whose manifest names the model that training started from
+    starts: tuple[str, ...],  # of the tensors' names
+    base_model: str | None = None,  # folder or hub name, if that model has moved since
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the base model's tensors of these names; warn if the base model is not there."""
+    if not starts:
+        return
+    base = base_model or _base_of(local_dir)
+    folder = None if base is None else _folder_of(base)
+    if folder is None:
+        logger.warning(
+            "tensors that training does not load (%s) are not exported, because the base model %s is not on"
+            " this machine: give it as `--base_model` to keep them",
+            ", ".join(f"{start}*" for start in starts),
+            base or "",
+        )
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                if name.startswith(starts):
+                    yield name, tensors.get_tensor(name)
+
+
+def _base_of(local_dir: Path) -> str | None:
+    manifest = local_dir / MANIFEST  # checkpoints of other trainers have none
+    return json.loads(manifest.read_text()).get(BASE_MODEL) if manifest.is_file() else None
+
+
+def _folder_of(base: str) -> Path | None:
+    if Path(base).is_dir():
+        return Path(base)
+    try:
+        return Path(snapshot_download(base, local_files_only=True, allow_patterns=["*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None

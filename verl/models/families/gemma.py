@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 and Gemma 4: tokens of an image attend to each other, and count as plain positions.
+
+Gemma 3 resizes each image to one size, and may add crops of wide and tall ones (pan and scan). Gemma 4 keeps
+the aspect ratio within a budget of tokens; a video is frames after their time as text.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import pad
+
+from verl.models.attention.blocks import FULL, SLIDING
+from verl.models.families.interface import (
+    ExampleRow,
+    Kind,
+    MediaShape,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+    join_tensors,
+)
+from verl.models.families.tiny_sizes import TEXT
+
+NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
+LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
+CROP_SIZE, MOST_CROPS, CROP_RATIO = 256, 4, 1.2  # the processor's own where its image processor has none
+
+TINY_WINDOW = TEXT | dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+TINY_3 = TINY_WINDOW | dict(query_pre_attn_scalar=32)
+TINY_4 = TINY_WINDOW | dict(
+    global_head_dim=64,
+    vocab_size_per_layer_input=512,
+    hidden_size_per_layer_input=16,
+    final_logit_softcapping=30.0,
+)
+TOWER_3 = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=56,
+    patch_size=14,
+    vision_use_head=False,
+)
+TOWER_4 = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=32, patch_size=4, pooling_kernel_size=2, position_embedding_size=256,
+    default_output_length=70,  # read by vLLM
+)  # fmt: skip
+
+
+def tiny_gemma3_processor(tokenizer: Any) -> Any:
+    """Return a processor for images of 4 tokens."""
+    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
+
+    size: Any = dict(height=TOWER_3["image_size"], width=TOWER_3["image_size"])
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size=size),
+        tokenizer=tokenizer,
+        image_seq_length=4,
+    )
+
+
+def tiny_gemma4_processor(tokenizer: Any) -> Any:
+    """Return a processor for images of up to 70 tokens, the fewest that the image processor allows."""
+    import transformers  # noqa: PLC0415
+
+    options: dict[str, Any] = {name: TOWER_4[name] for name in ("patch_size", "pooling_kernel_size")}
+    return transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessor(max_soft_tokens=70, **options),
+        tokenizer=tokenizer,
+        video_processor=transformers.Gemma4VideoProcessor(max_soft_tokens=70, **options),
+        image_seq_length=70,
+    )
+
+
+class Gemma3(VisionFamily):
+    """Gemma 3 (https://arxiv.org/abs/2503.19786), section 2.
+
+    Facts of an image: `tiles`, the image and its crops, and `features`, tokens of all of them.
+    """
+
+    model_types = ("gemma3",)
+    processors = ("Gemma3Processor",)
+    hub_names = ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it")
+    tiny: ClassVar = {
+        "gemma3_vl": TinyModel(
+            "gemma3",
+            TINY_3,
+            TOWER_3,
+            options={"mm_tokens_per_image": 4},
+            special_tokens=("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+            named_tokens={
+                "boi_token": "<start_of_image>",
+                "eoi_token": "<end_of_image>",
+                "image_token": "<image_soft_token>",
+            },
+            token_ids={
+                "boi_token_index": "<start_of_image>",
+                "eoi_token_index": "<end_of_image>",
+                "image_token_index": "<image_soft_token>",
+            },
+            image="<start_of_image>",
+            processor=tiny_gemma3_processor,
+            added_tokens=NEWLINES,
+        )
+    }
+
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
+        crops = math.prod(crop_grid(processor.image_processor, height, width))
+        tiles = 1 if crops == 1 else 1 + crops
+        inputs = {"num_crops": [tiles - 1]}
+        tokens = processor.tokenizer.encode(
+            processor.replace_image_token(inputs, 0), add_special_tokens=False
+        )
+        return MediumShape(tokens, {"tiles": tiles, "features": tiles * processor.image_seq_length})
+
+    def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
+        expanded = super().expand(processor, prompt_ids, shape)
+        # An image's tokens start and end with newlines, which are one token together with those around them.
+        return join_newlines(processor.tokenizer, expanded) if shape.images else expanded
+
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        return FULL, SLIDING
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}  # (tiles, 3, H, W)
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        tiles = [len(medium.tensors["pixel_values"]) for medium in media]
+        encoded = owner.get_image_features(**self.own_inputs(media), return_dict=True).pooler_output
+        return [features.flatten(0, 1) for features in encoded.split(tiles)]
+
+    def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"token_type_ids": (input_ids == config.image_token_id).long()}
+
+    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
+        return [config.mm_tokens_per_image] * facts["tiles"]
+
+    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+        tensors = {name: value[first:stop] for name, value in medium.tensors.items()}
+        share = (stop - first) / medium.facts["tiles"]
+        facts = {"tiles": stop - first, "features": round(share * medium.facts["features"])}
+        return medium._replace(tensors=tensors, facts=facts)
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        size = (1, config.vision_config.num_channels, *[config.vision_config.image_size] * 2)
+        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator) * 2 - 1
+        image = [config.image_token_id] * config.mm_tokens_per_image
+        facts = {"tiles": 1, "features": len(image)}
+        ids = torch.tensor([config.boi_token_id, *image, config.eoi_token_id])
+        return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
+
+    def patches_per_token(self, config: Any) -> int:
+        vision = config.vision_config
+        return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image
+
+    def frame_factor(self, processor: Any) -> int:
+        size = processor.image_processor.size["height"]
+        return size // math.isqrt(processor.image_seq_length)
+
+
+class Gemma4(VisionFamily):
+    """Gemma 4: patches are pooled into tokens; images and frames of videos pass the same tower.
+
+    Facts of a medium: `grid`, frames and patches in height and width, and `features`, tokens of all frames.
+    """
+
+    model_types = ("gemma4",)
+    processors = ("Gemma4Processor",)
+    hub_names = ("google/gemma-4-e2b-it", "google/gemma-4-e4b-it", "google/gemma-4-26B-A4B-it")
+    reads_videos = True
+    projector = "model.embed_vision"
+    tiny: ClassVar = {
+        name: TinyModel(
+            "gemma4",
+            TINY_4 | text,
+            TOWER_4,
+            options={"audio_config": None},
+            special_tokens=(
+                "<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>",
+            ),
+            named_tokens={
+                "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>",
+                "boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>",
+            },
+            token_ids={
+                "boi_token_id": "<|image>", "image_token_id": "<|image|>", "eoi_token_id": "<image|>",
+                "video_token_id": "<|video|>", "boa_token_id": "<|audio>", "audio_token_id": "<|audio|>",
+                "eoa_token_index": "<audio|>",
+            },
+            image="<|image|>",
+            video="<|video|>",
+            processor=tiny_gemma4_processor,
+            # Scores are not scaled: with norms of 1 the random model's attention has one key only.
+            filled={"q_norm.weight": 0.2, "layer_scalar": 0.9},
+        )
+        for name, text in (
+            (
+                "gemma4",
+                dict(
+                    num_hidden_layers=4, num_kv_shared_layers=2, use_double_wide_mlp=True,
+                    layer_types=["sliding_attention", "full_attention"] * 2,
+                ),
+            ),
+            (
+                "gemma4_moe",
+                dict(
+                    hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+                    use_bidirectional_attention="vision", enable_moe_block=True, num_experts=4,
+                    top_k_experts=2, moe_intermediate_size=64,
+                ),
+            ),
+        )
+    }  # fmt: skip
+
+    # --- tokens and positions
+
+    def placeholders(self, processor: Any) -> dict[int, Kind]:
+        return {processor.image_token_id: "image", processor.video_token_id: "video"}
+
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
+        rows, columns = patch_grid(processor.image_processor, height, width)
+        features = rows * columns // processor.image_processor.pooling_kernel_size**2
+        start, end = edges(processor)
+        tokens = [start, *[processor.image_token_id] * features, end]
+        return MediumShape(tokens, {"grid": [1, rows, columns], "features": features})
+
+    def video_shape(
+        self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
+    ) -> MediumShape:
+        rows, columns = patch_grid(processor.video_processor, height, width)
+        features = rows * columns // processor.video_processor.pooling_kernel_size**2
+        start, end = edges(processor)
+        frame = [start, *[processor.video_token_id] * features, end]
+        tokens: list[int] = []
+        for index in meta["frames_indices"]:
+            seconds = int(index / meta["fps"])
+            space = " " if tokens else ""
+            stamp = f"{space}{seconds // 60:02d}:{seconds % 60:02d} "
+            tokens += processor.tokenizer.encode(stamp, add_special_tokens=False) + frame
+        return MediumShape(tokens, {"grid": [num_frames, rows, columns], "features": num_frames * features})
+
+    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
+        ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
+        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
+
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
+
+    # --- model inputs and features
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return without_padding(made["pixel_values"], made["image_position_ids"])
+
+    def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
+        known = {name: value for name, value in meta.items() if name != "do_sample_frames"}
+        made = processor.video_processor(
+            videos=[frames],
+            video_metadata=[known | {"frames_indices": list(meta["frames_indices"])}],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        return without_padding(made["pixel_values_videos"], made["video_position_ids"])
+
+    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        images, videos = ([medium for medium in media if medium.kind == kind] for kind in ("image", "video"))
+        inputs: dict[str, Tensor] = {}
+        if images:
+            inputs["pixel_values"], inputs["image_position_ids"] = padded(images)
+        if videos:
+            count_frames()
+            inputs["pixel_values_videos"], inputs["video_position_ids"] = padded(videos)
+            inputs["num_frames_per_video"] = torch.tensor([medium.facts["grid"][0] for medium in videos])
+        return inputs
+
+    def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
+        types = (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
+        return {"mm_token_type_ids": types}
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        frames = owner.get_image_features(*padded(media), return_dict=True).pooler_output
+        ends = itertools.accumulate(medium.facts["grid"][0] for medium in media)
+        bounds = itertools.pairwise([0, *ends])
+        return [torch.cat(frames[start:stop]) for start, stop in bounds]
+
+    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
+        frames = facts["grid"][0]
+        return [facts["features"] // frames] * frames
+
+    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+        frames, rows, columns = medium.facts["grid"]
+        features = medium.facts["features"] // frames * (stop - first)
+        tensors = {name: value[first:stop] for name, value in medium.tensors.items()}
+        facts = {"grid": [stop - first, rows, columns], "features": features}
+        return medium._replace(tensors=tensors, facts=facts)
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        vision = config.vision_config
+        rows, columns = (1, 1) if generator is None else (2, 3)  # in tokens
+        grid = [1, rows * vision.pooling_kernel_size, columns * vision.pooling_kernel_size]
+        positions = torch.stack(torch.meshgrid(*map(torch.arange, grid[:0:-1]), indexing="xy"), -1)
+        size = (1, math.prod(grid), 3 * vision.patch_size**2)
+        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
+        tokens = [config.image_token_id] * (rows * columns)
+        tensors = {"pixel_values": pixels, "position_ids": positions.reshape(1, -1, 2)}
+        medium = Medium("image", tensors, {"grid": grid, "features": len(tokens)})
+        return ExampleRow(torch.tensor([config.boi_token_id, *tokens, config.eoi_token_id]), [medium])
+
+    def patches_per_token(self, config: Any) -> int:
+        return config.vision_config.pooling_kernel_size**2
+
+    def frame_factor(self, processor: Any) -> int:
+        return processor.video_processor.patch_size * processor.video_processor.pooling_kernel_size
+
+
+def count_frames() -> None:
+    """Let Gemma 4's own forward read videos: transformers 5.19 drops the number of frames on the way."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model  # noqa: PLC0415 - few runs need it
+
+    original: Any = Gemma4Model.get_video_features
+    if hasattr(original, "counts_frames") or "num_frames_per_video" not in signature(original).parameters:
+        return
+
+    @wraps(original)
+    def get_video_features(
+        self: Any, pixels: Tensor, positions: Any = None, num_frames: Any = None, **options: Any
+    ) -> Any:
+        # The forward joins the features of all videos again.
+        num_frames = torch.tensor([len(pixels)]) if num_frames is None else num_frames
+        return original(self, pixels, positions, num_frames, **options)
+
+    vars(get_video_features)["counts_frames"] = True
+    setattr(Gemma4Model, "get_video_features", get_video_features)  # noqa: B010 - its type is another
+
+
+def crop_grid(image_processor: Any, height: int, width: int) -> tuple[int, int]:
+    """Return the rows and columns of crops that pan and scan adds to an image; (1, 1) for none."""
+
+    def option(name: str, default: float) -> Any:
+        value = getattr(image_processor, f"pan_and_scan_{name}")
+        return default if value is None else value
+
+    smallest = option("min_crop_size", CROP_SIZE)
+    long, short = max(height, width), min(height, width)
+    if not image_processor.do_pan_and_scan or long / short < option("min_ratio_to_activate", CROP_RATIO):
+        return 1, 1
+    crops = min(long // smallest, math.floor(long / short + 0.5))
+    crops = min(option("max_num_crops", MOST_CROPS), max(2, crops))
+    if min(math.ceil(long / crops), short) < smallest:
+        return 1, 1
+    return (1, crops) if width >= height else (crops, 1)
+
+
+def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Replace adjacent tokens that consist of newlines by those of all their newlines together."""
+    lengths = newline_tokens(tokenizer)
+    joined: list[int] = []
+    for is_newline, run in itertools.groupby(tokens, lengths.__contains__):
+        run = list(run)
+        if is_newline and len(run) > 1:
+            text = "\n" * sum(lengths[token] for token in run)
+            run = tokenizer.encode(text, add_special_tokens=False)
+        joined += run
+    return joined
+
+
+def newline_tokens(tokenizer: Any) -> dict[int, int]:
+    """Return the number of newlines of each token that consists of newlines."""
+    vocabulary = tokenizer.get_vocab()
+    return {
+        vocabulary[text]: len(text) for text in ("\n" * count for count in range(1, 33)) if text in vocabulary
+    }
+
+
+def edges(processor: Any) -> tuple[int, int]:
+    """Return the tokens before and after an image or a frame."""
+    start, end = processor.tokenizer.convert_tokens_to_ids([processor.boi_token, processor.eoi_token])
+    return start, end
+
+
+def patch_grid(media_processor: Any, height: int, width: int) -> tuple[int, int]:
+    """Return patches in height and width after the processor's own resizing."""
+    resize: Callable[..., tuple[int, int]]
+    resize = vars(sys.modules[type(media_processor).__module__])["get_aspect_ratio_preserving_size"]
+    patch, kernel = media_processor.patch_size, media_processor.pooling_kernel_size
+    height, width = resize(
+        height, width, patch_size=patch, max_patches=media_processor.max_soft_tokens * kernel**2,
+        pooling_kernel_size=kernel,
+    )  # fmt: skip
+    return height // patch, width // patch
+
+
+def without_padding(pixels: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """Return the patches (frames, patches, values) of one medium and their columns and rows."""
+    patches = int((positions[0, :, 0] >= 0).sum())
+    return {"pixel_values": pixels[:, :patches].clone(), "position_ids": positions[:, :patches].clone()}
+
+
+def padded(media: Sequence[Medium]) -> tuple[Tensor, Tensor]:
+    """Join patches and positions, and pad them to the most patches of a frame."""
+    most = max(medium.tensors["pixel_values"].shape[1] for medium in media)
+    parts = [
+        {
+            name: pad(value, (0, 0, 0, most - value.shape[1]), value=-1 if name == "position_ids" else 0)
+            for name, value in medium.tensors.items()
+        }
+        for medium in media
+    ]
+    joined = join_tensors(parts)
+    return joined["pixel_values"], joined["position_ids"]

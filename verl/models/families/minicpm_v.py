@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MiniCPM-V 4.6 and 4.7: large images are seen as a whole and in slices; the language model is Qwen3.5's.
+
+The tokens of an image are `<image_id>0</image_id><image>…</image>`, then rows of `<slice>…</slice>`; a line
+break separates rows. A video has these tokens for each frame, and one number for all frames.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from verl.models.families.canvas import Markers, canvas_positions
+from verl.models.families.interface import (
+    ExampleRow,
+    Kind,
+    MediaShape,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+)
+from verl.models.families.tiny_sizes import HYBRID, TEXT, mrope
+
+PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
+INPUTS: dict[Kind, tuple[str, str]] = {
+    "image": ("pixel_values", "target_sizes"),
+    "video": ("pixel_values_videos", "target_sizes_videos"),
+}
+NAMED_TOKENS = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>",
+    "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
+}  # fmt: skip
+MARKERS = {  # options of a config, in the order of `Markers`
+    "image_start_id": "<image>", "image_end_id": "</image>", "slice_start_id": "<slice>",
+    "slice_end_id": "</slice>", "newline_id": "Ċ",
+}  # fmt: skip
+TINY_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+TINY_PATCH = 14
+TINY_SIZES: dict[str, Any] = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
+TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
+
+
+def tiny_processor(name: str, tokenizer: Any) -> Any:
+    """Return a processor for images of about 4 tokens, and 4 for each of at most 4 slices."""
+    import transformers  # noqa: PLC0415 - its image processors import torchvision
+
+    return getattr(transformers, name)(
+        image_processor=transformers.MiniCPMV4_6ImageProcessor(**TINY_SIZES),
+        video_processor=transformers.MiniCPMV4_6VideoProcessor(**TINY_SIZES),
+        tokenizer=tokenizer,
+    )
+
+
+class MiniCPMV46(VisionFamily):
+    """MiniCPM-V 4.6 (https://huggingface.co/openbmb/MiniCPM-V-4.6).
+
+    Facts of an image or video: `target_sizes`, height and width in patches of the whole and of its slices,
+    frame by frame.
+    """
+
+    model_types = ("minicpmv4_6",)
+    hub_names = ("openbmb/MiniCPM-V-4.6",)
+    processors = ("MiniCPMV4_6Processor",)
+    reads_videos = True
+    projector = "model.merger"
+    numbers_videos: ClassVar[bool] = True
+    tiny: ClassVar = {
+        "minicpmv4_6": TinyModel(
+            "minicpmv4_6",
+            # The tower's merger starts with weights of deviation 1, and rounding grows with all weights.
+            {**TINY_TEXT, "model_type": "qwen3_5_text", "initializer_range": 0.04},
+            dict(
+                hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                patch_size=TINY_PATCH, image_size=8 * TINY_PATCH,
+            ),
+            options={"insert_layer_id": 0},
+            special_tokens=tuple(NAMED_TOKENS.values())[2:],
+            named_tokens=NAMED_TOKENS,
+            token_ids=TINY_IDS,
+            image="<|image_pad|>",
+            video="<|video_pad|>",
+            processor=partial(tiny_processor, "MiniCPMV4_6Processor"),
+        )
+    }  # fmt: skip
+
+    # --- tokens
+
+    def placeholders(self, processor: Any) -> dict[int, Kind]:
+        return {processor.image_token_id: "image", processor.video_token_id: "video"}
+
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
+        sizes, grid = _sizes_and_grid(processor.image_processor, height, width)
+        tokens = _tokens(processor, processor.image_token_id, processor.image_token_divisor, sizes, grid)
+        return MediumShape(tokens, {"target_sizes": sizes})
+
+    def video_shape(
+        self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
+    ) -> MediumShape:
+        if processor.video_processor.stack_frames > 1:
+            raise ValueError(
+                "the video processor's `stack_frames` must be 1: it joins frames that it samples itself"
+            )
+        sizes, grid = _sizes_and_grid(processor.video_processor, height, width)
+        tokens = _tokens(processor, processor.video_token_id, processor.video_token_divisor, sizes, grid)
+        return MediumShape(tokens * num_frames, {"target_sizes": sizes * num_frames})
+
+    def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
+        if processor.default_use_image_id:
+            videos = _numbered(processor, shape.videos) if self.numbers_videos else shape.videos
+            shape = MediaShape(_numbered(processor, shape.images), videos)
+        return super().expand(processor, prompt_ids, shape)
+
+    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
+        ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
+        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
+
+    # --- model inputs and features
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}
+
+    def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
+        made = processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        return {"pixel_values_videos": made["pixel_values_videos"]}
+
+    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        for kind, (pixels, sizes) in INPUTS.items():
+            chosen = [medium for medium in media if medium.kind == kind]
+            if chosen:
+                inputs[pixels] = _joined_pixels(chosen)
+                inputs[sizes] = _target_sizes(chosen).to(inputs[pixels].device)
+        return inputs
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        # As the tower's own forward, with lengths on the CPU; images and frames of videos are the same to it.
+        tower, sizes = owner.vision_tower, _target_sizes(media)
+        merged = tower.config.insert_layer_id if owner.config.downsample_mode != "4x" else None
+        hidden = tower.embeddings(_joined_pixels(media).to(tower.dtype), target_sizes=sizes)
+        rows = _rows(sizes)
+        for index, block in enumerate(tower.encoder.layers):
+            hidden = block(hidden, attention_mask=None, **rows)
+            if index == merged:
+                with _windows_on_cpu(tower.vit_merger):
+                    hidden = tower.vit_merger(hidden, sizes)
+                sizes = sizes // 2
+                rows = _rows(sizes)
+        parts = owner.merger(tower.post_layernorm(hidden), sizes)
+        remaining = iter(parts)
+        counts = [len(medium.facts["target_sizes"]) for medium in media]
+        return [torch.cat(list(itertools.islice(remaining, count))) for count in counts]
+
+    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
+        patches = PATCHES_OF_TOKEN[config.downsample_mode]
+        return [height * width // patches for height, width in facts["target_sizes"]]
+
+    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+        sizes = medium.facts["target_sizes"]
+        name = INPUTS[medium.kind][0]
+        pixels = medium.tensors[name]
+        columns = pixels.shape[-1] // sum(map(math.prod, sizes))  # of a patch
+        start, length = (sum(map(math.prod, part)) * columns for part in (sizes[:first], sizes[first:stop]))
+        tensors = {name: pixels.narrow(-1, start, length)}
+        return medium._replace(tensors=tensors, facts={"target_sizes": sizes[first:stop]})
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        vision = config.vision_config
+        edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
+        size = [edge, edge] if generator is None else [2 * edge, 3 * edge]  # in patches
+        shape = (1, vision.num_channels, vision.patch_size, math.prod(size) * vision.patch_size)
+        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        tokens = torch.tensor([config.image_token_id] * (math.prod(size) // edge**2))
+        return ExampleRow(tokens, [Medium("image", {"pixel_values": pixels}, {"target_sizes": [size]})])
+
+    def smallest_frame(self, processor: Any) -> int:
+        return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2
+
+    def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
+        return {}  # vLLM samples no frames of this model, and passes options of videos to the image processor
+
+    def frame_factor(self, processor: Any) -> int:
+        return processor.video_processor.patch_size * math.isqrt(processor.video_token_divisor)
+
+
+class MiniCPMV47(MiniCPMV46):
+    """MiniCPM-V 4.7: the same tower, positions on a canvas, and videos without numbers."""
+
+    model_types = ("minicpmv4_7",)
+    hub_names = ("openbmb/MiniCPM-V-4.7",)
+    processors = ("MiniCPMV4_7Processor",)
+    numbers_videos = False
+    position_rows = 4
+    tiny: ClassVar = {
+        "minicpmv4_7": replace(
+            MiniCPMV46.tiny["minicpmv4_6"],
+            model_type="minicpmv4_7",
+            token_ids=TINY_IDS | MARKERS,
+            processor=partial(tiny_processor, "MiniCPMV4_7Processor"),
+        )
+    }
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        kinds = (input_ids == config.image_token_id) + 2 * (input_ids == config.video_token_id)
+        edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
+        images, videos = (
+            iter([size for each in shapes for size in each.facts["target_sizes"]])
+            for shapes in (shape.images, shape.videos)
+        )
+        runs = [kind for kind, _ in itertools.groupby(kinds.tolist()) if kind]
+        crops = [next(images if kind == 1 else videos) for kind in runs]
+        sizes = [(height // edge, width // edge) for height, width in crops]
+        return canvas_positions(
+            input_ids, kinds, sizes, Markers(*(getattr(config, name) for name in MARKERS))
+        )
+
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        return {"uses_mrope_canvas": True}  # without it vLLM (0.32) counts positions from 0
+
+
+def _sizes_and_grid(processor: Any, height: int, width: int) -> tuple[list[list[int]], tuple[int, int]]:
+    """Return sizes in patches of the whole image and of its slices, and rows and columns of slices."""
+    size, resolution, patch = (height, width), processor.scale_resolution, processor.patch_size
+    grid = None
+    if processor.slice_mode:
+        grid = processor.get_sliced_grid(size, processor.max_slice_nums, resolution)
+    whole = processor.find_best_resize(size, resolution, patch, allow_upscale=grid is None)
+    sizes = [[edge // patch for edge in whole]]
+    if grid is None:
+        return sizes, (0, 0)
+    refined = processor.get_refine_size(size, grid, resolution, patch, allow_upscale=True)
+    one = [edge // count // patch for edge, count in zip(refined, grid, strict=True)]
+    return sizes + [one] * math.prod(grid), tuple(grid)
+
+
+def _tokens(
+    processor: Any, media_token: int, patches_of_token: int, sizes: list[list[int]], grid: tuple[int, int]
+) -> list[int]:
+    """Return the tokens of an image or a frame without its number."""
+    tokenizer = processor.tokenizer
+
+    def part(name: str, size: list[int]) -> list[int]:
+        features = [media_token] * (math.prod(size) // patches_of_token)
+        start, end = (getattr(processor, f"{name}_{edge}_token") for edge in ("start", "end"))
+        return [tokenizer.convert_tokens_to_ids(start), *features, tokenizer.convert_tokens_to_ids(end)]
+
+    rows, columns = grid
+    tokens = part("image", sizes[0])
+    for row in range(rows):
+        tokens += tokenizer.encode("\n", add_special_tokens=False) if row else []
+        tokens += part("slice", sizes[1]) * columns
+    return tokens
+
+
+def _numbered(processor: Any, shapes: Sequence[MediumShape]) -> list[MediumShape]:
+    """Put the number of each medium of a prompt before its tokens."""
+    start, end = processor.image_id_start_token, processor.image_id_end_token
+    numbers = [
+        processor.tokenizer.encode(f"{start}{index}{end}", add_special_tokens=False)
+        for index in range(len(shapes))
+    ]
+    return [
+        replace(shape, tokens=number + shape.tokens) for number, shape in zip(numbers, shapes, strict=True)
+    ]
+
+
+def _target_sizes(media: Sequence[Medium]) -> Tensor:
+    """Return height and width in patches (n, 2) of all parts of media, on the CPU."""
+    return torch.tensor(
+        [size for medium in media for size in medium.facts["target_sizes"]], dtype=torch.int32
+    )
+
+
+def _joined_pixels(media: Sequence[Medium]) -> Tensor:
+    """Return the pixels (1, C, patch, patches x patch) of all parts of media."""
+    return torch.cat([medium.tensors[INPUTS[medium.kind][0]] for medium in media], -1)
+
+
+def _rows(sizes: Tensor) -> dict[str, Any]:
+    """Return the inputs of blocks whose rows are the parts of these sizes in patches."""
+    patches = sizes.prod(-1)
+    cu_seqlens = nn.functional.pad(patches.cumsum(0), (1, 0)).to(torch.int32)
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": int(patches.max())}
+
+
+@contextlib.contextmanager
+def _windows_on_cpu(merger: Any) -> Iterator[None]:
+    """Keep the lengths of a merger's windows, all of which are equal, on the CPU."""
+
+    def change(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        size = kwargs["max_seqlen"]
+        boundaries = torch.arange(0, kwargs["hidden_states"].shape[1] + 1, size, dtype=torch.int32)
+        return args, kwargs | {"cu_seqlens": boundaries}
+
+    handle = merger.self_attn.register_forward_pre_hook(change, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a language model's layers that configs name differently: heads of each layer, and experts."""
+
+from typing import Any, NamedTuple
+
+
+class LayerHeads(NamedTuple):
+    """Attention heads of a layer."""
+
+    queries: int
+    keys: int  # and values
+    dim: int
+
+
+def layer_heads(text: Any) -> list[LayerHeads]:
+    """Return the heads of each layer of a language model's config."""
+    if not getattr(text, "is_heterogeneous", False):
+        return [_heads(text)] * text.num_hidden_layers
+    return [_heads(layer) for layer in text.per_layer_config]
+
+
+def experts_per_token(text: Any) -> int:
+    """Return the experts that a token passes in a layer; 0 in dense models."""
+    return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
+
+
+def _heads(config: Any) -> LayerHeads:
+    queries = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    return LayerHeads(queries, keys, getattr(config, "head_dim", None) or config.hidden_size // queries)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison of the rollout engine with the trainer, for models that no file describes.
+
+The engine has its own processing of images and its own positions, which no one has compared for such a model:
+a difference would only show as a policy that learns from log-probabilities of other prompts.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+
+from verl.data.media.loader import DecodedMedia, MediaLoader
+from verl.distributed.device import to_device
+from verl.models.deferred_logits import DeferredLogits
+from verl.models.families.generic import WHAT_TO_WRITE
+from verl.models.families.interface import MediaShape, Medium
+from verl.models.monkey_patch import evaluating
+from verl.models.registry import TOLERANCE
+from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
+
+SAMPLED_TOKENS = 8
+# Height and width of the images of each prompt.
+PROMPTS: tuple[tuple[tuple[int, int], ...], ...] = (((64, 64),), ((80, 120),), ((64, 64), (150, 60)), ())
+TEXT = "What is in the picture?"
+
+REMEDY = f"{WHAT_TO_WRITE}, or sample with `worker.rollout.name=hf`"
+
+
+class SampledRow(NamedTuple):
+    """A prompt, and what the engine sampled."""
+
+    prompt_ids: list[int]  # expanded
+    response: FinishedResponse
+    media: list[Medium]
+
+
+def check_requests(
+    media: MediaLoader,
+    tokenizer: Any,
+    max_length: int,  # of prompt and response
+    limit_images: int,  # in a prompt; 0 is none
+) -> list[RolloutRequest]:
+    """Return prompts with one image, with two, and with none, as far as the engine takes them."""
+    rng = np.random.default_rng(0)
+    placeholder = next(iter(media.family.placeholders(media.processor)))
+    text = tokenizer.encode(TEXT, add_special_tokens=False)
+    requests = []
+    for number, sizes in enumerate(PROMPTS):
+        images = [Image.fromarray(rng.integers(256, size=(*size, 3), dtype=np.uint8)) for size in sizes]
+        ids = [token for _ in images for token in (placeholder, *text)] or text
+        decoded = DecodedMedia(images)
+        length = len(media.expand(ids, media.shape_of(decoded))) + SAMPLED_TOKENS
+        if length <= max_length and not 0 < limit_images < len(images):
+            requests.append(RolloutRequest(number, ids, decoded if images else None))
+    return requests
+
+
+def sample(engine: RolloutEngine, requests: Sequence[RolloutRequest], media: MediaLoader) -> list[SampledRow]:
+    """Sample a few tokens of each request, without touching the engine's stream of random numbers."""
+    sampling = SamplingOptions(max_tokens=SAMPLED_TOKENS, ignore_eos=True)
+    state = engine.rng_state()
+    try:
+        responses = {one.uid: one for some in engine.generate(list(requests), sampling) for one in some}
+    except Exception as error:  # whatever an engine raises
+        raise NotImplementedError(
+            f"the rollout engine cannot sample for prompts with images ({error}): {REMEDY}"
+        ) from error
+    engine.set_rng_state(state)
+    rows = []
+    for request in requests:
+        shape, inputs = MediaShape(), []
+        if request.media is not None:
+            shape = media.shape_of(request.media)
+            inputs = [
+                Medium("image", media.family.image_inputs(media.processor, image), measured.facts)
+                for image, measured in zip(request.media.images, shape.images, strict=True)
+            ]
+        ids = media.expand(request.prompt_token_ids, shape)
+        rows.append(SampledRow(ids, responses[request.uid], inputs))
+    return rows
+
+
+class Differences(NamedTuple):
+    """Mean absolute differences of the engine's log-probabilities, the largest of all ranks."""
+
+    with_images: float
+    of_text: float  # of prompts without images
+
+
+def differences(model: nn.Module, rows: Sequence[SampledRow], device: torch.device) -> Differences:
+    """Run the sampled rows through the trainer's packed pass; collective over all ranks."""
+    ids = [torch.tensor([*row.prompt_ids, *row.response.token_ids]) for row in rows]
+    lengths = torch.tensor([len(each) for each in ids])
+    ends, tokens = lengths.cumsum(0), torch.cat(ids)
+    sampled = [len(row.response.token_ids) for row in rows]
+    targets = torch.cat(
+        [torch.arange(end - count, end) for end, count in zip(ends.tolist(), sampled, strict=True)]
+    )
+    arguments = to_device(
+        dict(
+            input_ids=tokens[None],
+            position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()])[None],
+            cu_seqlens=nn.functional.pad(ends, (1, 0)).to(torch.int32),
+            media=[medium for row in rows for medium in row.media],
+        ),
+        device,
+    )
+    before, wanted = to_device((targets - 1, tokens[targets]), device)
+
+    def read(logits: DeferredLogits) -> Tensor:
+        return logits.log_probs(wanted, before, temperature=1.0).log_probs
+
+    with evaluating(model):
+        own = model(**arguments, read=read)
+    theirs = torch.tensor([value for row in rows for value in row.response.log_probs])
+    has_media = torch.tensor([bool(row.media) for row in rows for _ in row.response.log_probs])
+    apart = (own.float().cpu() - theirs).abs()
+    means = [part.mean() if len(part) else torch.zeros(()) for part in (apart[has_media], apart[~has_media])]
+    found = torch.stack(means).nan_to_num(torch.inf).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return Differences(*found.tolist())
+
+
+def check_engine(
+    name: str,  # of the engine
+    model_type: str,
+    dtypes: Sequence[torch.dtype],  # that engine and trainer compute in
+    measured: Differences,
+) -> None:
+    """Raise NotImplementedError if engine and trainer differ by more than rounding."""
+    allowed = max(TOLERANCE[dtype] for dtype in dtypes)
+    if not max(measured) <= allowed:
+        raise NotImplementedError(
+            f"the rollout engine `{name}` computes other log-probabilities of {model_type} than the trainer:"
+            f" they differ by {measured.with_images:.2g} after images and by {measured.of_text:.2g} in text,"
+            f" at most {allowed:g} is allowed: {REMEDY}"
+        )
