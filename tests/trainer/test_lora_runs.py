@@ -102,7 +102,8 @@ def test_adapters_of_experts_train_with_a_balanced_and_frozen_router(folder):
     model = save_tiny_model(folder / "experts", "qwen3_moe")
     section = "worker.actor.model"
     arguments = quickstart_arguments(
-        folder, model, *ADAPTED, f"{section}.lora.target_parameters=[experts.gate_up_proj,experts.down_proj]",
+        folder, model, *ADAPTED, "worker.rollout.lora_sync=auto",
+        f"{section}.lora.target_parameters=[experts.gate_up_proj,experts.down_proj]",
         f"{section}.router_aux_loss_coef=0.1", f"{section}.freeze_router=true",
     )  # fmt: skip
 

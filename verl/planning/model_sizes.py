@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
+from verl.models.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
@@ -45,7 +47,10 @@ def read_shape(
         select_trainable(empty, options, option)
     else:
         empty.requires_grad_(False)
-    return model_shape(empty)
+    shape = model_shape(empty)
+    if options is not None and options.balances_router:
+        shape = replace(shape, router_logits=logits_per_token(empty))
+    return shape
 
 
 def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> ModelShape:
