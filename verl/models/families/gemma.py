@@ -149,6 +149,10 @@ class Gemma3(VisionFamily):
         size = processor.image_processor.size["height"]
         return size // math.isqrt(processor.image_seq_length)
 
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        encoded = owner.get_image_features(**self.own_inputs(media), return_dict=True)
+        return list(encoded.pooler_output.unbind(0))
+
 
 class Gemma4(VisionFamily):
     """Gemma 4: patches are pooled into tokens; images and frames of videos pass the same tower.
