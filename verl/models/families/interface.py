@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
-`Family` describes text models, `VisionFamily` models that read images or videos. Each family has a file, which
-`registry.py` lists; `GenericFamily` reads a model that has none through its own processor and
+`Family` describes text models, `VisionFamily` models that read images or videos. Each family has a file,
+which `registry.py` lists; `GenericFamily` reads a model that has none through its own processor and
 `get_image_features`.
 """
 
