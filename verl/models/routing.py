@@ -39,7 +39,7 @@ def routers_of(model: PreTrainedModel) -> list[Router]:
     decoder = model.get_decoder()
     recorders = (getattr(decoder, "_can_record_outputs", None) or {}).get(LOGITS, [])
     recorders = recorders if isinstance(recorders, list) else [recorders]
-    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
     return [
         Router(f"{prefix}.{name}" if prefix else name, module, recorder.index)
         for name, module in decoder.named_modules()
