@@ -70,7 +70,7 @@ class TokenOwners(NamedTuple):
 
     rows: Tensor  # (M,) int64: row of each of the batch's tokens that this rank holds
     local: Tensor  # (M,) int64: its position among this rank's tokens
-    weights: Tensor  # (n,) float32: rows that own each of this rank's tokens; zero for padding and dummies
+    weights: Tensor  # (n,) int64: rows that own each of this rank's tokens; zero for padding and dummies
     num_rows: int
     is_divided: bool  # other ranks hold the rest of the sequence
 
@@ -79,7 +79,7 @@ class Routes:
     """Choices of all routers in one forward pass."""
 
     def __init__(self, weights: Tensor, top_k: int | None, *, keeps_logits: bool, by_token: bool) -> None:
-        self.weights = weights  # (n,)
+        self.weights = weights.float()  # (n,)
         self.top_k = top_k  # experts of a token; None: as the routers' results have it
         self.load: list[Tensor] = []  # of each layer (E,): tokens sent to each expert
         self.logits: list[Tensor] = []  # of each layer (n, E), with gradient

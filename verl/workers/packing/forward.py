@@ -266,7 +266,7 @@ class PackedForward:
         rows, columns = mask.nonzero(as_tuple=True)
         own = SPRows.of(packed.positions[rows, columns], plan, self.sp)
         held = len(packed.input_ids) if plan is None else len(plan.local)
-        weights = torch.bincount(own.local, minlength=held).float()
+        weights = torch.bincount(own.local, minlength=held)
         return TokenOwners(own.select(rows), own.local, weights, len(mask), plan is not None)
 
     def _media_rows(self, rows: Tensor, plan: ShardPlan | None) -> MediaRows:
