@@ -87,6 +87,16 @@ def test_vllm_writes_the_times_of_frames_that_the_processor_writes(served):
     assert_log_probs_are_the_models(engine, model, processor, [request])
 
 
+def test_vllm_takes_several_videos_in_a_prompt(served):
+    engine, model, processor = served
+    engine.sync_weights(hub_tensors(model))
+    media = DecodedMedia([picture(1)], [film(3), film(4, frames=4)])
+    text = f"{VIDEO} or {GlmV.tiny['glm4v'].image} or {VIDEO}?"
+    request = RolloutRequest("two", processor.tokenizer.encode(text), media)
+
+    assert_log_probs_are_the_models(engine, model, processor, [request])
+
+
 def test_a_frozen_tower_stays_in_vllm_from_the_first_sync(served):
     engine, model, processor = served
     engine.sync_weights(hub_tensors(model))

@@ -11,6 +11,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.models.families.generic import GenericFamily
 from verl.models.families.interface import MediumShape, VisionFamily
 from verl.models.families.registry import FAMILIES
 
@@ -83,7 +84,7 @@ def test_frames_and_parts_of_a_video_have_an_effect_in_every_family(name, tmp_pa
     assert tokens_of(loader, "video", {"path": path, "nframes": 4}) < tokens_of(loader, "video", path)
 
 
-class FixedSize(VisionFamily):
+class FixedSize(GenericFamily):
     """Images of any size have two tokens."""
 
     def image_shape(self, processor, height, width):

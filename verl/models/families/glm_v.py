@@ -84,7 +84,7 @@ class GlmV(PatchGridFamily):
     model_types = ("glm4v", "glm4v_moe", "glm46v")
     processors = ("Glm4vProcessor", "Glm46VProcessor")
     hub_names = ("zai-org/GLM-4.1V-9B-Thinking", "zai-org/GLM-4.5V", "zai-org/GLM-4.6V")
-    engine_patches = ("keep_times_of_frames",)
+    engine_patches = ("keep_times_of_frames", "take_several_videos")
     image_edges = ("image_start_token_id", "image_end_token_id")
     tiny: ClassVar = {
         "glm4v": _tiny("glm4v", "Glm4v"),

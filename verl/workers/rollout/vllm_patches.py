@@ -158,6 +158,17 @@ def keep_times_of_frames() -> None:
     info._get_video_second_idx_glm46v = _times_of_frames
 
 
+def take_several_videos() -> None:
+    """Have vLLM take prompts with several videos for GLM-4.xV, of which it allows one."""
+    # its code for these models handles any number of them
+    info = _replaceable("vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "get_supported_mm_limits")
+    info.get_supported_mm_limits = _any_number_of_media
+
+
+def _any_number_of_media(self: Any) -> dict[str, int | None]:
+    return {"image": None, "video": None}
+
+
 def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> list[float]:
     """Return the time of the first frame of each temporal patch; frames were sampled before."""
     step = self.get_video_processor().temporal_patch_size
