@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of models that no file describes: one trains, one is refused before training."""
+
+import pytest
+
+from tests.helpers.quickstart import make_folder
+from tests.helpers.training import quickstart_arguments, read_metrics, start_training
+from tests.helpers.unnamed_families import UNNAMED
+from verl.models import tiny as tiny_models
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Train a tiny model of a type without a file for two steps with the engine of transformers."""
+    monkeypatch.setattr(tiny_models, "TINY_MODELS", tiny_models.TINY_MODELS | UNNAMED)
+
+    def start(kind):
+        folder = make_folder(tmp_path / kind, kind)
+        finished = start_training(
+            *quickstart_arguments(folder, folder / "model", "worker.rollout.name=hf", "trainer.max_steps=2"),
+            *("trainer.val_freq=-1", "trainer.val_before_train=false", "data.max_prompt_length=160"),
+            f"trainer.save_checkpoint_path={folder / 'out'}",
+        )
+        return finished, folder / "out"
+
+    return start
+
+
+def test_a_model_without_a_file_trains_on_the_log_probs_of_its_engine(run):
+    finished, output = run("idefics3")
+
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    metrics = read_metrics(output)
+    assert sorted(metrics) == [1, 2]
+    for entry in metrics.values():
+        assert entry["rollout/log_probs_diff_max"] < 1e-5
+        assert entry["actor/grad_norm"] > 0
+
+
+def test_a_model_that_computes_something_else_is_refused_before_the_first_step(run):
+    finished, output = run("ovis2")
+
+    assert finished.returncode != 0
+    message = (
+        "(ovis2) computes something that packed training does not support: log-probabilities differ by 0."
+    )
+    assert message in finished.stderr
+    assert "`worker.actor.model.family=my_family.py:family`" in finished.stderr
+    assert not output.exists() or read_metrics(output) == {}
