@@ -7,7 +7,7 @@ Shape letters, throughout the project:
     P  prompt length, padded       H  attention heads       G  prompts (groups)
     R  response length, padded     D  head dimension        L  layers
     T  P + R                       N  packed tokens of all sequences
-    K  separate values of the reward function
+    K  separate values of the reward function      E  experts of a mixture
 """
 
 from collections.abc import Mapping
@@ -60,6 +60,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("accuracies", (("B",),), "float32", "reward", "advantage (prime), update"),
         BatchKey("old_log_probs", (("B", "R"),), "float32", "actor", "KL penalty, update"),
         BatchKey("sum_squared_probs", (("B", "R"),), "float32", "actor", "advantage (token baselines)"),
+        BatchKey("expert_choices", (("B", "E"),), "float32", "actor", "update (router's balance)"),
         BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
         BatchKey("full_kl", (("B", "R"),), "float32", "actor and reference", "KL penalty"),
         BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),

@@ -35,8 +35,8 @@ from verl.workers.model_builder import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
-    "qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
-    "mistral3", "minicpmv4_6",
+    "qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe", "mistral3", "minicpmv4_6", "internvl", "llava_onevision",
 )  # fmt: skip
 FSDP = FSDPConfig(torch_dtype="fp32")
 

@@ -4,8 +4,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from tests.helpers.families import Part, Tiny, clips_of, images_of, render
-from tests.workers.rollout.media import embedded, largest_media_difference
+from tests.workers.rollout.media import embedded, largest_media_difference, media_log_probs
 from tests.workers.rollout.reference import change_weights, collect, hub_tensors, load_model
 from verl.data.media.loader import DecodedMedia
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
@@ -41,3 +43,26 @@ def engine_error(
         responses = collect(engine, given, sampling)
         found.append(largest_media_difference(model, tiny.processor, requests, responses, temperature)[0])
     return max(found)
+
+
+def rounding_ratio(tiny: Tiny, engine: Any, rows: Sequence[Sequence[Part]], seed: int = 1) -> float:
+    """Return the engine's error in bfloat16 relative to that of the model's own forward in bfloat16.
+
+    Both are root mean squares of differences from the same weights in float32.
+    """
+    model = load_model(tiny.folder)
+    change_weights(model, seed)
+    engine.sync_weights(hub_tensors(model))
+    rough = load_model(tiny.folder).to(torch.bfloat16)
+    rough.load_state_dict(model.state_dict())  # rounds
+    model.load_state_dict(rough.state_dict())
+    requests = requests_of(tiny, rows)
+    by_uid = {request.uid: request for request in requests}
+    errors, noise = [], []
+    for response in collect(engine, requests, SamplingOptions(n=2, max_tokens=12)).values():
+        given = tiny.processor, by_uid[response.uid], response.token_ids
+        exact = media_log_probs(model, *given)
+        errors.append(torch.tensor(response.log_probs) - exact)
+        noise.append(media_log_probs(rough, *given) - exact)
+    root_mean_squares = [torch.cat(parts).square().mean().sqrt().item() for parts in (errors, noise)]
+    return root_mean_squares[0] / root_mean_squares[1]

@@ -156,22 +156,28 @@ def merged(kind: str) -> Error:
 
 
 @cache
-def on_two_ranks(division: str) -> dict[str, Error]:
-    """The largest error of each family, its sequences divided over two processes."""
-    kinds = [kind for kind in KINDS if division != "ring" or ring_refusal(kind) is None]
-    found = run_distributed(
-        _errors_of_kinds, 2, division, [(load_tiny(kind).folder, groups_of(kind)) for kind in kinds]
-    )
-    return {kind: max(rank[index] for rank in found) for index, kind in enumerate(kinds)}
+def on_two_ranks() -> dict[str, dict[str, Error]]:
+    """The largest error of each family, by the division of its sequences over two processes."""
+    models = [(load_tiny(kind).folder, groups_of(kind), divisions_of(kind)) for kind in KINDS]
+    ranks = run_distributed(_errors_of_families, 2, models)
+    return {
+        kind: {division: max(error[division] for error in errors) for division in divisions_of(kind)}
+        for kind, *errors in zip(KINDS, *ranks, strict=True)
+    }
 
 
-def _errors_of_kinds(
-    rank: int, world_size: int, division: str, models: Sequence[tuple[Path, list[Group]]]
-) -> list[Error]:
-    return [
-        max(max(each) for each in errors_on_ranks(rank, world_size, folder, groups, [division]).values())
-        for folder, groups in models
-    ]
+def _errors_of_families(
+    rank: int, world_size: int, models: Sequence[tuple[Path, list[Group], list[str]]]
+) -> list[dict[str, Error]]:
+    found = []
+    for folder, groups, divisions in models:
+        errors = errors_on_ranks(rank, world_size, folder, groups, divisions)
+        found.append({name: max(max(errors[name, shared]) for shared in (False, True)) for name in divisions})
+    return found
+
+
+def divisions_of(kind: str) -> list[str]:
+    return [name for name in DIVISIONS if name != "ring" or ring_refusal(kind) is None]
 
 
 def sampled(kind: str) -> Error:
@@ -250,8 +256,8 @@ def row_of(kind: str) -> str:
     """Return the line of a family in the table."""
     cells = ["yes", "yes" if load_tiny(kind).family.reads_videos else "no"]
     cells += [_cell(ability(kind)) for ability in ABILITIES.values()]
-    cells += [_cell(on_two_ranks(division)[kind]) for division in DIVISIONS if division != "ring"]
-    cells += [_cell(on_two_ranks("ring")[kind]) if ring_refusal(kind) is None else "no"]
+    errors = on_two_ranks()[kind]
+    cells += [_cell(errors[division]) if division in errors else "no" for division in DIVISIONS]
     return f"| {kind} | {' | '.join(cells)} |"
 
 

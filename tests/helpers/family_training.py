@@ -28,6 +28,7 @@ from verl.data.media.loader import references_in_order
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
 from verl.models.families.mrope import continue_positions
+from verl.models.hub_names import meta_model
 from verl.models.registry import prepare_model
 from verl.protocol import DataProto
 from verl.utils.quiet import no_weight_bars
@@ -80,7 +81,7 @@ def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]
 
 
 def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
-    widths = [max(len(row[index]) for row in rows) for index in (1, 2)]
+    widths = max(len(row[1]) for row in rows), max(len(row[2]) for row in rows)
     columns: dict[str, list[Tensor]] = {}
     for _, prompt, answer, positions in rows:
         sides = widths[0] - len(prompt), widths[1] - len(answer)
@@ -152,6 +153,7 @@ def training_errors(
     for chosen in parts or [list(range(len(batch)))]:
         rows = list(chosen)
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
+        assert result.entropy is not None
         found = result.log_probs, result.entropy
         _loss(found, weights[rows]).backward()
         differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
@@ -193,6 +195,7 @@ def fsdp_errors(
     forward, error = PackedForward(model, model.config, held, share_prompt=share_prompt), 0.0
     for rows in _parts(len(batch), rank, world_size):
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
+        assert result.entropy is not None
         found = result.log_probs, result.entropy
         (_loss(found, weights[rows]) * world_size).backward()
         differences = [(a - b[rows]).abs() for a, b in zip(found, expected, strict=True) if len(rows)]
@@ -233,3 +236,16 @@ def assert_small(*errors: Errors) -> None:
     """Assert that log-probs and gradients agree up to float32 rounding."""
     wrong = [each for each in errors if not (each[0] < LARGEST and each[1] < LARGEST)]
     assert not wrong, wrong
+
+
+def assert_nothing_is_read_back(tiny: Tiny, row: Sequence[Part]) -> None:
+    """Assert that the tower of a prepared model runs on a device from which no value comes back."""
+    model = meta_model(tiny.config)
+    prepare_model(model)
+    media = [
+        medium._replace(tensors={name: tensor.to("meta") for name, tensor in medium.tensors.items()})
+        for medium in media_of(tiny, row)
+    ]
+    encoded = tiny.family.encode(model.get_submodule(tiny.family.media_owner), media)
+    counts = [sum(tiny.family.units(tiny.config, medium.facts)) for medium in media]
+    assert [len(features) for features in encoded] == counts

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of families that no file of `verl/models/families` describes, by the type of their config."""
 
+import re
 from typing import Any
 
 import transformers
 
+from tests.architecture.source import ROOT
 from verl.models.families.interface import TinyModel
 from verl.models.families.tiny_sizes import TEXT
 
@@ -282,7 +284,11 @@ UNNAMED: dict[str, TinyModel] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
         processor=llama4, special_tokens=LLAMA4_TOKENS,
-        token_ids={"image_token_index": "<|patch|>"}, image="<|image|>",
+        token_ids={
+            "image_token_index": "<|patch|>", "boi_token_index": "<|image_start|>",
+            "eoi_token_index": "<|image_end|>",
+        },
+        image="<|image|>",
     ),
 }  # fmt: skip
 
@@ -291,12 +297,50 @@ SERVED = (
     "llava", "vipllava", "llava_next", "idefics3", "aya_vision", "cohere2_vision", "video_llama_3",
     "deepseek_vl", "lighton_ocr", "hyperclovax_vision_v2", "aria",
 )  # fmt: skip
-# Messages that refuse the others.
-REFUSED: dict[str, str] = {
-    "idefics2": r"makes other tokens for two images than for each alone",
-    "kimi_k25": r"cannot be converted to hub names layer by layer",
-    "lfm2_vl": r"has layers of type conv, which cannot be packed",
-    "llama4": r"returns 0 features for images with \d+ tokens",
-    "ovis2": r"log-probabilities differ by 0\.\d+ from its own forward, at most 0\.001",
-    "paligemma": r"makes other tokens for two images than for each alone",
+# Reasons for which the others are refused, and what the message says.
+REFUSED: dict[str, tuple[str, str]] = {
+    "idefics2": (
+        "two images in a row have other tokens than each alone",
+        r"makes other tokens for two images than for each alone",
+    ),
+    "kimi_k25": (
+        "its weights cannot be converted to hub names layer by layer",
+        r"cannot be converted to hub names layer by layer",
+    ),
+    "lfm2_vl": ("layers of convolutions", r"has layers of type conv, which cannot be packed"),
+    "llama4": (
+        "`get_image_features` leaves out the projector: [a file of ten lines](extensions.md#a-model-family)",
+        r"returns 0 features for images with \d+ tokens",
+    ),
+    "ovis2": (
+        "its own features of tiles' borders: log-probs differ by 0.1",
+        r"log-probabilities differ by 0\.\d+ from its own forward, at most 0\.001",
+    ),
+    "paligemma": (
+        "tokens depend on the rest of the prompt, all of which see each other",
+        r"makes other tokens for two images than for each alone",
+    ),
 }
+MROPE = ("ernie4_5_vl_moe", "glm_ocr", "paddleocr_vl")  # refused by their configs
+NO_FEATURES = {"mllama": "has no `get_image_features`", "phi4_multimodal": "is not an image-text model"}
+
+# In vLLM 0.32 on a CPU: whether log-probs after images equal the trainer's.
+VLLM: dict[str, bool] = {
+    "llava": True, "llava_next": True, "idefics3": True, "video_llama_3": True, "aya_vision": False,
+}  # fmt: skip
+PAGE = ROOT / "docs" / "models.md"
+TABLE = re.compile(r"(?<=<!-- without a file -->\n).*?(?=<!-- end of those -->)", re.DOTALL)
+
+
+def table() -> str:
+    """Return the table of docs/models.md; `python -m tests.helpers.unnamed_families` writes it."""
+    served = {name: ("yes", ("yes" if VLLM[name] else "no") if name in VLLM else "", "") for name in SERVED}
+    refused = {name: reason for name, (reason, _) in REFUSED.items()}
+    refused |= dict.fromkeys(MROPE, "M-RoPE") | NO_FEATURES
+    rows = served | {name: ("no", "", reason) for name, reason in refused.items()}
+    lines = [f"| {name} | {' | '.join(rows[name])} |" for name in sorted(rows)]
+    return "\n".join(["| `model_type` | trains | vLLM | reason |", "|---|---|---|---|", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text()))

@@ -6,12 +6,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from verl.config.model import FSDPConfig, ModelConfig
 from verl.models.families.tiny_sizes import TEXT
 from verl.models.hub_names import meta_model
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.routing import Routing, balance_loss, routers_of
 from verl.models.tiny import save_tiny_model
 from verl.models.trainable import TrainableOptions, select_trainable
+from verl.planning.memory_model import MicroBatch, ModelSetup, saved_activations
+from verl.planning.model_sizes import read_shape
 
 OPTION = "worker.actor.model"
 SMALL = TEXT | {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
@@ -141,6 +144,17 @@ def test_frozen_routers_have_no_adapters(config):
 
     adapted = {name for name, _ in model.named_parameters() if is_adapter(name)}
     assert any("experts" in name for name in adapted) and not any(".gate." in name for name in adapted)
+
+
+def test_the_plan_counts_the_logits_that_the_loss_keeps(tmp_path):
+    folder = save_tiny_model(tmp_path, "qwen3_moe", num_experts=8)
+    arguments = {"option": OPTION, "is_trained": True}
+    plain = read_shape(ModelConfig(str(folder)), FSDPConfig(), **arguments)
+    balanced = read_shape(ModelConfig(str(folder), router_aux_loss_coef=0.1), FSDPConfig(), **arguments)
+
+    setup, batch = ModelSetup("cpu", 1, c=2), MicroBatch(tokens=64, responses=8)
+    kept = saved_activations(balanced, setup, batch) - saved_activations(plain, setup, batch)
+    assert kept == 2 * 64 * 2 * 8  # bytes, tokens, layers, experts
 
 
 def test_dense_models_have_no_routers_to_balance_and_nothing_to_freeze(tmp_path, caplog):

@@ -2,9 +2,12 @@
 """Sizes of models on the meta device, compared with the weights in the files of the same models."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
+from verl.models.hub_names import auto_class
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 from verl.planning.model_sizes import read_shape
 
@@ -15,17 +18,29 @@ def shape_of(folder, *, is_trained=True, head="causal", dtype=None, **model):
     return read_shape(config, fsdp, option="worker.actor.model", is_trained=is_trained, head=head)
 
 
+def parameters_of(model):
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def has_equal_layers(model):
+    # of layers that differ, the plan has the largest
+    return len({sum(map(torch.numel, layer.parameters())) for layer in model.get_decoder().layers}) == 1
+
+
 @pytest.mark.parametrize("family", TINY_MODELS)
 def test_the_weights_are_those_of_the_files(tmp_path, family):
     folder = save_tiny_model(tmp_path, family)
-    in_files = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    model = auto_class(config := AutoConfig.from_pretrained(folder)).from_config(config)
+    buffers = sum(model.get_buffer(name).numel() for name in model.state_dict().keys() - parameters_of(model))
+    in_files = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values()) - buffers
 
     shape = shape_of(folder)
 
     tower = 0 if shape.tower is None else shape.tower.layers * shape.tower.params
     assert shape.params == in_files
     assert shape.stored == 4 * in_files
-    assert shape.root + shape.text.layers * shape.text.params + tower == in_files
+    planned = shape.root + shape.text.layers * shape.text.params + tower
+    assert planned == in_files if has_equal_layers(model) else in_files < planned < 1.2 * in_files
     assert (shape.tower is not None) == (TINY_MODELS[family].vision is not None)
 
 

@@ -98,6 +98,35 @@ def test_adapters_with_joint_experts_reach_the_engine_and_the_log_says_that_expe
 
 
 @pytest.mark.slow
+def test_adapters_of_experts_train_with_a_balanced_and_frozen_router(folder):
+    model = save_tiny_model(folder / "experts", "qwen3_moe")
+    section = "worker.actor.model"
+    arguments = quickstart_arguments(
+        folder, model, *ADAPTED, "worker.rollout.lora_sync=auto",
+        f"{section}.lora.target_parameters=[experts.gate_up_proj,experts.down_proj]",
+        f"{section}.router_aux_loss_coef=0.1", f"{section}.freeze_router=true",
+    )  # fmt: skip
+
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={folder / 'balanced'}")
+
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    assert "joint tensors of experts are not" not in finished.stderr
+    metrics = read_metrics(folder / "balanced")
+    for step in (1, 2, 3):
+        assert metrics[step]["rollout/log_probs_diff_max"] < 1e-4
+        assert 1.0 < metrics[step]["moe/load_max"] <= 2.0  # of 4 experts, two for each token
+        assert 1.0 < metrics[step]["actor/router_aux_loss"] < 3.0
+    actor = folder / "balanced" / "global_step_3" / "actor"
+    base = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        plain = logits(base)
+        merged = AutoModelForCausalLM.from_pretrained(merge_checkpoint(actor, dtype=torch.float32))
+        adapted = peft.PeftModel.from_pretrained(base, actor / "lora_adapter")
+        torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=0)
+    assert (logits(merged) - plain).abs().max() > 0.1
+
+
+@pytest.mark.slow
 def test_a_resumed_run_of_adapters_logs_what_the_unbroken_one_logs(unbroken, folder):
     checkpoint = folder / "unbroken" / "global_step_2"
 

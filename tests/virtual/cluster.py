@@ -334,7 +334,7 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
             worker = build_worker(folder, setup, spec["ranks"])
             with phase("init_model"):
                 worker.init_model()
-            batch = make_batch(folder, spec["shape"], setup, worker.policy.forward.model_type.position_rows)
+            batch = make_batch(folder, spec["shape"], setup, worker.policy.forward.family.position_rows)
             run_phases(worker, batch, setup, phase)
     return {name: phase.to_json() for name, phase in tally.phases.items()}
 

@@ -53,6 +53,12 @@ def _is_recorded(name: str, module: nn.Module, recorder: Any) -> bool:
     return where and recorder.target_class is not None and isinstance(module, recorder.target_class)
 
 
+def logits_per_token(model: PreTrainedModel) -> int:
+    """Count the router logits of a token in all layers: the rows of the routers' matrices."""
+    matrices = ([p for p in router.module.parameters() if p.ndim == 2] for router in routers_of(model))
+    return sum(min(len(matrix) for matrix in each) for each in matrices if each)
+
+
 def is_router_alone(module: nn.Module) -> bool:
     """Return whether a recorded module holds a router only; in a few models it is the whole block."""
     sizes = {param.shape[0] for param in module.parameters() if param.ndim > 1}
@@ -65,6 +71,8 @@ class TokenOwners(NamedTuple):
     rows: Tensor  # (M,) int64: row of each of the batch's tokens that this rank holds
     local: Tensor  # (M,) int64: its position among this rank's tokens
     weights: Tensor  # (n,) float32: rows that own each of this rank's tokens; zero for padding and dummies
+    num_rows: int
+    is_divided: bool  # other ranks hold the rest of the sequence
 
 
 class Routes:

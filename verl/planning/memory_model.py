@@ -65,6 +65,7 @@ class ModelShape:
     text: Stack
     tower: Stack | None = None
     patches_per_token: int = 4
+    router_logits: int = 0  # of a token in all layers, if the loss that balances routers keeps them
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
 
     @property
@@ -166,6 +167,7 @@ def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -
     if shape.tower is not None:
         per_patch = c * shape.tower.hidden if setup.checkpointing else shape.tower.saved(c)
         total += shape.tower.layers * per_patch * batch.patches
+    total += c * shape.router_logits * batch.tokens
     last_norm = (NORM_BYTES + 2 * c) * shape.text.hidden * batch.tokens
     return total + last_norm + c * shape.text.hidden * batch.responses
 

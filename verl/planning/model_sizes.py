@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of the models that a worker will hold, from their configs alone; no weights are read."""
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
+from verl.models.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
@@ -44,7 +47,10 @@ def read_shape(
         select_trainable(empty, options, option)
     else:
         empty.requires_grad_(False)
-    return model_shape(empty)
+    shape = model_shape(empty)
+    if options is not None and options.balances_router:
+        shape = replace(shape, router_logits=logits_per_token(empty))
+    return shape
 
 
 def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> ModelShape:
@@ -76,13 +82,14 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     blocks = fsdp_blocks(model)
     encoder = encoder_of(config)
     in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
-    in_blocks = {id(param) for block in blocks for param in block.parameters()}
+    tower_blocks = _most_common([block for block in blocks if block in in_tower])
+    text_blocks = [block for block in blocks if block not in in_tower]
+    in_blocks = {id(param) for block in text_blocks + tower_blocks for param in block.parameters()}
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     root = [param for param in params if id(param) not in in_blocks]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_adapted = bool(adapted_layers(model) or adapted_parameters(model))
-    tower_blocks = [block for block in blocks if block in in_tower]
     return ModelShape(
         params=_count(params),
         stored=sum(param.nbytes for param in params),
@@ -93,11 +100,17 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         largest_stored=max(param.nbytes for param in params),
         vocab=1 if head is None else len(head.weight),
         is_tied=head is not None and head.weight is embedding.weight,
-        text=_text_stack(config.get_text_config(), [block for block in blocks if block not in in_tower]),
+        text=_text_stack(config.get_text_config(), text_blocks),
         tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
         patches_per_token=patches_per_token(config),
         frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
     )
+
+
+def _most_common(blocks: list[nn.Module]) -> list[nn.Module]:
+    # FSDP gathers a tower's embeddings or merger like a block, and the plan counts them among the rest.
+    counts = Counter(map(type, blocks))
+    return [block for block in blocks if type(block) is counts.most_common(1)[0][0]]
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:

@@ -18,7 +18,7 @@ from verl.data.media.loader import DecodedMedia, MediaData
 from verl.data.tokenizer import load_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.registry import is_named
+from verl.models.families.registry import is_named, vision_family_of
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -236,7 +236,7 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `old_log_probs`, and if needed `sum_squared_probs` and `full_kl`: (B, R) each."""
+        """Compute `old_log_probs`, and if needed `sum_squared_probs`, `full_kl` and `expert_choices`."""
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
         with self._loaded(batch, self.policy, reference):
@@ -251,6 +251,8 @@ class FSDPWorker(ModelWorker):
             tensors["sum_squared_probs"] = result.sum_squared_probs
         if result.kl is not None:
             tensors["full_kl"] = result.kl
+        if self.actor.expert_choices is not None:
+            tensors["expert_choices"] = self.actor.expert_choices
         return DataProto.from_dict(tensors)
 
     @register(Dispatch.SHARD, phase="ref")
@@ -320,7 +322,11 @@ class FSDPWorker(ModelWorker):
         # features of a frozen tower, or pixels
         if not media:
             return None
-        if self.policy.tower is not None and self.engine.takes_embeddings:
+        takes_features = self.policy.tower is not None and self.engine.takes_embeddings
+        if takes_features and media.get("videos"):
+            takes_features = vision_family_of(self.policy.model.config).takes_video_features
+        if takes_features:
+            assert self.policy.tower is not None
             known = self.policy.tower.known(media)  # None if the cache had no room for it
             if known is not None:
                 return EmbeddedMedia(known["image"], known["video"])

@@ -5,12 +5,11 @@ import pytest
 
 from tests.helpers.family_table import (
     ABILITIES,
-    DIVISIONS,
     KINDS,
     PAGE,
     TABLE,
+    divisions_of,
     on_two_ranks,
-    ring_refusal,
     table,
 )
 from tests.helpers.family_training import LARGEST
@@ -23,14 +22,12 @@ def test_every_ability_computes_what_the_models_own_forward_does(ability, kind):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_divided_over_two_ranks_log_probs_and_gradients_stay(division):
-    errors = on_two_ranks(division)
+@pytest.mark.parametrize("kind", KINDS)
+def test_divided_over_two_ranks_log_probs_and_gradients_stay(kind):
+    errors = on_two_ranks()[kind]
 
-    assert {kind: error for kind, error in errors.items() if not error < LARGEST} == {}
-    assert len(errors) + sum(ring_refusal(kind) is not None for kind in KINDS) * (division == "ring") == len(
-        KINDS
-    )
+    assert [*errors] == divisions_of(kind)
+    assert all(error < LARGEST for error in errors.values()), errors
 
 
 @pytest.mark.heavy

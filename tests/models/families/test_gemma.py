@@ -26,8 +26,8 @@ from tests.helpers.families import (
     random_row,
 )
 from tests.helpers.family_training import assert_small, errors_on_ranks, training_errors
-from verl.models.families.gemma import crop_grid, join_newlines
-from verl.models.families.interface import KINDS, Medium
+from verl.models.families.gemma import join_newlines
+from verl.models.families.interface import KINDS
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 
 KINDS_OF = {"gemma3_vl": ("image",), "gemma4": KINDS, "gemma4_moe": KINDS}
@@ -88,48 +88,17 @@ def test_newlines_that_touch_no_other_newlines_stay():
     assert join_newlines(tokenizer, tokens) == tokens
 
 
-@pytest.mark.parametrize("size", [(256, 512), (512, 256), (300, 1500), (1400, 260), (400, 470), (100, 900)])
-def test_crops_of_wide_and_tall_images_are_the_processors(size, tmp_path):
-    tiny = load_tiny("gemma3_vl")
-    image = random_image(np.random.default_rng(0), *size)
-    made = tiny.processor.image_processor(
-        images=[image], do_pan_and_scan=True, pan_and_scan_min_crop_size=256, pan_and_scan_max_num_crops=4,
-        pan_and_scan_min_ratio_to_activate=1.2, return_tensors="pt",
-    )  # fmt: skip
-    crops = int(made["num_crops"][0])
-    panning = panning_processor(tiny)
-
-    shape = tiny.family.image_shape(panning, *size)
-    pixels = tiny.family.image_inputs(panning, image)["pixel_values"]
-
-    rows, columns = crop_grid(panning.image_processor, *size)
-    assert shape.facts["tiles"] == 1 + crops == len(pixels)
-    assert (rows * columns if rows * columns > 1 else 0) == crops
-    assert shape.tokens == tiny.processor.tokenizer.encode(
-        tiny.processor.replace_image_token(made, 0), add_special_tokens=False
-    )
-    assert torch.equal(pixels, made["pixel_values"])
-    assert len(encoded_of(tiny, panning, image)) == shape.facts["features"]
-
-
-def panning_processor(tiny):
+def test_an_image_processor_that_pans_is_told_not_to_as_in_the_processors_own_call(tmp_path):
+    tiny, image = load_tiny("gemma3_vl"), random_image(np.random.default_rng(0), 300, 1200)
     processor = AutoProcessor.from_pretrained(tiny.folder)
-    for name, value in (
-        ("do_pan_and_scan", True),
-        ("pan_and_scan_min_crop_size", 256),
-        ("pan_and_scan_max_num_crops", 4),
-        ("pan_and_scan_min_ratio_to_activate", 1.2),
-    ):
-        setattr(processor.image_processor, name, value)
-    return processor
+    processor.image_processor.do_pan_and_scan = True
+    processor.save_pretrained(tmp_path)
+    panning = tiny._replace(processor=AutoProcessor.from_pretrained(tmp_path))
 
-
-def encoded_of(tiny, processor, image):
-    facts = tiny.family.image_shape(processor, image.height, image.width).facts
-    medium = Medium("image", tiny.family.image_inputs(processor, image), facts)
-    assert_units_make_the_whole(tiny, [medium])
-    with torch.no_grad():
-        return tiny.family.encode(tiny.owner, [medium])[0]
+    assert panning.processor.image_processor.do_pan_and_scan
+    assert_tokens_are_the_processors(panning, ["wide:", image])
+    assert_inputs_are_the_processors(panning, ["wide:", image])
+    assert panning.family.image_inputs(panning.processor, image)["pixel_values"].shape[0] == 1
 
 
 def test_token_types_are_the_processors(tiny, row):

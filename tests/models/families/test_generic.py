@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that no file describes: what their processors and structures tell, and what is refused."""
 
+import re
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.architecture.source import ROOT
 from tests.helpers.families import (
     assert_features_are_the_models,
     assert_inputs_are_the_processors,
@@ -21,8 +23,18 @@ from tests.helpers.families import (
 )
 from tests.helpers.family_table import ABILITIES
 from tests.helpers.family_training import LARGEST, load_model
-from tests.helpers.unnamed_families import REFUSED, SERVED, UNNAMED
+from tests.helpers.unnamed_families import (
+    MROPE,
+    NO_FEATURES,
+    PAGE,
+    REFUSED,
+    SERVED,
+    TABLE,
+    UNNAMED,
+    table,
+)
 from verl.models import tiny as tiny_models
+from verl.models.families import registry
 from verl.models.families.generic import GenericFamily, join_padded
 from verl.models.families.interface import MediaShape
 from verl.models.families.registry import family_of, is_named
@@ -30,6 +42,7 @@ from verl.models.hub_names import HubNames
 from verl.models.registry import check_model
 
 SIZES = 30, 150
+EXTENSIONS = ROOT / "docs" / "extensions.md"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,16 +125,13 @@ def test_a_video_is_refused_with_what_to_write(tiny):
         tiny.family.video_shape(tiny.processor, 2, 40, 40, {})
 
 
-@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "glm_ocr", "paddleocr_vl"])
+@pytest.mark.parametrize("name", MROPE)
 def test_three_dimensional_positions_are_refused(name):
     with pytest.raises(NotImplementedError, match=rf"{name}\) has positions in time, height and width"):
         _ = GenericFamily(AutoConfig.for_model(name)).tower
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("mllama", "has no `get_image_features`"), ("phi4_multimodal", "is not an image-text model")],
-)
+@pytest.mark.parametrize(("name", "reason"), NO_FEATURES.items())
 def test_a_model_without_image_features_is_refused(name, reason):
     with pytest.raises(NotImplementedError, match=f"{name}.* {reason}"):
         _ = GenericFamily(AutoConfig.for_model(name)).media_owner
@@ -187,9 +197,15 @@ def test_the_start_compares_with_the_models_own_forward(tiny):
 def test_what_cannot_be_right_is_refused_before_training(kind):
     tiny = load_tiny(kind)
 
-    with pytest.raises(NotImplementedError, match=REFUSED[kind]):
+    with pytest.raises(NotImplementedError, match=REFUSED[kind][1]):
         check_model(load_model(tiny, prepared=True), tiny.processor)
         HubNames(tiny.config)
+
+
+def test_the_page_has_the_table_of_what_was_tried():
+    (written,) = TABLE.findall(PAGE.read_text())
+
+    assert written == table(), "python -m tests.helpers.unnamed_families writes it"
 
 
 def test_each_recipe_is_served_or_refused():
@@ -211,3 +227,14 @@ def test_the_refusal_of_a_difference_says_what_to_write():
 
     with pytest.raises(NotImplementedError, match=r"`worker\.actor\.model\.family=my_family\.py:family`"):
         check_model(load_model(tiny, prepared=True), tiny.processor)
+
+
+def test_the_file_of_the_page_adds_the_projector_that_llama_4_leaves_out(tmp_path, monkeypatch):
+    (content,) = re.findall(r"```python\n(# llama4\.py\n.*?)```", EXTENSIONS.read_text(), flags=re.DOTALL)
+    (tmp_path / "llama4.py").write_text(content)
+    monkeypatch.setattr(registry, "TYPES", dict(registry.TYPES))
+    registry.register_family(f"{tmp_path}/llama4.py:family")
+    tiny = load_tiny("llama4", num_hidden_layers=3)
+
+    assert check_model(load_model(tiny, prepared=True), tiny.processor) < 1e-5
+    assert not is_named(tiny.config), "it is still compared with the engine"

@@ -16,6 +16,9 @@ from tests.helpers.families import (
     media_of,
     random_row,
 )
+from verl.data.media.cache import MediaCache
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 
 SIZES = 20, 400
 
@@ -50,3 +53,10 @@ def test_tiles_and_frames_encoded_apart_are_the_medium(tiny, row):
 
 def test_rows_run_through_the_models_own_forward(tiny, row):
     assert_inputs_are_the_processors(tiny, row)
+
+
+def test_a_frame_has_the_same_tokens_at_any_size(tiny):
+    # so a smaller limit of tokens for each frame is refused
+    assert tiny.family.smallest_frame(tiny.processor) == 4
+    with pytest.raises(ValueError, match="`tokens_per_frame` must be at least 4"):
+        MediaLoader(tiny.processor, MediaOptions(1, 10**6, tokens_per_frame=3), MediaCache(None))

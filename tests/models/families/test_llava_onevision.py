@@ -19,6 +19,9 @@ from tests.helpers.families import (
     random_row,
     shape_of,
 )
+from verl.data.media.cache import MediaCache
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 
 SIZES = 20, 600
 
@@ -66,9 +69,27 @@ def test_padded_and_reduced_images_are_those_of_the_model(tiny):
     assert_units_make_the_whole(tiny, media_of(tiny, images))
 
 
+def test_rows_of_tiles_that_are_padding_have_no_features(tiny, monkeypatch):
+    # the only resolution is square, so that a wide image fills the middle row of tiles
+    for owner in (tiny.processor.image_processor, tiny.config):
+        monkeypatch.setattr(owner, "image_grid_pinpoints", [[216, 216]])
+    image = random_image(np.random.default_rng(7), 60, 300)
+
+    assert shape_of(tiny, image).facts["unit_features"] == [25, 0, 48, 0]
+    assert_features_are_the_models(tiny, [[image]])
+    assert_units_make_the_whole(tiny, media_of(tiny, [image]))
+
+
 def test_videos_of_several_lengths_are_refused_by_the_models_own_forward(tiny):
     rng = np.random.default_rng(8)
     media = media_of(tiny, [random_clip(rng, frames, 50, 60) for frames in (2, 3)])
 
     with pytest.raises(ValueError, match=r"videos of one length together, got \[2, 3\] frames"):
         tiny.family.own_inputs(media)
+
+
+def test_a_frame_has_the_same_tokens_at_any_size(tiny):
+    # so a smaller limit of tokens for each frame is refused
+    assert tiny.family.smallest_frame(tiny.processor) == 9
+    with pytest.raises(ValueError, match="`tokens_per_frame` must be at least 9"):
+        MediaLoader(tiny.processor, MediaOptions(1, 10**6, tokens_per_frame=8), MediaCache(None))

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
@@ -15,15 +16,18 @@ from tests.helpers.families import (
     expanded,
     load_tiny,
     media_of,
+    media_shape_of,
     random_clip,
     random_image,
     random_size,
 )
 from tests.helpers.family_training import (
+    assert_nothing_is_read_back,
     assert_small,
     errors_on_ranks,
     training_errors,
 )
+from verl.models.families.minicpm_v import MARKERS
 
 SIZES = 30, 400  # what has more than 112 x 112 pixels is sliced
 FRAMES = 2  # transformers (5.19) takes no videos of different lengths in one call
@@ -37,9 +41,9 @@ GROUPS = [
 ]
 
 
-@pytest.fixture
-def tiny():
-    return load_tiny("minicpmv4_6")
+@pytest.fixture(params=["minicpmv4_6", "minicpmv4_7"])
+def tiny(request):
+    return load_tiny(request.param)
 
 
 @pytest.fixture(params=range(4))
@@ -71,7 +75,22 @@ def test_images_and_videos_of_a_prompt_are_numbered_apart(tiny):
 
     tokens = tiny.processor.tokenizer.decode(expanded(tiny, [image, clip, image]).tolist())
 
-    assert [tokens.split("</image_id>")[i].split("<image_id>")[1] for i in range(3)] == ["0", "0", "1"]
+    numbers = [part.split("<image_id>")[1] for part in tokens.split("</image_id>")[:-1]]
+    # In 4.7 videos have none.
+    assert numbers == (["0", "0", "1"] if tiny.family.numbers_videos else ["0", "1"])
+
+
+def test_pictures_without_text_between_them_have_the_models_positions(tiny, monkeypatch):
+    monkeypatch.setattr(tiny.processor, "default_use_image_id", False)
+    small, sliced = IMAGES
+
+    for row in (
+        [small, sliced, "a"],
+        [sliced, "\n", small, "\n", sliced],
+        [CLIP, sliced, CLIP],
+        [sliced, "\n\na"],
+    ):
+        assert_positions_are_the_models(tiny, row)
 
 
 def test_images_are_not_numbered_if_the_processor_says_so(tiny, monkeypatch):
@@ -120,8 +139,32 @@ def test_checkpointed_micro_batches_have_the_same_gradients(tiny):
     assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
 
 
+def test_the_tower_reads_no_length_back_from_the_device(tiny):
+    assert_nothing_is_read_back(tiny, [*IMAGES, CLIP])
+
+
 @pytest.mark.heavy
 def test_two_ranks_have_the_gradients_of_one(tiny):
     # Layers with a recurrence cannot be divided by a ring.
     for found in run_distributed(errors_on_ranks, 2, tiny.folder, GROUPS, ("fsdp", "ulysses")):
         assert_small(*found.values())
+
+
+def test_positions_on_a_canvas_are_vllms():
+    vllm = pytest.importorskip("vllm.model_executor.models.minicpmv4_7")
+    tiny, rng = load_tiny("minicpmv4_7"), np.random.default_rng(5)
+    config, names = tiny.config, ("im_start_id", "im_end_id", "slice_start_id", "slice_end_id", "newline_id")
+    markers = dict(zip(names, (getattr(config, name) for name in MARKERS), strict=True))
+
+    for count in range(1, 4):
+        row = [
+            part
+            for _ in range(count)
+            for part in (random_image(rng, *random_size(rng, *SIZES)), "the answer\n")
+        ]
+        ids, shape = expanded(tiny, row), media_shape_of(tiny, row)
+        sizes = torch.tensor([size for image in shape.images for size in image.facts["target_sizes"]])
+        bounds = vllm.build_image_bounds(ids, markers)
+        theirs = vllm._compute_canvas_single(ids, torch.arange(len(ids)), bounds, sizes, markers)
+
+        assert tiny.family.positions(config, ids, shape)[1:].tolist() == theirs.tolist()

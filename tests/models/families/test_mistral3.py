@@ -22,6 +22,7 @@ from tests.helpers.families import (
     random_row,
 )
 from tests.helpers.family_training import (
+    assert_nothing_is_read_back,
     assert_small,
     errors_on_ranks,
     training_errors,
@@ -125,6 +126,10 @@ def test_checkpointed_micro_batches_have_the_same_gradients():
     tiny, parts = load_tiny("mistral3"), [[2], [0, 3], [], [1, 4, 5]]
 
     assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
+
+
+def test_the_tower_reads_no_length_back_from_the_device(tiny):
+    assert_nothing_is_read_back(tiny, IMAGES)
 
 
 @pytest.mark.heavy

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose images are tiles in both engines: log-probs are the model's own after each sync."""
 
+import importlib
+from functools import partial
+
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.families import load_tiny, random_clip, random_image
 from tests.helpers.family_engines import engine_error
 from tests.workers.rollout.reference import rollout_config, setup_of
+from verl.models.families.internvl import InternVL
+from verl.models.families.llava_onevision import LlavaOnevision
+from verl.workers.rollout import vllm_patches
 from verl.workers.rollout.engines import build_rollout_engine
 
 pytestmark = pytest.mark.heavy
@@ -28,13 +35,28 @@ ROWS = [
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_log_probs_are_the_models_after_each_sync(kind, name, single_process):
     tiny = load_tiny(kind)
-    # a tower is frozen, and these models take no features in vLLM
-    setup = setup_of(tiny.folder, takes_embeddings=True)
+    setup = setup_of(tiny.folder, takes_embeddings=True)  # of a frozen tower
     engine = build_rollout_engine(rollout_config(name=name, limit_images=2), setup)
 
     error = engine_error(tiny, engine, ROWS)
-    takes_embeddings = engine.takes_embeddings
+    assert engine.takes_embeddings == (name == "vllm")
+    if engine.takes_embeddings:  # of images only
+        error = max(error, engine_error(tiny, engine, ROWS[:3], as_features=True))
     engine.close()
 
     assert error < 1e-4
-    assert not takes_embeddings
+
+
+@pytest.mark.parametrize("family", [InternVL, LlavaOnevision])
+def test_vllms_schemas_hold_features_of_images_of_any_length(family):
+    vllm_patches.import_vllm("cpu")
+    (schema,) = family.engine_schemas
+    module, _, name = schema.partition(":")
+    inputs = partial(getattr(importlib.import_module(module), name), type="image_embeds")
+
+    vllm_patches.take_features_of_any_length(schema)
+
+    inputs(data=[torch.zeros(4, 8), torch.zeros(12, 8)])
+    inputs(data=torch.zeros(2, 4, 8))
+    with pytest.raises(ValueError, match="inconsistent shapes"):
+        inputs(data=[torch.zeros(4, 8), torch.zeros(12, 9)])

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from tests.helpers.families import load_tiny, random_image
-from tests.helpers.family_engines import engine_error, requests_of
+from tests.helpers.families import load_tiny, random_clip, random_image
+from tests.helpers.family_engines import engine_error, requests_of, rounding_ratio
 from tests.workers.rollout.media import largest_media_difference
 from tests.workers.rollout.reference import (
     change_weights,
@@ -31,6 +31,14 @@ ROWS = [
 ]
 
 
+def without_encoder(tiny, model=None):
+    """The weights that a frozen tower leaves to be synced."""
+    weights = (model or tiny.model).state_dict()
+    trained = {name: weights[name] for name in weights if not name.startswith(tiny.family.encoder)}
+    assert len(trained) < len(weights)
+    return trained
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_tower_stays_from_the_first_sync(kind, single_process):
     tiny, model = load_tiny(kind), load_model(load_tiny(kind).folder)
@@ -42,14 +50,8 @@ def test_a_frozen_tower_stays_from_the_first_sync(kind, single_process):
     change_weights(model, 1)
     engine.sync_weights(hub_tensors(model))
     change_weights(model.get_submodule("model.language_model"), 2)
-    trained = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if not name.startswith(tiny.family.encoder)
-    }
-    assert len(trained) < len(model.state_dict())
 
-    engine.sync_weights(HubNames(model.config).convert(trained.items()))
+    engine.sync_weights(HubNames(model.config).convert(without_encoder(tiny, model).items()))
     requests = requests_of(tiny, ROWS)
     responses = collect(engine, requests, SamplingOptions(n=2, max_tokens=12))
     engine.close()
@@ -67,3 +69,19 @@ def test_log_probs_are_the_models_after_each_sync(kind, name, single_process):
     engine.close()
 
     assert error < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["minicpmv4_6", "minicpmv4_7"])
+def test_log_probs_of_recurrent_layers_have_the_noise_of_bfloat16(kind, single_process):
+    # vLLM's linear attention on CPU runs in bfloat16 only.
+    tiny = load_tiny(kind)
+    engine = build_rollout_engine(
+        rollout_config(dtype="bf16", limit_images=2), setup_of(tiny.folder, takes_embeddings=True)
+    )
+    rows = [*ROWS, ["look: ", random_image(RNG, 200, 90)], [random_clip(RNG, 2, 60, 60), "What moves?"]]
+
+    ratio = rounding_ratio(tiny, engine, rows)
+    engine.sync_weights(HubNames(tiny.config).convert(without_encoder(tiny).items()))  # a frozen tower stays
+    engine.close()
+
+    assert ratio < 1.5

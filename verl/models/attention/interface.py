@@ -83,7 +83,7 @@ def _layer_type(module: nn.Module) -> str:
 
 def _has_window_in_mask(module: Any) -> bool:
     """Return whether the model has no types of layers and a window that is in its masks alone."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "layer_types", None) is not None:
         return False

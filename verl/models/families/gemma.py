@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 3 and Gemma 4: tokens of an image attend to each other, and count as plain positions.
 
-Gemma 3 resizes each image to one size, and may add crops of wide and tall ones (pan and scan). Gemma 4 keeps
-the aspect ratio within a budget of tokens; a video is frames after their time as text.
+Gemma 3 resizes each image to one size. Gemma 4 keeps the aspect ratio within a budget of tokens; a video is
+frames after their time as text.
 """
 
 import itertools
@@ -34,7 +34,6 @@ from verl.models.families.tiny_sizes import TEXT
 
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
 LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
-CROP_SIZE, MOST_CROPS, CROP_RATIO = 256, 4, 1.2  # the processor's own where its image processor has none
 
 TINY_WINDOW = TEXT | dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 TINY_3 = TINY_WINDOW | dict(query_pre_attn_scalar=32)
@@ -87,10 +86,7 @@ def tiny_gemma4_processor(tokenizer: Any) -> Any:
 
 
 class Gemma3(VisionFamily):
-    """Gemma 3 (https://arxiv.org/abs/2503.19786), section 2.
-
-    Facts of an image: `tiles`, the image and its crops, and `features`, tokens of all of them.
-    """
+    """Gemma 3 (https://arxiv.org/abs/2503.19786), section 2: each image has the same number of tokens."""
 
     model_types = ("gemma3",)
     processors = ("Gemma3Processor",)
@@ -119,13 +115,8 @@ class Gemma3(VisionFamily):
     }
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        crops = math.prod(crop_grid(processor.image_processor, height, width))
-        tiles = 1 if crops == 1 else 1 + crops
-        inputs = {"num_crops": [tiles - 1]}
-        tokens = processor.tokenizer.encode(
-            processor.replace_image_token(inputs, 0), add_special_tokens=False
-        )
-        return MediumShape(tokens, {"tiles": tiles, "features": tiles * processor.image_seq_length})
+        tokens = processor.tokenizer.encode(processor.full_image_sequence, add_special_tokens=False)
+        return MediumShape(tokens, {"features": processor.image_seq_length})
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         expanded = super().expand(processor, prompt_ids, shape)
@@ -136,33 +127,19 @@ class Gemma3(VisionFamily):
         return FULL, SLIDING
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        made = processor.image_processor(images=[image], return_tensors="pt")
-        return {"pixel_values": made["pixel_values"]}  # (tiles, 3, H, W)
-
-    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
-        tiles = [len(medium.tensors["pixel_values"]) for medium in media]
-        encoded = owner.get_image_features(**self.own_inputs(media), return_dict=True).pooler_output
-        return [features.flatten(0, 1) for features in encoded.split(tiles)]
+        # The processor and vLLM add crops (pan and scan) only if a call asks for them, whatever files say.
+        made = processor.image_processor(images=[image], do_pan_and_scan=False, return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         return {"token_type_ids": (input_ids == config.image_token_id).long()}
-
-    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        return [config.mm_tokens_per_image] * facts["tiles"]
-
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
-        tensors = {name: value[first:stop] for name, value in medium.tensors.items()}
-        share = (stop - first) / medium.facts["tiles"]
-        facts = {"tiles": stop - first, "features": round(share * medium.facts["features"])}
-        return medium._replace(tensors=tensors, facts=facts)
 
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         size = (1, config.vision_config.num_channels, *[config.vision_config.image_size] * 2)
         pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator) * 2 - 1
         image = [config.image_token_id] * config.mm_tokens_per_image
-        facts = {"tiles": 1, "features": len(image)}
         ids = torch.tensor([config.boi_token_id, *image, config.eoi_token_id])
-        return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
+        return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, {"features": len(image)})])
 
     def patches_per_token(self, config: Any) -> int:
         vision = config.vision_config
@@ -171,6 +148,10 @@ class Gemma3(VisionFamily):
     def frame_factor(self, processor: Any) -> int:
         size = processor.image_processor.size["height"]
         return size // math.isqrt(processor.image_seq_length)
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        encoded = owner.get_image_features(**self.own_inputs(media), return_dict=True)
+        return list(encoded.pooler_output.unbind(0))
 
 
 class Gemma4(VisionFamily):
@@ -346,24 +327,6 @@ def count_frames() -> None:
 
     vars(get_video_features)["counts_frames"] = True
     setattr(Gemma4Model, "get_video_features", get_video_features)  # noqa: B010 - its type is another
-
-
-def crop_grid(image_processor: Any, height: int, width: int) -> tuple[int, int]:
-    """Return the rows and columns of crops that pan and scan adds to an image; (1, 1) for none."""
-
-    def option(name: str, default: float) -> Any:
-        value = getattr(image_processor, f"pan_and_scan_{name}")
-        return default if value is None else value
-
-    smallest = option("min_crop_size", CROP_SIZE)
-    long, short = max(height, width), min(height, width)
-    if not image_processor.do_pan_and_scan or long / short < option("min_ratio_to_activate", CROP_RATIO):
-        return 1, 1
-    crops = min(long // smallest, math.floor(long / short + 0.5))
-    crops = min(option("max_num_crops", MOST_CROPS), max(2, crops))
-    if min(math.ceil(long / crops), short) < smallest:
-        return 1, 1
-    return (1, crops) if width >= height else (crops, 1)
 
 
 def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:

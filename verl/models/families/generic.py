@@ -37,7 +37,7 @@ BLANK = 128  # gray: models skip images whose normalized pixels are all zero
 # Height and width of two images: most processors make other tensors of them, in shape or in number.
 PROBES = ((64, 64), (96, 288))
 WHAT_TO_WRITE = (
-    "describe the model in a file, like verl/models/families/qwen_vl.py, and give it as"
+    "describe what is different in a file, like those of verl/models/families, and give it as"
     " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
 )
 
@@ -53,6 +53,8 @@ class Structure(NamedTuple):
 class GenericFamily(VisionFamily):
     """A type of model, or without a config what its processor tells.
 
+    A file may override what is different about its models; they are still compared at the start.
+
     Facts of an image: `counts`, the number of each of its tokens, because only the config knows which one is
     replaced by features; and `joins`, the dimension along which each of its tensors is joined with those of
     other images, where other dimensions are padded with zeros.
@@ -60,6 +62,10 @@ class GenericFamily(VisionFamily):
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
+
+    def of(self, config: Any) -> "GenericFamily":
+        """Return the family of one model, whose structure it looks up."""
+        return type(self)(config)
 
     # --- modules
 
@@ -123,18 +129,22 @@ class GenericFamily(VisionFamily):
         is_image = (input_ids == image_token(config)).long()
         return {name: is_image for name in TOKEN_TYPES if name in self.structure.arguments}
 
+    def image_features(self, owner: Any, inputs: dict[str, Tensor]) -> Any:
+        """Return the features of the images in `inputs`: one tensor, or one of each image or tile."""
+        encoded = owner.get_image_features(**inputs, return_dict=True)
+        return getattr(encoded, "pooler_output", encoded)
+
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         known = inspect.signature(owner.get_image_features).parameters
         inputs = {name: value for name, value in joined_tensors(media).items() if name in known}
-        encoded = owner.get_image_features(**inputs, return_dict=True)
-        encoded = getattr(encoded, "pooler_output", encoded)
+        encoded = self.image_features(owner, inputs)
         parts = encoded if isinstance(encoded, list | tuple) else [encoded]
         features = [part.flatten(0, -2) for part in parts if torch.is_tensor(part)]  # (tokens, hidden size)
         found, counts = sum(map(len, features)), [self.units(self.config, each.facts)[0] for each in media]
         if found != sum(counts):
             raise NotImplementedError(
                 f"{type(owner).__name__}.get_image_features returns {found} features for images with"
-                f" {sum(counts)} tokens: {WHAT_TO_WRITE}, with its `encode`"
+                f" {sum(counts)} tokens: {WHAT_TO_WRITE}, with its `image_features`"
             )
         return list(torch.cat(features).split(counts))
 

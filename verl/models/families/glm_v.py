@@ -10,6 +10,7 @@ The tower sees frames only: the positions of a frame's patches are interpolated 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -128,9 +129,14 @@ class GlmV(PatchGridFamily):
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
         grids = torch.tensor(frames_of(medium.facts["grid_thw"] for medium in media))
-        inputs = tower_inputs(owner.visual, grids, pixels.device) if TOWERS_TAKE_INPUTS else {}
-        with owner.visual.embeddings.register_forward_pre_hook(_with_sizes_on_device):
-            frames = iter(owner.get_image_features(pixels, grids, return_dict=True, **inputs).pooler_output)
+        if TOWERS_TAKE_INPUTS:
+            inputs = tower_inputs(owner.visual, grids, pixels.device)
+            on_device = owner.visual.embeddings.register_forward_pre_hook(_with_sizes_on_device)
+        else:
+            grids, inputs, on_device = grids.to(pixels.device), {}, nullcontext()  # the tower reads them back
+        with on_device:
+            encoded = owner.get_image_features(pixels, grids, return_dict=True, **inputs)
+        frames = iter(encoded.pooler_output)
         return [torch.cat(list(islice(frames, medium.facts["grid_thw"][0]))) for medium in media]
 
 

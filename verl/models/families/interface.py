@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
-`Family` describes text models, `VisionFamily` models that read images or videos. Both work as they stand for
-a model that has no file, through the model's own processor and `get_image_features`; a family's file
-overrides what its models do otherwise, or what they can do faster. `registry.py` lists the files.
+`Family` describes text models, `VisionFamily` models that read images or videos. Each family has a file,
+which `registry.py` lists; `GenericFamily` reads a model that has none through its own processor and
+`get_image_features`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ from torch import Tensor
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 DEFAULT_PATCHES = 4  # of a token
-EXAMPLE_SIZE = (64, 64)  # height and width in pixels
 COMPARED_SIZES = (64, 96), (1024, 1536)
 # Options of processors that decide the size of images and frames, and so the number of their tokens.
 SIZE_OPTIONS = (
@@ -103,21 +102,20 @@ class Family:
 
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
+    # Its schemas of features, `module:class`, that must take images of different lengths.
+    engine_schemas: ClassVar[tuple[str, ...]] = ()
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
         return {}
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
-        """Return options of the language model's config that vLLM reads by other names."""
+        """Return options of the config, or of its language model, that vLLM reads by other names."""
         return {}
 
 
-class VisionFamily(Family):
-    """A family of models that read images, and videos if `reads_videos`.
-
-    The defaults are those of a model that is only known to follow transformers' conventions.
-    """
+class VisionFamily(Family, ABC):
+    """A family of models that read images, and videos if `reads_videos`."""
 
     reads_media = True
     reads_videos: ClassVar[bool] = False
@@ -143,10 +141,9 @@ class VisionFamily(Family):
         """Return the kinds of media by the token that stands for one in a rendered prompt."""
         return {processor.image_token_id: "image"}
 
+    @abstractmethod
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         """Return the shape of an image of this size in pixels."""
-        tokens, features = _shape_by_processing(processor, height, width)
-        return MediumShape(list(tokens), {"features": features})
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
@@ -197,10 +194,9 @@ class VisionFamily(Family):
 
     # --- model inputs and features
 
+    @abstractmethod
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         """Return the tensors of an RGB image's `Medium`."""
-        made = processor.image_processor(images=[image], return_tensors="pt")
-        return {name: made[name] for name in made if torch.is_tensor(made[name])}
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of the `Medium` of a video (T, H, W, 3) uint8."""
@@ -210,14 +206,13 @@ class VisionFamily(Family):
         """Return the arguments of the model's own forward for media in the order of their tokens."""
         return join_tensors([medium.tensors for medium in media])
 
+    @abstractmethod
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         """Compute the features of all media in one call of the tower, so that all ranks run it equally often.
 
         Returns:
             For each medium (tokens, hidden size); with deepstack (tokens, hidden size x (1 + levels)).
         """
-        encoded = owner.get_image_features(**self.own_inputs(media), return_dict=True).pooler_output
-        return list(encoded) if isinstance(encoded, list | tuple) else list(encoded.unbind(0))
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
         """Return the features of each part of a medium that the tower encodes on its own: frames, tiles."""
@@ -227,15 +222,9 @@ class VisionFamily(Family):
         """Return the medium of units `first` to `stop`, whose features are those of the whole."""
         return medium
 
+    @abstractmethod
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         """Return a row of one small image: blank, or with a generator of random pixels."""
-        height, width = EXAMPLE_SIZE
-        pixels = torch.zeros(height, width, 3, dtype=torch.uint8)
-        if generator is not None:
-            pixels = torch.randint(256, pixels.shape, generator=generator, dtype=torch.uint8)
-        tensors = self.image_inputs(processor, Image.fromarray(pixels.numpy()))
-        shape = self.image_shape(processor, height, width)
-        return ExampleRow(torch.tensor(shape.tokens), [Medium("image", tensors, shape.facts)])
 
     def patches_per_token(self, config: Any) -> int:
         """Return the patches of the tower that make one token, for the memory plan."""
@@ -278,9 +267,11 @@ class VisionFamily(Family):
 
     # --- the rollout engine
 
+    engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
+    takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
 
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
         raise NotImplementedError
 
@@ -308,12 +299,3 @@ def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, value in part.items():
             joined.setdefault(name, []).append(value)
     return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in joined.items()}
-
-
-@lru_cache(maxsize=4096)
-def _shape_by_processing(processor: Any, height: int, width: int) -> tuple[tuple[int, ...], int]:
-    # The tokens of an image depend on its size alone.
-    made = processor.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
-    tokenizer = processor.tokenizer
-    tokens = tokenizer.encode(processor.replace_image_token(made, 0), add_special_tokens=False)
-    return tuple(tokens), tokens.count(getattr(tokenizer, "image_token_id", processor.image_token_id))

@@ -19,7 +19,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import (
+    EncodedMedium,
+    ExampleRow,
+    Kind,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+)
 from verl.models.families.tiny_sizes import TEXT
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
@@ -49,6 +57,8 @@ class InternVL(VisionFamily):
     hub_names = ("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF")
     processors = ("InternVLProcessor",)
     reads_videos = True
+    takes_features, takes_video_features = True, False
+    engine_schemas = ("vllm.model_executor.models.interns1:InternS1ImageEmbeddingInputs",)
     tiny: ClassVar = {
         "internvl": TinyModel(
             "internvl",
@@ -122,10 +132,19 @@ class InternVL(VisionFamily):
         ids = torch.full((sum(self.units(config, facts)),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
+    # --- the rollout engine
+
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
+        assert kind == "image", "vLLM reads pixels of videos"
+        return [medium.features for medium in media]
+
     # --- media options
 
     def frame_factor(self, processor: Any) -> int:
         return round(processor.video_processor.size["height"] / processor.image_seq_length**0.5)
+
+    def smallest_frame(self, processor: Any) -> int:
+        return processor.image_seq_length  # of every frame
 
 
 def _image_options(processor: Any) -> dict[str, Any]:

@@ -23,8 +23,17 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate
 
-from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import (
+    EncodedMedium,
+    ExampleRow,
+    Kind,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+)
 from verl.models.families.tiny_sizes import TEXT
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
@@ -94,8 +103,9 @@ class Grid(NamedTuple):
         }  # fmt: skip
 
     def rows_of(self, row: int) -> range:
-        """Return the rows of features of a row of tiles."""
-        return range(max(self.rows[0], row * self.side), min(self.rows[1], (row + 1) * self.side))
+        """Return the rows of features of a row of tiles; none if it is padding."""
+        first = max(self.rows[0], row * self.side)
+        return range(first, max(first, min(self.rows[1], (row + 1) * self.side)))
 
     def unit_tiles(self) -> list[int]:
         """Return the number of tiles of each unit."""
@@ -113,10 +123,8 @@ class Grid(NamedTuple):
             kept, start = self.rows_of(unit - 1), (unit - 1) * self.side
             joined = joined[kept.start - start : kept.stop - start, slice(*self.columns)]
         else:
-            joined = joined[slice(*self.rows), slice(*self.columns)].permute(2, 0, 1)[None]
-            joined = torch.nn.functional.interpolate(joined, self.reduced, mode="bilinear")[0].permute(
-                1, 2, 0
-            )
+            joined = joined[slice(*self.rows), slice(*self.columns)].permute(2, 0, 1)
+            joined = interpolate(joined[None], self.reduced, mode="bilinear")[0].permute(1, 2, 0)
         ends = newline.to(joined.dtype).expand(len(joined), 1, -1)
         return torch.cat([joined, ends], 1).flatten(0, 1)
 
@@ -131,6 +139,8 @@ class LlavaOnevision(VisionFamily):
     )
     processors = ("LlavaOnevisionProcessor",)
     reads_videos = True
+    takes_features, takes_video_features = True, False
+    engine_schemas = ("vllm.model_executor.models.llava_onevision:LlavaOnevisionImageEmbeddingInputs",)
     tiny: ClassVar = {
         "llava_onevision": TinyModel(
             "llava_onevision",
@@ -168,8 +178,8 @@ class LlavaOnevision(VisionFamily):
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        pooled = -(-math.isqrt(processor.num_image_tokens) // 2)
-        features = [pooled**2] * (num_frames - 1) + [pooled**2 + 1]
+        frame = _pooled_side(processor) ** 2
+        features = [frame] * (num_frames - 1) + [frame + 1]
         facts = {"unit_tiles": [1] * num_frames, "unit_features": features, "is_end": True}
         return MediumShape([processor.video_token_id] * sum(features), facts)
 
@@ -239,11 +249,23 @@ class LlavaOnevision(VisionFamily):
         ids = torch.full((sum(facts["unit_features"]),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
 
+    # --- the rollout engine
+
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
+        assert kind == "image", "vLLM reads pixels of videos"
+        return [medium.features for medium in media]
+
     # --- media options
 
     def frame_factor(self, processor: Any) -> int:
-        pooled = -(-math.isqrt(processor.num_image_tokens) // 2)
-        return -(-processor.video_processor.size["height"] // pooled)
+        return -(-processor.video_processor.size["height"] // _pooled_side(processor))
+
+    def smallest_frame(self, processor: Any) -> int:
+        return _pooled_side(processor) ** 2  # of every frame
+
+
+def _pooled_side(processor: Any) -> int:
+    return -(-math.isqrt(processor.num_image_tokens) // 2)
 
 
 def best_tiles(size: tuple[int, int], choices: list[list[int]], tile: int) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiniCPM-V 4.6: large images are seen as a whole and in slices; the language model is Qwen3.5's.
+"""MiniCPM-V 4.6 and 4.7: large images are seen as a whole and in slices; the language model is Qwen3.5's.
 
 The tokens of an image are `<image_id>0</image_id><image>…</image>`, then rows of `<slice>…</slice>`; a line
 break separates rows. A video has these tokens for each frame, and one number for all frames.
@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from verl.models.families.canvas import Markers, canvas_positions
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
@@ -38,16 +40,21 @@ NAMED_TOKENS = {
     "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
     "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
 }  # fmt: skip
+MARKERS = {  # options of a config, in the order of `Markers`
+    "image_start_id": "<image>", "image_end_id": "</image>", "slice_start_id": "<slice>",
+    "slice_end_id": "</slice>", "newline_id": "Ċ",
+}  # fmt: skip
+TINY_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 TINY_PATCH = 14
 TINY_SIZES: dict[str, Any] = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
 
 
-def tiny_processor(tokenizer: Any) -> Any:
+def tiny_processor(name: str, tokenizer: Any) -> Any:
     """Return a processor for images of about 4 tokens, and 4 for each of at most 4 slices."""
     import transformers  # noqa: PLC0415 - its image processors import torchvision
 
-    return transformers.MiniCPMV4_6Processor(
+    return getattr(transformers, name)(
         image_processor=transformers.MiniCPMV4_6ImageProcessor(**TINY_SIZES),
         video_processor=transformers.MiniCPMV4_6VideoProcessor(**TINY_SIZES),
         tokenizer=tokenizer,
@@ -66,6 +73,7 @@ class MiniCPMV46(VisionFamily):
     processors = ("MiniCPMV4_6Processor",)
     reads_videos = True
     projector = "model.merger"
+    engine_modules = ("vpm", "vit_merger")
     numbers_videos: ClassVar[bool] = True
     tiny: ClassVar = {
         "minicpmv4_6": TinyModel(
@@ -79,10 +87,10 @@ class MiniCPMV46(VisionFamily):
             options={"insert_layer_id": 0},
             special_tokens=tuple(NAMED_TOKENS.values())[2:],
             named_tokens=NAMED_TOKENS,
-            token_ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+            token_ids=TINY_IDS,
             image="<|image_pad|>",
             video="<|video_pad|>",
-            processor=tiny_processor,
+            processor=partial(tiny_processor, "MiniCPMV4_6Processor"),
         )
     }  # fmt: skip
 
@@ -155,7 +163,7 @@ class MiniCPMV46(VisionFamily):
         return [torch.cat(list(itertools.islice(remaining, count))) for count in counts]
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        patches = PATCHES_OF_TOKEN[config.downsample_mode]
+        patches = self.patches_per_token(config)
         return [height * width // patches for height, width in facts["target_sizes"]]
 
     def cut(self, medium: Medium, first: int, stop: int) -> Medium:
@@ -176,6 +184,9 @@ class MiniCPMV46(VisionFamily):
         tokens = torch.tensor([config.image_token_id] * (math.prod(size) // edge**2))
         return ExampleRow(tokens, [Medium("image", {"pixel_values": pixels}, {"target_sizes": [size]})])
 
+    def patches_per_token(self, config: Any) -> int:
+        return PATCHES_OF_TOKEN[config.downsample_mode]
+
     def smallest_frame(self, processor: Any) -> int:
         return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2
 
@@ -184,6 +195,41 @@ class MiniCPMV46(VisionFamily):
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * math.isqrt(processor.video_token_divisor)
+
+
+class MiniCPMV47(MiniCPMV46):
+    """MiniCPM-V 4.7: the same tower, positions on a canvas, and videos without numbers."""
+
+    model_types = ("minicpmv4_7",)
+    hub_names = ("openbmb/MiniCPM-V-4.7",)
+    processors = ("MiniCPMV4_7Processor",)
+    numbers_videos = False
+    position_rows = 4
+    tiny: ClassVar = {
+        "minicpmv4_7": replace(
+            MiniCPMV46.tiny["minicpmv4_6"],
+            model_type="minicpmv4_7",
+            token_ids=TINY_IDS | MARKERS,
+            processor=partial(tiny_processor, "MiniCPMV4_7Processor"),
+        )
+    }
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        kinds = (input_ids == config.image_token_id) + 2 * (input_ids == config.video_token_id)
+        edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
+        images, videos = (
+            iter([size for each in shapes for size in each.facts["target_sizes"]])
+            for shapes in (shape.images, shape.videos)
+        )
+        runs = [kind for kind, _ in itertools.groupby(kinds.tolist()) if kind]
+        crops = [next(images if kind == 1 else videos) for kind in runs]
+        sizes = [(height // edge, width // edge) for height, width in crops]
+        return canvas_positions(
+            input_ids, kinds, sizes, Markers(*(getattr(config, name) for name in MARKERS))
+        )
+
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        return {"uses_mrope_canvas": True}  # without it vLLM (0.32) counts positions from 0
 
 
 def _sizes_and_grid(processor: Any, height: int, width: int) -> tuple[list[list[int]], tuple[int, int]]:

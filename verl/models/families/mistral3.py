@@ -125,6 +125,9 @@ class Mistral3(VisionFamily):
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         return engine_scaling(config)
 
+    def patches_per_token(self, config: Any) -> int:
+        return config.spatial_merge_size**2
+
     def frame_factor(self, processor: Any) -> int:
         return _token_edge(processor)
 

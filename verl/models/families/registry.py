@@ -9,7 +9,7 @@ from verl.models.families.glm_v import GlmV
 from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
-from verl.models.families.minicpm_v import MiniCPMV46
+from verl.models.families.minicpm_v import MiniCPMV46, MiniCPMV47
 from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen3_5 import HybridText, Qwen35
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
@@ -24,6 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     Ministral3(),
     Mistral3(),
     MiniCPMV46(),
+    MiniCPMV47(),
     InternVL(),
     LlavaOnevision(),
     GlmV(),
@@ -43,10 +44,8 @@ TYPES: dict[str, Family] = {  # those of users' files are added
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    named = TYPES.get(config.model_type)
-    if named is not None:
-        return named
-    return GenericFamily(config) if hasattr(config, "vision_config") else TEXT
+    family = TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    return family.of(config) if isinstance(family, GenericFamily) else family
 
 
 def vision_family_of(config: Any) -> VisionFamily:
@@ -72,6 +71,16 @@ def encoder_of(config: Any) -> tuple[str, ...]:
     return family.encoder if isinstance(family, VisionFamily) else ()
 
 
+def engine_encoder_of(config: Any) -> tuple[str, ...]:
+    """Return vLLM's names of the modules that turn pixels into features."""
+    family = family_of(config)
+    if not isinstance(family, VisionFamily):
+        return ()
+    # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
+    names = [name for part in family.encoder for name in (part, part.rpartition(".")[2])]
+    return (*names, *family.engine_modules)
+
+
 def patches_per_token(config: Any) -> int:
     """Return the patches of the vision tower that make one token; of no interest for a text model."""
     family = family_of(config)
@@ -79,7 +88,7 @@ def patches_per_token(config: Any) -> int:
 
 
 def is_named(config: Any) -> bool:
-    """Return whether a file describes the model, or it reads text only."""
+    """Return whether a file describes the whole model, or it reads text only."""
     return not isinstance(family_of(config), GenericFamily)
 
 

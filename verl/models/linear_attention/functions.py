@@ -128,6 +128,7 @@ def _varlen_rows(kernel: Rule, tensors: list[Tensor], plan: VarlenPlan) -> Tenso
             initial_state=None if wave.parents is None or states is None else states[wave.parents],
             output_final_state=wave.is_followed,
             cu_seqlens=wave.cu_seqlens,
+            cu_seqlens_cpu=wave.cu_seqlens_cpu,
         )
         outs.append(out[0])
     return outs[0] if plan.order is None else torch.cat(outs)[plan.order]
@@ -151,4 +152,11 @@ def _fla_kernel(name: str) -> Rule | None:
         )
         return None
     module, attribute = FLA_KERNELS[name]
-    return getattr(importlib.import_module(module), attribute)
+    kernel = getattr(importlib.import_module(module), attribute)
+    if "cu_seqlens_cpu" in inspect.signature(kernel).parameters:
+        return kernel
+
+    def reading_back(*args: Any, cu_seqlens_cpu: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return kernel(*args, **options)
+
+    return reading_back  # an older version reads the boundaries back from the device

@@ -55,6 +55,7 @@ class VarlenWave(NamedTuple):
 
     tokens: Tensor | None  # (n,) int64: packed positions; None means all
     cu_seqlens: Tensor  # (rows + 1,) int64
+    cu_seqlens_cpu: Tensor  # the same on the CPU
     parents: Tensor | None  # (rows,) int64: rows of the wave before, whose final states are their first ones
     is_followed: bool  # the next wave needs the final states
 
@@ -115,7 +116,12 @@ class Recurrence:
 
     @cached_property
     def varlen_plan(self) -> VarlenPlan:
-        return to_device(_varlen_plan(self.segments), self.device)
+        plan = _varlen_plan(self.segments)
+        sent = to_device(plan, self.device)
+        pairs = zip(sent.waves, plan.waves, strict=True)
+        return sent._replace(
+            waves=tuple(wave._replace(cu_seqlens_cpu=own.cu_seqlens_cpu) for wave, own in pairs)
+        )
 
     @cached_property
     def padded_plan(self) -> PaddedPlan:
@@ -159,9 +165,8 @@ def _varlen_plan(segments: Sequence[Segment]) -> VarlenPlan:
     for depth, wave in enumerate(waves):
         bounds = torch.tensor([0, *itertools.accumulate(segments[i].length for i in wave)])
         own = None if is_single else tokens[depth]
-        planned.append(
-            VarlenWave(own, bounds, _parents(segments, waves, depth), is_followed=depth + 1 < len(waves))
-        )
+        parents = _parents(segments, waves, depth)
+        planned.append(VarlenWave(own, bounds, bounds, parents, is_followed=depth + 1 < len(waves)))
     return VarlenPlan(tuple(planned), None if is_single else torch.cat(tokens).argsort())
 
 

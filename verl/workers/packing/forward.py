@@ -8,7 +8,8 @@ own (`WholeRows`).
 Micro batches are packed on CPU, and go to the device in one copy for each dtype. Nothing is read back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,6 +104,7 @@ class PackedForward:
         self.shares_prompts = share_prompt and reason is None
         self.records_routes = self.keeps_router_logits = False  # of passes with gradient, in `routes`
         self.routes: list[Routes] = []
+        self._choices: list[Tensor] | None = None  # collected while it is a list
 
     @cached_property
     def routing(self) -> Routing | None:
@@ -185,19 +187,18 @@ class PackedForward:
     @torch.no_grad()
     def expert_choices(self, micro: DataProto) -> Tensor:
         """(B, E) float32: how often the tokens of each sequence choose each expert, over all layers."""
-        assert self.routing is not None, "asked of mixtures only"
-        inputs = self._inputs(micro)
-        arguments = to_device(inputs.arguments, self.device)
-        owners: TokenOwners = arguments["owners"]
-        with self.routing.recording(owners.weights, by_token=True) as routes:
-            self._run(arguments, lambda _: None)
-        by_token = routes.by_token
-        assert by_token is not None, "every pass has a token"
-        counts = by_token.new_zeros(len(micro), by_token.shape[-1])
-        counts.index_add_(0, owners.rows, by_token[owners.local])
-        if inputs.plan is not None:
-            dist.all_reduce(counts, group=self.sp.group)
-        return counts
+        with self.counting_choices() as counts:
+            self._run(to_device(self._inputs(micro).arguments, self.device), lambda _: None)
+        return counts[0]
+
+    @contextmanager
+    def counting_choices(self) -> Iterator[list[Tensor]]:
+        """Collect the `expert_choices` of the passes without gradients in the block."""
+        self._choices = []
+        try:
+            yield self._choices
+        finally:
+            self._choices = None
 
     def _values_at(self, arguments: dict[str, Any], rows: SPRows) -> Tensor:
         return rows.gather(self._run(arguments, lambda logits: logits.values(rows.local)))
@@ -215,13 +216,30 @@ class PackedForward:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
         owners: TokenOwners | None = arguments.get("owners")
         arguments = {name: value for name, value in arguments.items() if name != "owners"}
-        if self.routing is None or not (self.records_routes and torch.is_grad_enabled()):
+        trains, counts = torch.is_grad_enabled(), self._choices
+        if (
+            self.routing is None
+            or owners is None
+            or not (self.records_routes if trains else counts is not None)
+        ):
             return self.model(**arguments, read=read)
-        assert owners is not None, "of every mixture"
-        with self.routing.recording(owners.weights, keeps_logits=self.keeps_router_logits) as routes:
+        keeps_logits = trains and self.keeps_router_logits
+        with self.routing.recording(owners.weights, keeps_logits=keeps_logits, by_token=not trains) as routes:
             result = self.model(**arguments, read=read)
-        self.routes.append(routes)
+        if trains:
+            self.routes.append(routes)
+        elif counts is not None:
+            counts.append(self._row_choices(routes, owners))
         return result
+
+    def _row_choices(self, routes: Routes, owners: TokenOwners) -> Tensor:
+        by_token = routes.by_token
+        assert by_token is not None, "requested"
+        counts = by_token.new_zeros(owners.num_rows, by_token.shape[-1])
+        counts.index_add_(0, owners.rows, by_token[owners.local])
+        if owners.is_divided:
+            dist.all_reduce(counts, group=self.sp.group)
+        return counts
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
         packed, media = self._with_media(self._pack(micro), micro)
@@ -249,7 +267,7 @@ class PackedForward:
         own = SPRows.of(packed.positions[rows, columns], plan, self.sp)
         held = len(packed.input_ids) if plan is None else len(plan.local)
         weights = torch.bincount(own.local, minlength=held).float()
-        return TokenOwners(own.select(rows), own.local, weights)
+        return TokenOwners(own.select(rows), own.local, weights, len(mask), plan is not None)
 
     def _media_rows(self, rows: Tensor, plan: ShardPlan | None) -> MediaRows:
         own = SPRows.of(rows, plan, self.sp)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and loss of the policy, on one data-parallel rank; the reference uses the same class."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -18,11 +19,19 @@ from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.roles.router_balance import CHOICES
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 UPDATE_KEYS = [*FORWARD_KEYS, "advantages"]
-OPTIONAL_KEYS = ["old_log_probs", "row_ids", "ref_log_probs", "rollout_is_weights", "rollout_log_probs"]
+OPTIONAL_KEYS = [
+    "old_log_probs",
+    "row_ids",
+    "ref_log_probs",
+    "rollout_is_weights",
+    "rollout_log_probs",
+    CHOICES,
+]
 REINFORCE = "gpg"  # the loss without a ratio
 
 
@@ -62,6 +71,7 @@ class DataParallelPPOActor:
     ) -> None:
         self.config, self.forward, self.group, self.training = config, forward, group, training
         self.selection = None
+        self.expert_choices: Tensor | None = None  # (B, E) float32 on CPU, of the last `compute_log_probs`
         self.own_log_probs: Tensor | None = None  # (B, R) float32 on CPU, of an update without old ones
         self.full_kl_reference = None
         if training is not None:
@@ -79,6 +89,11 @@ class DataParallelPPOActor:
                 self.selection = MiniBatchSelection(config, forward, group, choose)
 
     @property
+    def balances(self) -> bool:
+        """Whether the update has a router's balance loss."""
+        return self.training is not None and self.updater.balance.coef > 0
+
+    @property
     def reads_reference(self) -> bool:
         return self.full_kl_reference is not None
 
@@ -93,20 +108,26 @@ class DataParallelPPOActor:
     ) -> TokenLogProbs:
         """Compute log-probs of the response tokens under the current weights; collective over all ranks.
 
-        See `PackedForward.log_probs` for the arguments.
+        See `PackedForward.log_probs` for the arguments. If the update balances a mixture's router, the same
+        pass leaves in `expert_choices` what it needs.
 
         Returns:
             (B, R) float32 on CPU each, zero on padding; without entropy.
         """
+        width = batch.batch["response_mask"].shape[1]
 
-        def stacked(micro_batch: DataProto) -> Tensor:
-            result = self.forward.log_probs(
-                micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
-            )
-            return torch.stack([value for value in result if value is not None], dim=-1)  # (b, R, values)
+        def joined(micro_batch: DataProto) -> Tensor:
+            with self.forward.counting_choices() if self.balances else nullcontext([]) as counts:
+                result = self.forward.log_probs(
+                    micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
+                )
+            # (b, values x R + E)
+            return torch.cat([*(value for value in result if value is not None), *counts], dim=-1)
 
-        result = compute_experience(self.config, self.forward, self.group, batch, stacked)
-        values = iter(result.unbind(-1))
+        result = compute_experience(self.config, self.forward, self.group, batch, joined)
+        count = 1 + with_sum_squares + (reference is not None)
+        self.expert_choices = result[:, count * width :].clone() if self.balances else None
+        values = iter(result[:, : count * width].split(width, dim=-1))
         return TokenLogProbs(
             next(values),
             sum_squared_probs=next(values) if with_sum_squares else None,

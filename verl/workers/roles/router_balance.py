@@ -29,6 +29,7 @@ class RouterBalance:
         self, role: str, forward: PackedForward, group: dist.ProcessGroup | None, coef: float
     ) -> None:
         self.role, self.forward, self.group, self.coef = role, forward, group, coef
+        assert forward.routing is not None or not coef, "checked when the model was built"
         forward.records_routes = forward.routing is not None
         forward.keeps_router_logits = coef > 0
         self.choices: Tensor | None = None  # (E,) of the mini batch; None: of the next micro batch

@@ -139,10 +139,10 @@ class Updater:
             return batch
         if len(batch) == self.mini_batch_rows and self.ppo_epochs == 1 and len(self._schedule(batch)) == 1:
             return batch
-        batch.batch[CHOICES] = compute_experience(
+        choices = compute_experience(
             self.config, self.forward, self.group, batch, self.forward.expert_choices
         )
-        return batch
+        return batch.merge({CHOICES: choices})
 
     def backward(self, loss: Tensor) -> None:
         # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an

@@ -6,6 +6,7 @@ becomes several rows for the kernel: text is causal, and an image sees all keys 
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,11 +31,17 @@ class Row(NamedTuple):
 def with_image_rows(builder: Any, batch: Any) -> Any:
     """Return vLLM's metadata of a batch with rows for images, for the layers of a metadata builder."""
     images = getattr(batch, "mm_req_doc_ranges", None) or {}
-    if not any(images.values()) or not _sees_images(builder):
+    if not any(images.values()) or not (longest := _longest_image(builder)):
         return batch
     rows = split_rows(batch.query_start_loc.tolist(), batch.seq_lens.tolist()[: batch.num_reqs], images)
-    if all(row.is_causal for row in rows):
+    lengths = [row.queries for row in rows if not row.is_causal]
+    if not lengths:
         return batch
+    if max(lengths) > longest:
+        raise NotImplementedError(
+            f"vLLM on CPU ends a window of {longest} tokens on both sides, and an image has {max(lengths)}"
+            " tokens: use `worker.rollout.name=hf`"
+        )
     queries = torch.tensor([0, *(row.queries for row in rows)])
     starts = queries.cumsum(0).to(batch.query_start_loc.dtype)
     return dataclasses.replace(
@@ -69,18 +76,20 @@ def split_rows(
     return rows
 
 
-def _sees_images(builder: Any) -> bool:
+def _longest_image(builder: Any) -> int:
+    """Return the most tokens of an image that the layers see whole; 0 if they see it causally."""
     from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415 - after its environment
     from vllm.model_executor.layers.attention import Attention  # noqa: PLC0415
 
     config = builder.vllm_config.model_config.hf_config
     family = family_of(config)
     seeing = set(family.block_layers(config)) if isinstance(family, VisionFamily) else set()
-    layers: dict[str, Any] = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
-    kinds = {FULL if layer.impl.sliding_window == -1 else SLIDING for layer in layers.values()}
+    layers: Any = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
+    windows = {layer.impl.sliding_window for layer in layers.values()}  # -1 is full attention
+    kinds = {FULL if window == -1 else SLIDING for window in windows}
     if kinds & seeing and kinds - seeing:
         raise NotImplementedError(
             f"vLLM on CPU runs full and sliding attention of {config.model_type} together, and images see"
             " their later tokens in one of them only: use `worker.rollout.name=hf`"
         )
-    return bool(kinds & seeing)
+    return min((window for window in windows if window != -1), default=sys.maxsize) if kinds & seeing else 0

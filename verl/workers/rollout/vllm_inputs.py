@@ -95,7 +95,8 @@ def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | Non
         return hf_config
     apply_overrides(hf_config, overrides)
     for name, value in family_of(hf_config).engine_overrides(hf_config).items():
-        setattr(hf_config.get_text_config(), name, value)
+        for part in (hf_config, hf_config.get_text_config()):
+            setattr(part, name, value)
     if head_dtype is not None:
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
@@ -115,7 +116,7 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
 
 
 def reads_embeddings(version: str, hf_config: Any) -> bool:
-    """True if vLLM reads features instead of pixels for all of a model's media, videos included."""
+    """True if vLLM reads features instead of pixels for a model's images at least."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
     family = family_of(hf_config)
     can = can and isinstance(family, VisionFamily) and family.takes_features

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,6 +162,13 @@ def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> 
     """Return the time of the first frame of each temporal patch; frames were sampled before."""
     step = self.get_video_processor().temporal_patch_size
     return [index / metadata["fps"] for index in metadata["frames_indices"][::step]]
+
+
+def take_features_of_any_length(schema: str) -> None:
+    """Let a schema `module:class` of vLLM hold features of images with different numbers of tokens."""
+    hints = typing.get_type_hints(_replaceable(schema, "validate"), include_extras=True)
+    (shape,) = hints["data"].__metadata__  # of (images, tokens, hidden size)
+    shape.dynamic_dims.add(shape.dims[1])
 
 
 def media_arguments() -> dict[str, Any]:

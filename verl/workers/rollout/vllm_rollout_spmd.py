@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.interface import is_part
-from verl.models.families.registry import encoder_of, family_of
+from verl.models.families.registry import engine_encoder_of, family_of
 from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
@@ -56,6 +56,8 @@ class VLLMRollout:
         )
         for patch in family_of(self.hf_config).engine_patches:
             getattr(vllm_patches, patch)()
+        for schema in family_of(self.hf_config).engine_schemas:
+            vllm_patches.take_features_of_any_length(schema)
         self.banned = media_token_ids(self.hf_config)
         self.takes_embeddings = setup.takes_embeddings and reads_embeddings(vllm.__version__, self.hf_config)
         self.adapter = setup.adapter
@@ -73,9 +75,7 @@ class VLLMRollout:
             self.level = vllm_sleep.sleep_level(self.runner, takes_adapter=self.takes_adapter)
         self.keeps_weights = self.level == vllm_sleep.KEPT
         self.asleep: set[str] = set()
-        # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
-        frozen = encoder_of(self.hf_config) if setup.takes_embeddings else ()
-        self.frozen_parts = tuple(name for part in frozen for name in (part, part.rpartition(".")[2]))
+        self.frozen_parts = engine_encoder_of(self.hf_config) if setup.takes_embeddings else ()
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
 
