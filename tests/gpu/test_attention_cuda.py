@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from verl.models.attention.blocks import Blocks
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.fused_log_probs import linear_log_probs
@@ -53,23 +54,40 @@ def test_attention_equals_float32_on_the_cpu(device, dtype, rule):
     assert_close(rounded, [out, *torch.autograd.grad((out * weights).sum(), tensors)], TOLERANCE[dtype])
 
 
-def shared_results(device, dtype, working):
+SHARED_RULES = [
+    AttentionRule(0.125),
+    AttentionRule(0.125, window=33),
+    AttentionRule(0.125, chunk=48),
+    AttentionRule(0.125, softcap=2.0),
+]
+BLOCKS = Blocks(((3, 60), (60, 61), (90, 129), (260, 310)))  # images in prompts
+
+
+def shared_results(device, dtype, working, rule, blocks, sinks):
     """Groups with several, one, empty and no responses; inputs rounded to `dtype`, computed in `working`."""
-    layout = SharedLayout.of([(130, [40, 1, 0, 77]), (5, [3]), (64, []), (9, [8, 8])], device)
+    groups = [(130, [40, 1, 0, 77]), (5, [3]), (64, []), (9, [8, 8])]
+    layout = SharedLayout.of(groups, device, blocks)
     generator = torch.Generator().manual_seed(0)
     size = layout.calls[0].queries.tokens.stop
     tensors = [torch.randn(1, heads, size, 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
     tensors = [tensor.to(device, working).requires_grad_() for tensor in tensors]
-    out = layout.attend(*tensors, AttentionRule(0.125))
+    if sinks:
+        own = torch.tensor([-1.0, 0.5, 2.0, 4.0]).to(dtype).to(device, working)
+        tensors.append(own.requires_grad_())
+    out = layout.attend(*tensors[:3], rule, *tensors[3:])
     weights = torch.randn(out.shape, generator=generator).to(dtype).to(device, working)
     return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["causal", "blocks"])
+@pytest.mark.parametrize("rule", SHARED_RULES)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_attention_behind_shared_prompts_equals_float32_on_the_cpu(device, dtype):
-    ours = shared_results(device, dtype, dtype)
+def test_attention_behind_shared_prompts_equals_float32_on_the_cpu(device, dtype, rule, blocks, sinks):
+    ours = shared_results(device, dtype, dtype, rule, blocks, sinks)
+    theirs = shared_results("cpu", dtype, torch.float32, rule, blocks, sinks)
 
-    assert_close(ours, shared_results("cpu", dtype, torch.float32), TOLERANCE[dtype])
+    assert_close(ours, theirs, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

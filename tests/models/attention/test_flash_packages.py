@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.plain_attention import PlainKernel
 from verl.models.attention import flash_packages, varlen_kernels
+from verl.models.attention.blocks import Blocks
 from verl.models.attention.flash_packages import (
     FlashAttention2,
     FlashAttention3,
@@ -27,6 +28,7 @@ from verl.models.attention.varlen_kernels import KernelChoice, use_kernels
 
 PLAIN = PlainKernel()
 GROUPS = [(5, [2, 3, 0, 4]), (1, [1]), (7, []), (3, [2, 2, 2])]
+BLOCKS = Blocks(((1, 3), (3, 5), (17, 22)))
 
 
 def rows_of(cu_q, cu_k, longest, scale, is_causal, before, after, softcap):
@@ -40,7 +42,7 @@ def rows_of(cu_q, cu_k, longest, scale, is_causal, before, after, softcap):
         after = 0
     runs = (RowRun(0, 0, 1, most_q, most_k),)
     window = [size if size >= 0 else None for size in (before, after)]
-    return Rows(cu_q, cu_k, runs, scale, *window, softcap or None)
+    return Rows(cu_q, cu_k, runs, (most_q, most_k), scale, *window, softcap or None)
 
 
 def infinite_without_keys(out, lse):
@@ -195,6 +197,10 @@ def with_gradients(layout, inputs, rule):
         (SharedLayout.of(GROUPS), AttentionRule(0.3)),
         (SharedLayout.of(GROUPS), AttentionRule(0.3, window=9, softcap=0.5)),
         (SharedLayout.of([(5, [1, 1]), (4, [0, 1])]), AttentionRule(0.3)),
+        (SharedLayout.of(GROUPS), AttentionRule(0.3, window=3)),
+        (SharedLayout.of(GROUPS), AttentionRule(0.3, chunk=3)),
+        (SharedLayout.of(GROUPS, blocks=BLOCKS), AttentionRule(0.3, window=3)),
+        (PackedLayout.of(torch.tensor([0, 3, 3, 23]), blocks=BLOCKS), AttentionRule(0.3, softcap=0.5)),
     ],
 )
 def test_a_package_gets_its_arguments_in_its_own_order_and_meaning(layout, rule, package_kernel):

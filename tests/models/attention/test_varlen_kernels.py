@@ -10,6 +10,7 @@ from verl.distributed import device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention import varlen_kernels
+from verl.models.attention.blocks import Blocks
 from verl.models.attention.flash_packages import choose_kernels
 from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import PackedLayout, SharedLayout
@@ -83,6 +84,32 @@ def test_a_window_on_a_gpu_counts_the_own_key_and_is_left_out_where_it_has_no_ef
         seen.append((call["is_causal"], call["window_size_left"], call["window_size_right"]))
 
     assert seen == [(True, -1, 0), (False, 3, 0), (True, -1, 0), (False, -1, -1)]
+
+
+def test_a_block_on_a_gpu_is_a_window_from_the_own_key_to_the_last(meta_gpu):
+    layout = PackedLayout.of(torch.tensor([0, 3, 10]), "meta", Blocks(((1, 3), (4, 9))))
+
+    with Record() as record:
+        out = layout.attend(*(inputs := meta_tensors(10)), RULE)
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        calls = record.arguments(name)
+        windows = [(call["is_causal"], call["window_size_left"], call["window_size_right"]) for call in calls]
+        assert windows == [(True, -1, 0), (False, 0, -1)]
+        assert [len(call["query"]) for call in calls] == [10, 7]  # tokens 1 to 7, and keys 2 to 8
+        assert calls[1]["max_q"] == calls[1]["max_k"] == 4
+
+
+def test_a_shared_prompt_under_a_window_takes_one_call_with_more_keys_than_queries_on_a_gpu(meta_gpu):
+    layout = SharedLayout.of([(5, [2, 3])], "meta")
+
+    with Record() as record:
+        layout.attend(*meta_tensors(10), AttentionRule(0.3, window=3))
+
+    (call,) = record.arguments("_flash_attention_forward")
+    assert (call["is_causal"], call["window_size_left"], call["window_size_right"]) == (False, 2, 0)
+    assert call["query"].shape[0] == 10 and call["key"].shape[:2] == (12, 2)  # two tokens of the prompt twice
 
 
 def test_rows_of_one_query_are_announced_as_two(meta_gpu):

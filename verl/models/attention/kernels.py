@@ -84,6 +84,7 @@ class Rows(NamedTuple):
     cu_q: Tensor  # (B + 1,) int32
     cu_k: Tensor  # (B + 1,) int32
     runs: tuple[RowRun, ...]
+    longest: tuple[int, int]  # most queries and most keys of a row, also of rows that lack the other
     scale: float
     before: int | None = None  # None: all
     after: int | None = None  # None: all; 0 is causal
@@ -92,11 +93,6 @@ class Rows(NamedTuple):
     @property
     def sees_all(self) -> bool:
         return self.before is None and self.after is None
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Maximum queries and maximum keys of a row."""
-        return max(run.q_length for run in self.runs), max(run.k_length for run in self.runs)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

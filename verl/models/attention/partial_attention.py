@@ -93,7 +93,9 @@ class AttentionCall(NamedTuple):
             before = rule.window - 1 if rule.window is not None and rule.window < longest else None
             after = 0
         bounds = self.queries.cu_rows, self.keys.cu_rows
-        return Rows(*bounds, self.runs, rule.scale, before, after, rule.softcap)
+        # Kernels write the results of no more than these queries and keys of a row, also where they are zero.
+        longest = max(self.queries.lengths, default=0), max(self.keys.lengths, default=0)
+        return Rows(*bounds, self.runs, longest, rule.scale, before, after, rule.softcap)
 
     def take_keys(self, tensor: Tensor) -> Tensor:
         """Return the keys, or their values, among those of all tokens (N, Hkv, D)."""
