@@ -90,7 +90,7 @@ class DataParallelPPOActor:
 
     @property
     def balances(self) -> bool:
-        """Whether the update has a router's balance loss."""
+        """True if the update has a router's balance loss."""
         return self.training is not None and self.updater.balance.coef > 0
 
     @property
