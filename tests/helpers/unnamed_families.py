@@ -295,7 +295,7 @@ UNNAMED: dict[str, TinyModel] = {
 # Families that train without a file.
 SERVED = (
     "llava", "vipllava", "llava_next", "idefics3", "aya_vision", "cohere2_vision", "video_llama_3",
-    "deepseek_vl", "lighton_ocr", "hyperclovax_vision_v2", "aria",
+    "deepseek_vl", "lfm2_vl", "lighton_ocr", "hyperclovax_vision_v2", "aria",
 )  # fmt: skip
 # Reasons for which the others are refused, and what the message says.
 REFUSED: dict[str, tuple[str, str]] = {
@@ -307,7 +307,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "its weights cannot be converted to hub names layer by layer",
         r"cannot be converted to hub names layer by layer",
     ),
-    "lfm2_vl": ("layers of convolutions", r"has layers of type conv, which cannot be packed"),
     "llama4": (
         "`get_image_features` leaves out the projector: [a file of ten lines](extensions.md#a-model-family)",
         r"returns 0 features for images with \d+ tokens",
@@ -326,7 +325,8 @@ NO_FEATURES = {"mllama": "has no `get_image_features`", "phi4_multimodal": "is n
 
 # In vLLM 0.32 on a CPU: whether log-probs after images equal the trainer's.
 VLLM: dict[str, bool] = {
-    "llava": True, "llava_next": True, "idefics3": True, "video_llama_3": True, "aya_vision": False,
+    "llava": True, "llava_next": True, "idefics3": True, "video_llama_3": True, "lighton_ocr": True, "vipllava": True, "aya_vision": False,
+    "cohere2_vision": False, "deepseek_vl": False,
 }  # fmt: skip
 PAGE = ROOT / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- without a file -->\n).*?(?=<!-- end of those -->)", re.DOTALL)

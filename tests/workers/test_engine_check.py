@@ -22,6 +22,7 @@ from verl.workers.engine_check import (
     check_engine,
     check_requests,
     differences,
+    refusing_engine,
     sample,
 )
 from verl.workers.fsdp_worker import FSDPWorker
@@ -146,6 +147,14 @@ def test_an_engine_that_fails_on_images_is_refused_with_its_reason(requests, med
     engine: Any = SimpleNamespace(generate=fail, rng_state=dict)
     with pytest.raises(NotImplementedError, match=r"cannot sample .*no such image processor.*name=hf"):
         sample(engine, requests, media)
+
+
+def test_an_engine_that_cannot_be_built_is_refused_if_the_model_is_only_tried():
+    message = r"`vllm` cannot run this model \(no attribute\).*name=hf"
+    with pytest.raises(NotImplementedError, match=message), refusing_engine("vllm", is_tried=True):
+        raise AttributeError("no attribute")
+    with pytest.raises(AttributeError), refusing_engine("vllm", is_tried=False):
+        raise AttributeError("no attribute")
 
 
 class CountingEngine:

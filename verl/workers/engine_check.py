@@ -5,7 +5,8 @@ The engine has its own processing of images and its own positions, which no one 
 a difference would only show as a policy that learns from log-probabilities of other prompts.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,19 @@ PROMPTS: tuple[tuple[tuple[int, int], ...], ...] = (((64, 64),), ((80, 120),), (
 TEXT = "What is in the picture?"
 
 REMEDY = f"{WHAT_TO_WRITE}, or sample with `worker.rollout.name=hf`"
+
+
+@contextlib.contextmanager
+def refusing_engine(name: str, is_tried: bool) -> Iterator[None]:
+    """Refuse an engine that cannot be built, if it is only tried with a model that no file describes."""
+    try:
+        yield
+    except Exception as error:  # whatever an engine raises
+        if not is_tried:
+            raise
+        raise NotImplementedError(
+            f"the rollout engine `{name}` cannot run this model ({error}): {REMEDY}"
+        ) from error
 
 
 class SampledRow(NamedTuple):

@@ -23,7 +23,7 @@ from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelRunOptions, ModelWorker
-from verl.workers.engine_check import check_engine, check_requests, differences, sample
+from verl.workers.engine_check import check_engine, check_requests, differences, refusing_engine, sample
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
@@ -90,11 +90,12 @@ class FSDPWorker(ModelWorker):
             self._init_prime()
         if self.config.reward_model.is_used:
             self._init_reward_model()
-        self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
-        self.engine.sleep()  # training has the device until the first `sync_weights`
-        self.tower_is_synced = False
         # no one has compared the engine for a model without a file of its family
         self.must_check_engine = self.media is not None and not is_named(self.policy.model.config)
+        with refusing_engine(self.config.rollout.name, self.must_check_engine):
+            self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
+        self.engine.sleep()  # training has the device until the first `sync_weights`
+        self.tower_is_synced = False
 
     def _init_reference(self) -> None:
         # a policy with adapters is its own reference, without them; else the reference is a frozen copy
