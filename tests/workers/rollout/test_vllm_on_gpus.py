@@ -148,7 +148,7 @@ def engine_on_gpu(monkeypatch, level):
     engine.model.load_weights = lambda weights: [name for name, _ in weights]
     engine.runner = SimpleNamespace()
     engine.asleep, engine.synced = set(), False
-    engine.tower, engine.tower_name = set(), "visual"
+    engine.tower, engine.frozen_parts = set(), ("visual",)
     calls = engine.llm.calls
     monkeypatch.setattr(vllm_sleep.gc, "collect", lambda: calls.append("collect"))
     monkeypatch.setattr(vllm_sleep, "empty_cache", lambda device: calls.append(f"empty {device}"))
