@@ -252,10 +252,25 @@ class Gemma4(VisionFamily):
         if images:
             inputs["pixel_values"], inputs["image_position_ids"] = padded(images)
         if videos:
-            count_frames()
             inputs["pixel_values_videos"], inputs["video_position_ids"] = padded(videos)
             inputs["num_frames_per_video"] = torch.tensor([medium.facts["grid"][0] for medium in videos])
         return inputs
+
+    def repair(self, model: Any) -> None:
+        # transformers 5.19 drops the number of frames on the way to `get_video_features`, which demands it.
+        owner = model.get_submodule(self.media_owner)
+        original = type(owner)
+        if "num_frames_per_video" not in signature(original.get_video_features).parameters:
+            return
+
+        @wraps(original.get_video_features)
+        def get_video_features(self: Any, pixel_values_videos: Tensor, *args: Any, **options: Any) -> Any:
+            # The forward joins the features of all videos again.
+            options.setdefault("num_frames_per_video", torch.tensor([len(pixel_values_videos)]))
+            return original.get_video_features(self, pixel_values_videos, *args, **options)
+
+        changed = {"get_video_features": get_video_features, "__module__": original.__module__}
+        owner.__class__ = type(original.__name__, (original,), changed)
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         types = (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
@@ -295,26 +310,6 @@ class Gemma4(VisionFamily):
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.pooling_kernel_size
-
-
-def count_frames() -> None:
-    """Let Gemma 4's own forward read videos: transformers 5.19 drops the number of frames on the way."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model  # noqa: PLC0415 - few runs need it
-
-    original: Any = Gemma4Model.get_video_features
-    if hasattr(original, "counts_frames") or "num_frames_per_video" not in signature(original).parameters:
-        return
-
-    @wraps(original)
-    def get_video_features(
-        self: Any, pixels: Tensor, positions: Any = None, num_frames: Any = None, **options: Any
-    ) -> Any:
-        # The forward joins the features of all videos again.
-        num_frames = torch.tensor([len(pixels)]) if num_frames is None else num_frames
-        return original(self, pixels, positions, num_frames, **options)
-
-    vars(get_video_features)["counts_frames"] = True
-    setattr(Gemma4Model, "get_video_features", get_video_features)  # noqa: B010 - its type is another
 
 
 def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:

@@ -114,6 +114,9 @@ class Family:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
         return {}
 
+    def repair(self, model: Any) -> None:
+        """Correct the own padded forward of this model, and of no other one of its class."""
+
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         """Return options of the config, or of its language model, that vLLM reads by other names."""
         return {}
