@@ -71,7 +71,9 @@ def load_tiny(kind: str, **options: Any) -> Tiny:
 def open_tiny(folder: Path) -> Tiny:
     with no_weight_bars():
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    return Tiny(folder, vision_family_of(model.config), AutoProcessor.from_pretrained(folder), model)
+    family = vision_family_of(model.config)
+    family.repair(model)
+    return Tiny(folder, family, AutoProcessor.from_pretrained(folder), model)
 
 
 # --- rows

@@ -108,6 +108,8 @@ def load_model(tiny: Tiny, prepared: bool) -> Any:
         )
     if prepared:
         prepare_model(model)
+    else:
+        tiny.family.repair(model)
     return model
 
 

@@ -3,6 +3,9 @@
 
 from typing import Any, NamedTuple
 
+# Options of configs for the number of experts that a token is sent to.
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+
 
 class LayerHeads(NamedTuple):
     """Attention heads of a layer."""
@@ -21,7 +24,7 @@ def layer_heads(text: Any) -> list[LayerHeads]:
 
 def experts_per_token(text: Any) -> int:
     """Return the experts that a token passes in a layer; 0 in dense models."""
-    return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
+    return next((getattr(text, name) for name in TOP_K if getattr(text, name, None)), 0)
 
 
 def _heads(config: Any) -> LayerHeads:

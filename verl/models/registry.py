@@ -19,8 +19,7 @@ from verl.models.attention.block_inputs import record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.families.generic import WHAT_TO_WRITE
-from verl.models.families.interface import Medium, VisionFamily
+from verl.models.families.interface import WHAT_TO_WRITE, Medium, VisionFamily
 from verl.models.families.registry import family_of, is_named
 from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
 from verl.models.linear_attention.row_layers import STATE_TYPES, row_layers, run_whole_rows

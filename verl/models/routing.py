@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from verl.models.layer_configs import TOP_K, experts_per_token
 from verl.models.lora_weights import JOINT
 
 LOGITS = "router_logits"  # as transformers calls what a router computes
-# Options of configs for the number of experts that a token is sent to.
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
 
 class Router(NamedTuple):
@@ -143,9 +142,7 @@ class Routing:
     def of(cls, model: Any, config: Any) -> "Routing | None":
         """Return None for a model without routers that transformers records."""
         routers = routers_of(model)
-        text = config.get_text_config()
-        top_k = next((getattr(text, name) for name in TOP_K if getattr(text, name, None)), None)
-        return cls(routers, top_k) if routers else None
+        return cls(routers, experts_per_token(config.get_text_config()) or None) if routers else None
 
     @contextmanager
     def recording(

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from verl.data.media.loader import DecodedMedia, MediaLoader
 from verl.distributed.device import to_device
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.generic import WHAT_TO_WRITE
-from verl.models.families.interface import MediaShape, Medium
+from verl.models.families.interface import WHAT_TO_WRITE, MediaShape, Medium
 from verl.models.monkey_patch import evaluating
 from verl.models.registry import TOLERANCE
 from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions

@@ -63,6 +63,7 @@ def media_log_probs(model, processor, request, response_ids, temperature=1.0):
     shape = shape_of(family, processor, request.media)
     prompt_ids = family.expand(processor, raw, shape)
     media = media_in_order(family, processor, raw, request.media, shape)
+    family.repair(model)
     inputs = family.own_inputs(media) if media else {}
     ids = torch.tensor([*prompt_ids, *response_ids])[None]
     positions = family.positions(model.config, torch.tensor(prompt_ids), shape)  # (4, L)

@@ -2,7 +2,7 @@
 """Load images and videos: sizes from file headers, pixels, and model inputs.
 
 Rows carry references (paths, URLs or bytes). `MediaLoader` turns them into inputs of the rollout engine
-(`decode`) and of the model (`features`). Both are cached, so that all processes of a node and all passes over
+(`decode`) and of the model (`media`). Both are cached, so that all processes of a node and all passes over
 a batch share one decoding.
 """
 

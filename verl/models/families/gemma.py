@@ -22,13 +22,14 @@ from torch.nn.functional import pad
 from verl.models.attention.blocks import FULL, SLIDING
 from verl.models.families.interface import (
     ExampleRow,
-    Kind,
     MediaShape,
     Medium,
     MediumShape,
     TinyModel,
     VisionFamily,
+    example_pixels,
     join_tensors,
+    processed_video,
 )
 from verl.models.families.tiny_sizes import TEXT
 
@@ -210,9 +211,6 @@ class Gemma4(VisionFamily):
 
     # --- tokens and positions
 
-    def placeholders(self, processor: Any) -> dict[int, Kind]:
-        return {processor.image_token_id: "image", processor.video_token_id: "video"}
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         rows, columns = patch_grid(processor.image_processor, height, width)
         features = rows * columns // processor.image_processor.pooling_kernel_size**2
@@ -235,10 +233,6 @@ class Gemma4(VisionFamily):
             tokens += processor.tokenizer.encode(stamp, add_special_tokens=False) + frame
         return MediumShape(tokens, {"grid": [num_frames, rows, columns], "features": num_frames * features})
 
-    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
-        ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
-        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
-
     def block_layers(self, config: Any) -> tuple[str, ...]:
         return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
 
@@ -249,13 +243,7 @@ class Gemma4(VisionFamily):
         return without_padding(made["pixel_values"], made["image_position_ids"])
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
-        known = {name: value for name, value in meta.items() if name != "do_sample_frames"}
-        made = processor.video_processor(
-            videos=[frames],
-            video_metadata=[known | {"frames_indices": list(meta["frames_indices"])}],
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
+        made = processed_video(processor, frames, meta)
         return without_padding(made["pixel_values_videos"], made["video_position_ids"])
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
@@ -264,10 +252,25 @@ class Gemma4(VisionFamily):
         if images:
             inputs["pixel_values"], inputs["image_position_ids"] = padded(images)
         if videos:
-            count_frames()
             inputs["pixel_values_videos"], inputs["video_position_ids"] = padded(videos)
             inputs["num_frames_per_video"] = torch.tensor([medium.facts["grid"][0] for medium in videos])
         return inputs
+
+    def repair(self, model: Any) -> None:
+        # transformers 5.19 drops the number of frames on the way to `get_video_features`, which demands it.
+        owner = model.get_submodule(self.media_owner)
+        original = type(owner)
+        if "num_frames_per_video" not in signature(original.get_video_features).parameters:
+            return
+
+        @wraps(original.get_video_features)
+        def get_video_features(self: Any, pixel_values_videos: Tensor, *args: Any, **options: Any) -> Any:
+            # The forward joins the features of all videos again.
+            options.setdefault("num_frames_per_video", torch.tensor([len(pixel_values_videos)]))
+            return original.get_video_features(self, pixel_values_videos, *args, **options)
+
+        changed = {"get_video_features": get_video_features, "__module__": original.__module__}
+        owner.__class__ = type(original.__name__, (original,), changed)
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         types = (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
@@ -296,7 +299,7 @@ class Gemma4(VisionFamily):
         grid = [1, rows * vision.pooling_kernel_size, columns * vision.pooling_kernel_size]
         positions = torch.stack(torch.meshgrid(*map(torch.arange, grid[:0:-1]), indexing="xy"), -1)
         size = (1, math.prod(grid), 3 * vision.patch_size**2)
-        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
+        pixels = example_pixels(size, generator)
         tokens = [config.image_token_id] * (rows * columns)
         tensors = {"pixel_values": pixels, "position_ids": positions.reshape(1, -1, 2)}
         medium = Medium("image", tensors, {"grid": grid, "features": len(tokens)})
@@ -307,26 +310,6 @@ class Gemma4(VisionFamily):
 
     def frame_factor(self, processor: Any) -> int:
         return processor.video_processor.patch_size * processor.video_processor.pooling_kernel_size
-
-
-def count_frames() -> None:
-    """Let Gemma 4's own forward read videos: transformers 5.19 drops the number of frames on the way."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model  # noqa: PLC0415 - few runs need it
-
-    original: Any = Gemma4Model.get_video_features
-    if hasattr(original, "counts_frames") or "num_frames_per_video" not in signature(original).parameters:
-        return
-
-    @wraps(original)
-    def get_video_features(
-        self: Any, pixels: Tensor, positions: Any = None, num_frames: Any = None, **options: Any
-    ) -> Any:
-        # The forward joins the features of all videos again.
-        num_frames = torch.tensor([len(pixels)]) if num_frames is None else num_frames
-        return original(self, pixels, positions, num_frames, **options)
-
-    vars(get_video_features)["counts_frames"] = True
-    setattr(Gemma4Model, "get_video_features", get_video_features)  # noqa: B010 - its type is another
 
 
 def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
@@ -344,10 +327,9 @@ def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
 
 def newline_tokens(tokenizer: Any) -> dict[int, int]:
     """Return the number of newlines of each token that consists of newlines."""
-    vocabulary = tokenizer.get_vocab()
-    return {
-        vocabulary[text]: len(text) for text in ("\n" * count for count in range(1, 33)) if text in vocabulary
-    }
+    texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
+    lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
+    return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}
 
 
 def edges(processor: Any) -> tuple[int, int]:

@@ -21,25 +21,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from verl.models.families.interface import (
+    WHAT_TO_WRITE,
     ExampleRow,
     Kind,
     MediaShape,
     Medium,
     MediumShape,
     VisionFamily,
+    image_token_id,
 )
 
 TEXT_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments of a model's own forward
-# Of configs, for the token whose embeddings are replaced by features.
-IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 BLANK = 128  # gray: models skip images whose normalized pixels are all zero
 # Height and width of two images: most processors make other tensors of them, in shape or in number.
 PROBES = ((64, 64), (96, 288))
-WHAT_TO_WRITE = (
-    "describe what is different in a file, like those of verl/models/families, and give it as"
-    " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
-)
 
 
 class Structure(NamedTuple):
@@ -105,9 +101,6 @@ class GenericFamily(VisionFamily):
         counts = [list(pair) for pair in Counter(tokens).items()]
         return MediumShape(tokens, {"counts": counts, "joins": dict(_joins(processor))})
 
-    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
-        return {"image": (input_ids == image_token(config)).nonzero()[:, 0]}
-
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
@@ -126,7 +119,7 @@ class GenericFamily(VisionFamily):
         return {name: value for name, value in joined.items() if name in known}
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
-        is_image = (input_ids == image_token(config)).long()
+        is_image = (input_ids == image_token_id(config)).long()
         return {name: is_image for name in TOKEN_TYPES if name in self.structure.arguments}
 
     def image_features(self, owner: Any, inputs: dict[str, Tensor]) -> Any:
@@ -149,7 +142,7 @@ class GenericFamily(VisionFamily):
         return list(torch.cat(features).split(counts))
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        return [dict(facts["counts"]).get(image_token(config), 0)]
+        return [dict(facts["counts"]).get(image_token_id(config), 0)]
 
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         """Return a row of a blank image, or with a generator one of two random images of different sizes."""
@@ -162,17 +155,6 @@ class GenericFamily(VisionFamily):
             for image, shape in zip(images, shapes, strict=True)
         ]
         return ExampleRow(torch.tensor(ids), media)
-
-
-def image_token(config: Any) -> int:
-    """Return the token whose embeddings are replaced by features."""
-    for name in IMAGE_TOKENS:
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    raise NotImplementedError(
-        f"{config.model_type}: the config names no image token ({', '.join(IMAGE_TOKENS)}): {WHAT_TO_WRITE}"
-    )
 
 
 # --- modules

@@ -19,6 +19,12 @@ from torch import Tensor
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 DEFAULT_PATCHES = 4  # of a token
+# Of configs, for the token whose embeddings are replaced by features.
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+WHAT_TO_WRITE = (
+    "describe what is different in a file, like those of verl/models/families, and give it as"
+    " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
+)
 COMPARED_SIZES = (64, 96), (1024, 1536)
 # Options of processors that decide the size of images and frames, and so the number of their tokens.
 SIZE_OPTIONS = (
@@ -92,7 +98,6 @@ class Family:
     model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs
     hub_names: ClassVar[tuple[str, ...]] = ()  # examples on the hub, for the documentation
     tiny: ClassVar[Mapping[str, TinyModel]] = {}  # by the names that `verl-tiny-model --kind` takes
-    reads_media: ClassVar[bool] = False
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
@@ -109,6 +114,9 @@ class Family:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
         return {}
 
+    def repair(self, model: Any) -> None:
+        """Correct the own padded forward of this model, and of no other one of its class."""
+
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         """Return options of the config, or of its language model, that vLLM reads by other names."""
         return {}
@@ -117,7 +125,6 @@ class Family:
 class VisionFamily(Family, ABC):
     """A family of models that read images, and videos if `reads_videos`."""
 
-    reads_media = True
     reads_videos: ClassVar[bool] = False
     processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
@@ -139,7 +146,8 @@ class VisionFamily(Family, ABC):
 
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         """Return the kinds of media by the token that stands for one in a rendered prompt."""
-        return {processor.image_token_id: "image"}
+        kinds: dict[int, Kind] = {processor.image_token_id: "image"}
+        return kinds | {processor.video_token_id: "video"} if self.reads_videos else kinds
 
     @abstractmethod
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
@@ -149,7 +157,7 @@ class VisionFamily(Family, ABC):
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
-        raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
+        raise NotImplementedError(f"{type(self).__name__} reads no videos")
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each image and video by its tokens.
@@ -172,7 +180,10 @@ class VisionFamily(Family, ABC):
 
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
-        return {"image": (input_ids == image_token_id(config)).nonzero()[:, 0]}
+        tokens: dict[Kind, int] = {"image": image_token_id(config)}
+        if self.reads_videos and self.token_kind("video") == "video":
+            tokens["video"] = config.video_token_id
+        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in tokens.items()}
 
     def token_kind(self, kind: Kind) -> Kind:
         """Return the kind under which `media_tokens` lists the tokens of media of this kind.
@@ -200,7 +211,7 @@ class VisionFamily(Family, ABC):
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of the `Medium` of a video (T, H, W, 3) uint8."""
-        raise NotImplementedError(f"{type(processor).__name__}: videos need a file in verl/models/families")
+        raise NotImplementedError(f"{type(self).__name__} reads no videos")
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         """Return the arguments of the model's own forward for media in the order of their tokens."""
@@ -273,7 +284,7 @@ class VisionFamily(Family, ABC):
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
-        raise NotImplementedError
+        return [medium.features for medium in media]
 
     def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
         """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
@@ -288,8 +299,29 @@ def is_part(name: str, parts: Sequence[str]) -> bool:
 
 def image_token_id(config: Any) -> int:
     """Return the token whose embeddings are replaced by features."""
-    token = getattr(config, "image_token_id", None)
-    return config.image_token_index if token is None else token
+    for name in IMAGE_TOKENS:
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    raise NotImplementedError(
+        f"{config.model_type}: the config names no image token ({', '.join(IMAGE_TOKENS)}): {WHAT_TO_WRITE}"
+    )
+
+
+def example_pixels(shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
+    """Return the pixels of `VisionFamily.example`: zeros, or with a generator random ones from 0 to 1."""
+    return torch.zeros(*shape) if generator is None else torch.rand(*shape, generator=generator)
+
+
+def processed_video(processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> Any:
+    """Return what the processor makes of a video whose frames were sampled before."""
+    known = {name: value for name, value in meta.items() if name != "do_sample_frames"}
+    return processor.video_processor(
+        videos=[frames],
+        video_metadata=[known | {"frames_indices": list(meta["frames_indices"])}],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
 
 
 def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

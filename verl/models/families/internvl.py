@@ -20,13 +20,13 @@ from PIL import Image
 from torch import Tensor
 
 from verl.models.families.interface import (
-    EncodedMedium,
     ExampleRow,
     Kind,
     Medium,
     MediumShape,
     TinyModel,
     VisionFamily,
+    example_pixels,
 )
 from verl.models.families.tiny_sizes import TEXT
 
@@ -127,16 +127,10 @@ class InternVL(VisionFamily):
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         tiles = 1 if generator is None else 2
         size = (tiles, config.vision_config.num_channels, *config.vision_config.image_size)
-        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
+        pixels = example_pixels(size, generator)
         facts = {"tiles": tiles}
         ids = torch.full((sum(self.units(config, facts)),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
-
-    # --- the rollout engine
-
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
-        assert kind == "image", "vLLM reads pixels of videos"
-        return [medium.features for medium in media]
 
     # --- media options
 

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from verl.models.families.interface import (
-    EncodedMedium,
     ExampleRow,
     Kind,
     Medium,
     MediumShape,
     TinyModel,
     VisionFamily,
+    example_pixels,
 )
 from verl.models.families.tiny_sizes import TEXT
 
@@ -164,9 +164,6 @@ class LlavaOnevision(VisionFamily):
 
     # --- tokens
 
-    def placeholders(self, processor: Any) -> dict[int, Kind]:
-        return {processor.image_token_id: "image", processor.video_token_id: "video"}
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         images, size = processor.image_processor, (height, width)
         tile = images.size.get("height") or images.size["shortest_edge"]
@@ -182,10 +179,6 @@ class LlavaOnevision(VisionFamily):
         features = [frame] * (num_frames - 1) + [frame + 1]
         facts = {"unit_tiles": [1] * num_frames, "unit_features": features, "is_end": True}
         return MediumShape([processor.video_token_id] * sum(features), facts)
-
-    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
-        ids: dict[Kind, int] = {"image": config.image_token_index, "video": config.video_token_index}
-        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
 
     # --- model inputs and features
 
@@ -245,15 +238,9 @@ class LlavaOnevision(VisionFamily):
         grid = Grid.of(tile // vision.patch_size, size, tiles, config.vision_aspect_ratio)
         facts = grid.facts(size)
         shape = (sum(facts["unit_tiles"]), vision.num_channels, tile, tile)
-        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        pixels = example_pixels(shape, generator)
         ids = torch.full((sum(facts["unit_features"]),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
-
-    # --- the rollout engine
-
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
-        assert kind == "image", "vLLM reads pixels of videos"
-        return [medium.features for medium in media]
 
     # --- media options
 

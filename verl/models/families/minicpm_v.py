@@ -27,6 +27,7 @@ from verl.models.families.interface import (
     MediumShape,
     TinyModel,
     VisionFamily,
+    example_pixels,
 )
 from verl.models.families.tiny_sizes import HYBRID, TEXT, mrope
 
@@ -96,9 +97,6 @@ class MiniCPMV46(VisionFamily):
 
     # --- tokens
 
-    def placeholders(self, processor: Any) -> dict[int, Kind]:
-        return {processor.image_token_id: "image", processor.video_token_id: "video"}
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         sizes, grid = _sizes_and_grid(processor.image_processor, height, width)
         tokens = _tokens(processor, processor.image_token_id, processor.image_token_divisor, sizes, grid)
@@ -120,10 +118,6 @@ class MiniCPMV46(VisionFamily):
             videos = _numbered(processor, shape.videos) if self.numbers_videos else shape.videos
             shape = MediaShape(_numbered(processor, shape.images), videos)
         return super().expand(processor, prompt_ids, shape)
-
-    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
-        ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
-        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
 
     # --- model inputs and features
 
@@ -180,7 +174,7 @@ class MiniCPMV46(VisionFamily):
         edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
         size = [edge, edge] if generator is None else [2 * edge, 3 * edge]  # in patches
         shape = (1, vision.num_channels, vision.patch_size, math.prod(size) * vision.patch_size)
-        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        pixels = example_pixels(shape, generator)
         tokens = torch.tensor([config.image_token_id] * (math.prod(size) // edge**2))
         return ExampleRow(tokens, [Medium("image", {"pixel_values": pixels}, {"target_sizes": [size]})])
 

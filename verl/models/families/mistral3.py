@@ -13,7 +13,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.models.families.interface import ExampleRow, Family, Medium, MediumShape, TinyModel, VisionFamily
+from verl.models.families.interface import (
+    ExampleRow,
+    Family,
+    Medium,
+    MediumShape,
+    TinyModel,
+    VisionFamily,
+    example_pixels,
+)
 from verl.models.families.tiny_sizes import TEXT
 
 TINY_TOWER = dict(
@@ -118,7 +126,7 @@ class Mistral3(VisionFamily):
         rows, columns = (1, 1) if generator is None else (2, 3)  # in tokens
         size = [edge * vision.patch_size * config.spatial_merge_size for edge in (rows, columns)]
         shape = (1, vision.num_channels, *size)
-        pixels = torch.zeros(shape) if generator is None else torch.rand(shape, generator=generator)
+        pixels = example_pixels(shape, generator)
         medium = Medium("image", {"pixel_values": pixels}, {"image_size": size, "features": rows * columns})
         return ExampleRow(torch.tensor([config.image_token_index] * (rows * columns)), [medium])
 

@@ -29,7 +29,9 @@ from verl.models.families.interface import (
     MediumShape,
     TinyModel,
     VisionFamily,
+    example_pixels,
     join_tensors,
+    processed_video,
 )
 from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
 from verl.models.families.tiny_sizes import MOE, TEXT, mrope
@@ -78,9 +80,6 @@ class PatchGridFamily(VisionFamily):
     # Options of the config: the tokens before and after an image.
     image_edges: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
 
-    def placeholders(self, processor: Any) -> dict[int, Kind]:
-        return {processor.image_token_id: "image", processor.video_token_id: "video"}
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         grid = image_grid(processor.image_processor, height, width)
         features = math.prod(grid) // processor.image_processor.merge_size**2
@@ -108,23 +107,13 @@ class PatchGridFamily(VisionFamily):
         features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
         return [processor.video_token_id] * features
 
-    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
-        ids: dict[Kind, int] = {"image": config.image_token_id, "video": config.video_token_id}
-        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in ids.items()}
-
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         return {
             "pixel_values": processor.image_processor(images=[image], return_tensors="pt")["pixel_values"]
         }
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
-        known = {name: value for name, value in meta.items() if name != "do_sample_frames"}
-        made = processor.video_processor(
-            videos=[frames],
-            video_metadata=[known | {"frames_indices": list(meta["frames_indices"])}],
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
+        made = processed_video(processor, frames, meta)
         return {"pixel_values_videos": made["pixel_values_videos"]}
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
@@ -167,7 +156,7 @@ class PatchGridFamily(VisionFamily):
         rows, columns = (1, 1) if generator is None else (2, 3)  # in tokens
         values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
         size = (rows * columns * merge * merge, values)
-        pixels = torch.zeros(size) if generator is None else torch.rand(size, generator=generator)
+        pixels = example_pixels(size, generator)
         before, after = (getattr(config, name) for name in self.image_edges)
         ids = torch.tensor([before, *[config.image_token_id] * (rows * columns), after])
         facts = {"grid_thw": [1, rows * merge, columns * merge]}

@@ -63,11 +63,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, hidden_states, *args, **kwargs)
         recurrence, local = layout.recurrence, hidden_states.shape[1]
         rows = recurrence.whole_rows
+        # Gathered once, however many batches there are.
+        take = _selector((hidden_states, *args), recurrence, local)
+        options = {name: _selector(value, recurrence, local) for name, value in kwargs.items()}
         outs, others = [], 0
         for positions in rows.batches:
-            take = functools.partial(_take, positions=positions, recurrence=recurrence, local=local)
-            own = (take(value) for value in args)
-            out = original(self, take(hidden_states), *own, **{name: take(kwargs[name]) for name in kwargs})
+            own = {name: select(positions) for name, select in options.items()}
+            out = original(self, *take(positions), **own)
             if isinstance(out, tuple):
                 out, others = out[0], len(out) - 1
             outs.append(out.flatten(0, 1))
@@ -80,12 +82,14 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _take(value: Any, positions: Tensor, recurrence: Recurrence, local: int) -> Any:
-    """Return the rows (rows, L, ...) of what a layer gets for each token: (1, n, ...)."""
+def _selector(value: Any, recurrence: Recurrence, local: int) -> Callable[[Tensor], Any]:
+    """Return a function of positions (rows, L) that gives a layer the rows (rows, L, ...) of (1, n, ...)."""
     if isinstance(value, tuple):
-        return tuple(_take(part, positions, recurrence, local) for part in value)
+        parts = [_selector(part, recurrence, local) for part in value]
+        return lambda positions: tuple(part(positions) for part in parts)
     if not torch.is_tensor(value) or value.shape[:2] != (1, local):
-        return value
+        return lambda _: value
     sp = recurrence.sp
     tokens = gather_rows(value[0], (local,) * sp.ulysses_size, sp, sum_gradients=True)[: recurrence.length]
-    return torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])])[positions]
+    padded = torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])])
+    return lambda positions: padded[positions]

@@ -141,6 +141,7 @@ class HFRollout:
         self.model = None
 
     def _to_device(self, model: Any) -> Any:
+        self.family.repair(model)
         return model.to(self.device).eval().requires_grad_(False)
 
     def _prepare(self, request: RolloutRequest) -> PreparedPrompt:

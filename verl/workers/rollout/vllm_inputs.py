@@ -10,7 +10,7 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.interface import EncodedMedium, Kind, VisionFamily
 from verl.models.families.registry import family_of, vision_family_of
-from verl.models.layer_configs import layer_heads
+from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout import vllm_patches
@@ -78,7 +78,7 @@ def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
     if config.tensor_parallel_size > 1:
         # the fused all-reduce of FlashInfer shares memory between processes as well
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if hasattr(hf_config.get_text_config(), "num_experts"):
+    if experts_per_token(hf_config.get_text_config()):
         # other backends reorder the experts' weights, which `load_weights` overwrites
         arguments["moe_backend"] = "triton"
     return arguments

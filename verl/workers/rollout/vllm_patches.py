@@ -208,8 +208,9 @@ def read_plain_convolution_weights_on_cpu() -> None:
     # They expect the repacked weights of CPUs with AVX512-BF16: log-probs are off by 5.
     ops: Any = importlib.import_module("vllm._custom_ops")
     for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
-        if hasattr(ops, name):  # older versions have none
-            setattr(ops, name, functools.partial(_convolve, getattr(ops, name)))
+        function = getattr(ops, name, None)  # older versions have none
+        if function is not None and getattr(function, "func", None) is not _convolve:
+            setattr(ops, name, functools.partial(_convolve, function))
 
 
 def _convolve(function: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
