@@ -53,7 +53,9 @@ def served(request, single_process):
 
 
 def test_log_probs_are_the_models_after_each_sync(served):
-    assert engine_error(*served, ROWS) < 1e-4
+    tiny, engine = served
+
+    assert engine_error(tiny, engine, ROWS) < 1e-4
 
 
 def test_a_frozen_tower_stays_from_the_first_sync(served):
