@@ -212,6 +212,12 @@ ABILITIES: dict[str, Callable[[str], Error]] = {
 DIVISIONS = ("fsdp", "ulysses", "ring")
 
 
+@cache
+def error_of(ability: str, kind: str) -> Error:
+    """Return an ability's error, computed once for the tests and the table."""
+    return ABILITIES[ability](kind)
+
+
 class Files:
     """Rows whose media are files, as the references in a batch name them."""
 
@@ -258,7 +264,7 @@ def _gradient_error(model: Any, other: Any) -> Error:
 def row_of(kind: str) -> str:
     """Return the line of a family in the table."""
     cells = ["yes", "yes" if load_tiny(kind).family.reads_videos else "no"]
-    cells += [_cell(ability(kind)) for ability in ABILITIES.values()]
+    cells += [_cell(error_of(ability, kind)) for ability in ABILITIES]
     errors = on_two_ranks()[kind]
     cells += [_cell(errors[division]) if division in errors else "no" for division in DIVISIONS]
     return f"| {kind} | {' | '.join(cells)} |"
