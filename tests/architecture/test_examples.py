@@ -115,3 +115,12 @@ def test_every_template_renders_the_prompt(template):
 
 def test_there_are_scripts_and_templates():
     assert SCRIPTS and TEMPLATES
+
+
+def test_the_example_of_each_model_family_trains_the_model_that_the_page_names():
+    text = (ROOT / "docs" / "models.md").read_text()
+    rows = re.findall(r"\| `([^`]+/[^`]+)` \| `(examples/[^`]+\.sh)` \|", text)
+
+    assert len(rows) >= 11
+    for model, script in rows:
+        assert f"worker.actor.model.model_path={model}" in command_of(ROOT / script), script

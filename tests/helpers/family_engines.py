@@ -2,13 +2,20 @@
 """A rollout engine's log-probs of a family's tiny model against those of plain transformers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.helpers.families import Part, Tiny, clips_of, images_of, render
 from tests.workers.rollout.media import embedded, largest_media_difference, media_log_probs
-from tests.workers.rollout.reference import change_weights, collect, hub_tensors, load_model
+from tests.workers.rollout.reference import (
+    change_weights,
+    collect,
+    hub_tensors,
+    load_model,
+    reference_log_probs,
+)
 from verl.data.media.loader import DecodedMedia
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 
@@ -45,24 +52,40 @@ def engine_error(
     return max(found)
 
 
-def rounding_ratio(tiny: Tiny, engine: Any, rows: Sequence[Sequence[Part]], seed: int = 1) -> float:
-    """Return the engine's error in bfloat16 relative to that of the model's own forward in bfloat16.
+def rounding_ratio(
+    folder: Path,
+    engine: Any,
+    requests: Sequence[RolloutRequest],
+    processor: Any = None,  # None for a text model
+    *,
+    as_features: bool = False,
+    seed: int = 1,
+) -> float:
+    """Return the engine's error in bfloat16, relative to that of the model's own forward in bfloat16.
 
     Both are root mean squares of differences from the same weights in float32.
     """
-    model = load_model(tiny.folder)
+    model = load_model(folder)
     change_weights(model, seed)
     engine.sync_weights(hub_tensors(model))
-    rough = load_model(tiny.folder).to(torch.bfloat16)
+    rough = type(model).from_pretrained(folder, dtype=torch.bfloat16).eval()
     rough.load_state_dict(model.state_dict())  # rounds
+    given = [embedded(model, processor, each) for each in requests] if as_features else requests
     model.load_state_dict(rough.state_dict())
-    requests = requests_of(tiny, rows)
     by_uid = {request.uid: request for request in requests}
     errors, noise = [], []
-    for response in collect(engine, requests, SamplingOptions(n=2, max_tokens=12)).values():
-        given = tiny.processor, by_uid[response.uid], response.token_ids
-        exact = media_log_probs(model, *given)
+    for response in collect(engine, given, SamplingOptions(n=2, max_tokens=12)).values():
+        exact, rounded = (
+            _log_probs(each, processor, by_uid[response.uid], response.token_ids) for each in (model, rough)
+        )
         errors.append(torch.tensor(response.log_probs) - exact)
-        noise.append(media_log_probs(rough, *given) - exact)
-    root_mean_squares = [torch.cat(parts).square().mean().sqrt().item() for parts in (errors, noise)]
-    return root_mean_squares[0] / root_mean_squares[1]
+        noise.append(rounded - exact)
+    error, floor = (torch.cat(parts).square().mean().sqrt().item() for parts in (errors, noise))
+    assert floor < 0.05, "a floor this high would hide errors"
+    return error / floor
+
+
+def _log_probs(model: Any, processor: Any, request: RolloutRequest, token_ids: list[int]) -> torch.Tensor:
+    if processor is None:
+        return reference_log_probs(model, request.prompt_token_ids, token_ids)
+    return media_log_probs(model, processor, request, token_ids)

@@ -80,7 +80,8 @@ def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]
     return as_batch([rows[index] for index in order], held), held
 
 
-def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: HeldMedia) -> DataProto:
+def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: Any) -> DataProto:
+    """Pad rows of prompt number, prompt, answer and positions; `held.row` names a prompt's media."""
     widths = max(len(row[1]) for row in rows), max(len(row[2]) for row in rows)
     columns: dict[str, list[Tensor]] = {}
     for _, prompt, answer, positions in rows:

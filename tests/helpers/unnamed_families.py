@@ -73,13 +73,11 @@ PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84]]
 
 
 def idefics3(tokenizer: Any) -> Any:
-
     images = library.Idefics3ImageProcessor(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
     return library.Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
 def aya_vision(tokenizer: Any) -> Any:
-
     images = library.GotOcr2ImageProcessor(
         size=square(56), crop_to_patches=True, min_patches=1, max_patches=4
     )
@@ -87,19 +85,16 @@ def aya_vision(tokenizer: Any) -> Any:
 
 
 def cohere2_vision(tokenizer: Any) -> Any:
-
     images = library.Cohere2VisionImageProcessor(size=square(56), patch_size=2, min_patches=1, max_patches=4)
     return library.Cohere2VisionProcessor(images, tokenizer)
 
 
 def ovis2(tokenizer: Any) -> Any:
-
     images = library.Ovis2ImageProcessor(size=square(56), crop_to_patches=True, max_patches=4)
     return library.Ovis2Processor(images, tokenizer, image_seq_length=4)
 
 
 def paligemma(tokenizer: Any) -> Any:
-
     images = library.SiglipImageProcessor(size=square(56))
     images.image_seq_length = 16
     tokenizer.bos_token = "<|im_start|>"
@@ -107,7 +102,6 @@ def paligemma(tokenizer: Any) -> Any:
 
 
 def video_llama_3(tokenizer: Any) -> Any:
-
     limits = dict(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 64)
     return library.VideoLlama3Processor(
         library.VideoLlama3ImageProcessor(**limits, patch_size=14, merge_size=1),
@@ -125,7 +119,6 @@ def lfm2_vl(tokenizer: Any) -> Any:
 
 
 def kimi_k25(tokenizer: Any) -> Any:
-
     return library.Kimi_K25Processor(
         library.Kimi_K25ImageProcessor(patch_size=14, merge_kernel_size=[2, 2]),
         tokenizer,
@@ -134,37 +127,31 @@ def kimi_k25(tokenizer: Any) -> Any:
 
 
 def deepseek_vl(tokenizer: Any) -> Any:
-
     images = library.DeepseekVLImageProcessor(size=square(56), min_size=14)
     return library.DeepseekVLProcessor(images, tokenizer, num_image_tokens=16)
 
 
 def llama4(tokenizer: Any) -> Any:
-
     images = library.Llama4ImageProcessor(size=square(56), max_patches=4)
     return library.Llama4Processor(images, tokenizer, patch_size=14, pixel_shuffle_ratio=0.5)
 
 
 def lighton_ocr(tokenizer: Any) -> Any:
-
     images = library.PixtralImageProcessor(size={"longest_edge": 112}, patch_size=square(28))
     return library.LightOnOcrProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
 
 
 def idefics2(tokenizer: Any) -> Any:
-
     images = library.Idefics2ImageProcessor(size={"shortest_edge": 28, "longest_edge": 56})
     return library.Idefics2Processor(images, tokenizer, image_seq_len=4)
 
 
 def aria(tokenizer: Any) -> Any:
-
     images = library.AriaImageProcessor()
     return library.AriaProcessor(images, tokenizer, size_conversion={980: 4})
 
 
 def hyperclovax(tokenizer: Any) -> Any:
-
     options: Any = dict(patch_size=14, size=dict(shortest_edge=4 * 28 * 28, longest_edge=64 * 28 * 28))
     return library.HyperCLOVAXVisionV2Processor(
         library.Qwen2VLImageProcessor(**options), tokenizer,

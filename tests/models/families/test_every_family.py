@@ -3,22 +3,57 @@
 
 import pytest
 
+from tests.helpers.families import load_tiny
 from tests.helpers.family_table import (
     ABILITIES,
     KINDS,
     PAGE,
     TABLE,
     divisions_of,
+    error_of,
+    groups_of,
     on_two_ranks,
     table,
 )
-from tests.helpers.family_training import LARGEST
+from tests.helpers.family_training import LARGEST, assert_small, load_model, training_errors
+from verl.models.families.interface import is_part
+from verl.models.families.registry import encoder_of
+from verl.models.registry import check_model
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ability", ABILITIES)
 def test_every_ability_computes_what_the_models_own_forward_does(ability, kind):
-    assert ABILITIES[ability](kind) < LARGEST
+    assert error_of(ability, kind) < LARGEST
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_micro_batches_have_the_same_gradients(kind):
+    tiny, groups = load_tiny(kind), groups_of(kind)
+    rest = range(4, sum(len(lengths) for _, lengths in groups))
+    parts = [[2], [0, 3], [], [1, *rest]]
+
+    assert_small(training_errors(tiny, groups, share_prompt=False, checkpointed=True, parts=parts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_belongs_to_the_encoder_or_to_the_language_model(kind):
+    tiny = load_tiny(kind)
+    parts = encoder_of(tiny.config)
+    modules = tiny.model.get_decoder(), tiny.model.get_output_embeddings()
+    decoder = {id(weight) for module in modules for weight in module.parameters()}
+
+    encoder = {id(weight) for name, weight in tiny.model.named_parameters() if is_part(name, parts)}
+
+    assert encoder and decoder.isdisjoint(encoder)
+    assert decoder | encoder == {id(weight) for weight in tiny.model.parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_at_start_accepts_the_family(kind):
+    tiny = load_tiny(kind)
+
+    assert check_model(load_model(tiny, prepared=True), tiny.processor) < 1e-5
 
 
 @pytest.mark.heavy

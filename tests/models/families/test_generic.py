@@ -42,6 +42,8 @@ from verl.models.hub_names import HubNames
 from verl.models.registry import check_model
 
 SIZES = 30, 150
+# Images of one size, tiles, and slices with text between them; the others are compared as a run starts.
+USUAL = ("llava", "llava_next", "idefics3")
 EXTENSIONS = ROOT / "docs" / "extensions.md"
 
 
@@ -184,7 +186,9 @@ def test_text_models_are_not_tried():
 
 
 @pytest.mark.parametrize("ability", ABILITIES)
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize(
+    "kind", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in SERVED]
+)
 def test_every_ability_computes_what_the_models_own_forward_does(kind, ability):
     assert ABILITIES[ability](kind) < LARGEST
 

@@ -243,7 +243,8 @@ def test_thinking_is_turned_off_in_prompts_with_images(tmp_path):
             str(files), load_tokenizer(str(tiny.folder), override_chat_template=template), processor, config,
             media=media, position_ids=positions,
         )  # fmt: skip
-        found[str(variables)] = dataset[0]["prompt_text"], int(dataset[0]["prompt_mask"].sum())
+        row: Any = dataset[0]
+        found[str(variables)] = row["prompt_text"], int(row["prompt_mask"].sum())
 
     asked = "<|user|>\n<|begin_of_image|><|image|><|end_of_image|>How many?"
     thinks, on, off = found.values()

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
     assert_features_are_the_models,
     assert_inputs_are_the_processors,
@@ -23,9 +22,6 @@ from tests.helpers.families import (
 )
 from tests.helpers.family_training import (
     assert_nothing_is_read_back,
-    assert_small,
-    errors_on_ranks,
-    training_errors,
 )
 from verl.models.families.minicpm_v import MARKERS
 
@@ -34,11 +30,6 @@ FRAMES = 2  # transformers (5.19) takes no videos of different lengths in one ca
 RNG = np.random.default_rng(1)
 IMAGES = [random_image(RNG, 60, 90), random_image(RNG, 200, 90)]  # the second in slices
 CLIP = random_clip(RNG, FRAMES, 60, 60)
-GROUPS = [
-    (["What colour?\n", IMAGES[0], " or ", IMAGES[1]], (5, 8, 3)),
-    ([CLIP, IMAGES[1], "How many?"], (4, 1)),
-    (["What colour is the shape?"], (6,)),
-]
 
 
 @pytest.fixture(params=["minicpmv4_6", "minicpmv4_7"])
@@ -128,26 +119,8 @@ def test_frames_that_the_processor_would_join_are_refused(tiny, monkeypatch):
         expanded(tiny, [random_clip(np.random.default_rng(0), 2, 60, 60)])
 
 
-@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
-def test_packed_training_is_the_models_own_padded_forward(tiny, share_prompt):
-    assert_small(training_errors(tiny, GROUPS, share_prompt=share_prompt))
-
-
-def test_checkpointed_micro_batches_have_the_same_gradients(tiny):
-    parts = [[2], [0, 3], [], [1, 4, 5]]
-
-    assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
-
-
 def test_the_tower_reads_no_length_back_from_the_device(tiny):
     assert_nothing_is_read_back(tiny, [*IMAGES, CLIP])
-
-
-@pytest.mark.heavy
-def test_two_ranks_have_the_gradients_of_one(tiny):
-    # Layers with a recurrence cannot be divided by a ring.
-    for found in run_distributed(errors_on_ranks, 2, tiny.folder, GROUPS, ("fsdp", "ulysses")):
-        assert_small(*found.values())
 
 
 def test_positions_on_a_canvas_are_vllms():
@@ -167,4 +140,6 @@ def test_positions_on_a_canvas_are_vllms():
         bounds = vllm.build_image_bounds(ids, markers)
         theirs = vllm._compute_canvas_single(ids, torch.arange(len(ids)), bounds, sizes, markers)
 
-        assert tiny.family.positions(config, ids, shape)[1:].tolist() == theirs.tolist()
+        ours = tiny.family.positions(config, ids, shape)
+        assert ours is not None
+        assert ours[1:].tolist() == theirs.tolist()

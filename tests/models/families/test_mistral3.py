@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.helpers.closeness import assert_values_close
-from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
     assert_features_are_the_models,
     assert_inputs_are_the_processors,
@@ -24,7 +23,6 @@ from tests.helpers.families import (
 from tests.helpers.family_training import (
     assert_nothing_is_read_back,
     assert_small,
-    errors_on_ranks,
     training_errors,
 )
 
@@ -110,29 +108,11 @@ def test_rows_with_images_run_through_the_models_own_forward(tiny, row):
     assert_inputs_are_the_processors(tiny, row)
 
 
-@pytest.mark.parametrize("kind", ["mistral3", "ministral3"])
-@pytest.mark.parametrize("share_prompt", [False, True], ids=["apart", "shared"])
-def test_packed_training_is_the_models_own_padded_forward(kind, share_prompt):
-    assert_small(training_errors(load_tiny(kind), GROUPS, share_prompt=share_prompt))
-
-
 def test_packed_training_keeps_a_sliding_window():
     tiny = load_tiny("mistral3", sliding_window=16)  # prompts are longer
 
     assert_small(training_errors(tiny, GROUPS, share_prompt=False))
 
 
-def test_checkpointed_micro_batches_have_the_same_gradients():
-    tiny, parts = load_tiny("mistral3"), [[2], [0, 3], [], [1, 4, 5]]
-
-    assert_small(training_errors(tiny, GROUPS, share_prompt=False, checkpointed=True, parts=parts))
-
-
 def test_the_tower_reads_no_length_back_from_the_device(tiny):
     assert_nothing_is_read_back(tiny, IMAGES)
-
-
-@pytest.mark.heavy
-def test_two_ranks_have_the_gradients_of_one():
-    for found in run_distributed(errors_on_ranks, 2, load_tiny("mistral3").folder, GROUPS):
-        assert_small(*found.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose images are tiles in both engines: log-probs are the model's own after each sync."""
+"""Models whose images are tiles in vLLM: log-probs are the model's own after each sync."""
 
 import importlib
 from functools import partial
@@ -32,19 +32,16 @@ ROWS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["vllm", "hf"])
-def test_log_probs_are_the_models_after_each_sync(kind, name, single_process):
+def test_log_probs_are_the_models_after_each_sync(kind, single_process):
     tiny = load_tiny(kind)
     setup = setup_of(tiny.folder, takes_embeddings=True)  # of a frozen tower
-    engine = build_rollout_engine(rollout_config(name=name, limit_images=2), setup)
+    engine = build_rollout_engine(rollout_config(limit_images=2), setup)
 
-    error = engine_error(tiny, engine, ROWS)
-    assert engine.takes_embeddings == (name == "vllm")
-    if engine.takes_embeddings:  # of images only
-        error = max(error, engine_error(tiny, engine, ROWS[:3], as_features=True))
+    assert engine.takes_embeddings  # of images only
+    errors = [engine_error(tiny, engine, ROWS), engine_error(tiny, engine, ROWS[:3], as_features=True)]
     engine.close()
 
-    assert error < 1e-4
+    assert max(errors) < 1e-4
 
 
 @pytest.mark.parametrize("family", [InternVL, LlavaOnevision])

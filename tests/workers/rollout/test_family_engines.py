@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both engines on the media of each family whose model runs in vLLM's build for CPUs in float32."""
+"""Models in vLLM: log-probs are the model's own, in bfloat16 up to the noise that this type makes."""
 
 import numpy as np
 import pytest
 
 from tests.helpers.families import load_tiny, random_clip, random_image
 from tests.helpers.family_engines import engine_error, requests_of, rounding_ratio
-from tests.workers.rollout.media import largest_media_difference
+from tests.workers.rollout.media import largest_media_difference, media_requests
 from tests.workers.rollout.reference import (
     change_weights,
     collect,
@@ -14,14 +14,15 @@ from tests.workers.rollout.reference import (
     load_model,
     rollout_config,
     setup_of,
+    text_requests,
 )
 from verl.models.hub_names import HubNames
+from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
 pytestmark = pytest.mark.heavy
 
-KINDS = ("mistral3", "ministral3")
 RNG = np.random.default_rng(0)
 IMAGES = [random_image(RNG, 60, 90), random_image(RNG, 120, 60)]
 ROWS = [
@@ -39,14 +40,27 @@ def without_encoder(tiny, model=None):
     return trained
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_frozen_tower_stays_from_the_first_sync(kind, single_process):
-    tiny, model = load_tiny(kind), load_model(load_tiny(kind).folder)
+@pytest.fixture(scope="module", params=["mistral3", pytest.param("ministral3", marks=pytest.mark.slow)])
+def served(request, single_process):
+    tiny = load_tiny(request.param)
     # The tower is frozen, and this engine takes no features.
     engine = build_rollout_engine(
         rollout_config(limit_images=2), setup_of(tiny.folder, takes_embeddings=True)
     )
     assert not engine.takes_embeddings
+    yield tiny, engine
+    engine.close()
+
+
+def test_log_probs_are_the_models_after_each_sync(served):
+    tiny, engine = served
+
+    assert engine_error(tiny, engine, ROWS) < 1e-4
+
+
+def test_a_frozen_tower_stays_from_the_first_sync(served):
+    tiny, engine = served
+    model = load_model(tiny.folder)
     change_weights(model, 1)
     engine.sync_weights(hub_tensors(model))
     change_weights(model.get_submodule("model.language_model"), 2)
@@ -54,34 +68,46 @@ def test_a_frozen_tower_stays_from_the_first_sync(kind, single_process):
     engine.sync_weights(HubNames(model.config).convert(without_encoder(tiny, model).items()))
     requests = requests_of(tiny, ROWS)
     responses = collect(engine, requests, SamplingOptions(n=2, max_tokens=12))
-    engine.close()
 
     assert largest_media_difference(model, tiny.processor, requests, responses)[0] < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["vllm", "hf"])
-def test_log_probs_are_the_models_after_each_sync(kind, name, single_process):
-    tiny = load_tiny(kind)
-    engine = build_rollout_engine(rollout_config(name=name, limit_images=2), setup_of(tiny.folder))
-
-    error = engine_error(tiny, engine, ROWS)
-    engine.close()
-
-    assert error < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["minicpmv4_6", "minicpmv4_7"])
+# vLLM's linear attention on CPU runs in bfloat16 only.
+@pytest.mark.parametrize("kind", ["minicpmv4_6", pytest.param("minicpmv4_7", marks=pytest.mark.slow)])
 def test_log_probs_of_recurrent_layers_have_the_noise_of_bfloat16(kind, single_process):
-    # vLLM's linear attention on CPU runs in bfloat16 only.
     tiny = load_tiny(kind)
     engine = build_rollout_engine(
         rollout_config(dtype="bf16", limit_images=2), setup_of(tiny.folder, takes_embeddings=True)
     )
     rows = [*ROWS, ["look: ", random_image(RNG, 200, 90)], [random_clip(RNG, 2, 60, 60), "What moves?"]]
 
-    ratio = rounding_ratio(tiny, engine, rows)
+    ratio = rounding_ratio(tiny.folder, engine, requests_of(tiny, rows), tiny.processor)
     engine.sync_weights(HubNames(tiny.config).convert(without_encoder(tiny).items()))  # a frozen tower stays
     engine.close()
 
     assert ratio < 1.5
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_features_and_pixels_of_a_recurrent_model_have_the_noise_of_bfloat16(kind, single_process):
+    tiny = load_tiny(kind)
+    engine = build_rollout_engine(
+        rollout_config(dtype="bf16", limit_images=2), setup_of(tiny.folder, takes_embeddings=True)
+    )
+    given = tiny.folder, engine, media_requests(tiny.processor.tokenizer), tiny.processor
+
+    ratios = [rounding_ratio(*given, as_features=features, seed=1 + features) for features in (False, True)]
+    engine.close()
+
+    assert max(ratios) < 1.5
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, tmp_path, single_process):
+    path = save_tiny_model(tmp_path, kind)
+    engine = build_rollout_engine(rollout_config(dtype="bf16"), setup_of(path))
+
+    ratios = [rounding_ratio(path, engine, text_requests(), seed=seed) for seed in (1, 2)]
+    engine.close()
+
+    assert max(ratios) < 1.5
