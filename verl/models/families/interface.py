@@ -147,7 +147,9 @@ class VisionFamily(Family, ABC):
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         """Return the kinds of media by the token that stands for one in a rendered prompt."""
         kinds: dict[int, Kind] = {processor.image_token_id: "image"}
-        return kinds | {processor.video_token_id: "video"} if self.reads_videos else kinds
+        if self.reads_videos:
+            kinds[processor.video_token_id] = "video"
+        return kinds
 
     @abstractmethod
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
