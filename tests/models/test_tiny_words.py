@@ -68,7 +68,7 @@ def test_every_token_of_the_model_is_a_text(tokenizer):
     assert {*SPECIAL_TOKENS, "user", "assistant"} <= tokenizer.get_vocab().keys()
 
 
-@pytest.mark.parametrize("family", [name for name in TINY_MODELS if TINY_MODELS[name].model_type != "qwen2"])
+@pytest.mark.parametrize("family", [name for name in TINY_MODELS if TINY_MODELS[name].keeps_words])
 def test_every_family_is_loaded_with_the_words(tmp_path, family):
     folder = save_tiny_model(tmp_path / "model", family, words=["New York"])
     loaded = [AutoTokenizer.from_pretrained(folder)]
@@ -78,9 +78,10 @@ def test_every_family_is_loaded_with_the_words(tmp_path, family):
     assert [len(one.encode("New York")) for one in loaded] == [1] * len(loaded)
 
 
-def test_words_are_refused_where_they_would_not_be_loaded(tmp_path):
-    with pytest.raises(ValueError, match="deepseek model cannot have words of its own; qwen3 can"):
-        save_tiny_model(tmp_path / "model", "deepseek", words=["red"])
+@pytest.mark.parametrize("family", ["deepseek", "qwen3_5"])
+def test_words_are_refused_where_they_would_not_be_loaded(tmp_path, family):
+    with pytest.raises(ValueError, match=f"{family} model cannot have words of its own; qwen3 can"):
+        save_tiny_model(tmp_path / "model", family, words=["red"])
     assert not (tmp_path / "model").exists()
 
 

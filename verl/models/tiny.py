@@ -60,8 +60,8 @@ TEXT_MODELS: dict[str, TinyModel] = {
     "mistral": TinyModel("mistral", TEXT | {"sliding_window": 16}),
     "gemma2": TinyModel("gemma2", TEXT | {"sliding_window": 16, "query_pre_attn_scalar": 32}),
     "gemma3": TinyModel("gemma3_text", TEXT | {"sliding_window": 16, "query_pre_attn_scalar": 32}),
-    "qwen2": TinyModel("qwen2", TEXT),
-    "deepseek": TinyModel("qwen2", TEXT | {"tie_word_embeddings": False}),
+    "qwen2": TinyModel("qwen2", TEXT, keeps_words=False),
+    "deepseek": TinyModel("qwen2", TEXT | {"tie_word_embeddings": False}, keeps_words=False),
     "qwen3": TinyModel("qwen3", TEXT),
     "qwen3_moe": TinyModel("qwen3_moe", TEXT | MOE),
 }
@@ -170,7 +170,7 @@ def save_tiny_model(
     `overrides` are options of the language model's config, for example `num_hidden_layers=4`.
     """
     chosen = TINY_MODELS[family]
-    if words and chosen.model_type == "qwen2":  # transformers loads Qwen2's own splitting of text instead
+    if words and not chosen.keeps_words:
         raise ValueError(f"a tiny {family} model cannot have words of its own; qwen3 can")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

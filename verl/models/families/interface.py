@@ -81,13 +81,12 @@ class TinyModel:
     vision: Mapping[str, Any] | None = None  # options of the tower's config
     options: Mapping[str, Any] = field(default_factory=dict)  # of the whole model's config
     special_tokens: Sequence[str] = ()  # in addition to those of the Qwen models
-    named_tokens: Mapping[str, str] = field(
-        default_factory=dict
-    )  # attributes of the tokenizer: `image_token`
+    named_tokens: Mapping[str, str] = field(default_factory=dict)  # of the tokenizer: `image_token`
     token_ids: Mapping[str, str] = field(default_factory=dict)  # options of the config: `image_token_id`
     image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
+    keeps_words: bool = True  # False: transformers loads the model's own splitting of text instead
     added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
     filled: Mapping[str, float] = field(default_factory=dict)  # weights and buffers by ends of their names
 

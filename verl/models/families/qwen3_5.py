@@ -47,6 +47,7 @@ class Qwen35(Qwen3VL):
             TINY_TOWER | dict(patch_size=16, num_position_embeddings=64),
             token_ids=TOKEN_IDS,
             processor=partial(tiny_processor, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+            keeps_words=False,
         )
         for name, experts in (("qwen3_5", {}), ("qwen3_5_moe", HYBRID_MOE))
     }
