@@ -35,7 +35,7 @@ EXPERTS, TOP_K = 8, 2
 
 
 class Case(NamedTuple):
-    """How the update is cut."""
+    """The division of an update into mini and micro batches, and over ranks."""
 
     micro_batch: int
     mini_batches: int = 1

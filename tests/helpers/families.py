@@ -217,7 +217,7 @@ def own_features_of(tiny: Tiny, part: Image.Image | Clip) -> Tensor:
 
 
 def assert_tokens_are_the_processors(tiny: Tiny, row: Sequence[Part]) -> None:
-    """Assert that tokens counted from sizes are those that the processor makes from pixels."""
+    """Assert that tokens counted from sizes equal the tokens that the processor makes from pixels."""
     own = own_inputs_of(tiny, row)["input_ids"]
     assert expanded(tiny, row).tolist() == torch.as_tensor(own)[0].tolist()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.data.media.loader import DecodedMedia, MediaLoader
+from verl.data.media.loader import DecodedMedia, MediaLoader, media_in_order
 from verl.distributed.device import to_device
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import WHAT_TO_WRITE, MediaShape, Medium
@@ -89,10 +89,9 @@ def sample(engine: RolloutEngine, requests: Sequence[RolloutRequest], media: Med
         shape, inputs = MediaShape(), []
         if request.media is not None:
             shape = media.shape_of(request.media)
-            inputs = [
-                Medium("image", media.family.image_inputs(media.processor, image), measured.facts)
-                for image, measured in zip(request.media.images, shape.images, strict=True)
-            ]
+            inputs = media_in_order(
+                media.family, media.processor, request.prompt_token_ids, request.media, shape
+            )
         ids = media.expand(request.prompt_token_ids, shape)
         rows.append(SampledRow(ids, responses[request.uid], inputs))
     return rows

@@ -9,12 +9,11 @@ import torch
 from PIL import Image
 
 from tests.workers.rollout.reference import reference_log_probs
-from verl.data.media.loader import DecodedMedia, shape_of
+from verl.data.media.loader import DecodedMedia, media_in_order, shape_of
 from verl.models.families.interface import EncodedMedium, TinyModel
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
 from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
-from verl.workers.rollout.hf_rollout import media_in_order
 
 
 def picture(seed, height=60, width=90):

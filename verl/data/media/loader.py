@@ -268,6 +268,26 @@ def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> Med
     )
 
 
+def media_in_order(
+    family: VisionFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
+) -> list[Medium]:
+    """Return decoded media as the model's tower reads them, in the order of their placeholders."""
+    images = [family.image_inputs(processor, image) for image in decoded.images]
+    videos = [family.video_inputs(processor, *video) for video in decoded.videos]
+    media = {
+        "image": (Medium("image", *each) for each in _with_facts(images, shape.images)),
+        "video": (Medium("video", *each) for each in _with_facts(videos, shape.videos)),
+    }
+    kinds = family.placeholders(processor)
+    return [next(media[kinds[token]]) for token in prompt_ids if token in kinds]
+
+
+def _with_facts(
+    inputs: Sequence[dict[str, Tensor]], shapes: Sequence[MediumShape]
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
+    return zip(inputs, (shape.facts for shape in shapes), strict=True)
+
+
 def _video_shape(
     family: VisionFamily, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]
 ) -> MediumShape:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
-from verl.data.media.loader import DecodedMedia, shape_of
+from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.interface import MediaShape, Medium, MediumShape, VisionFamily
+from verl.models.families.interface import MediaShape, Medium, VisionFamily
 from verl.models.families.registry import family_of, vision_family_of
 from verl.models.hub_names import auto_class
 from verl.workers.model_builder import read_config
@@ -235,24 +235,6 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
     ends = generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return frozenset(end for end in [tokenizer.eos_token_id, *ends] if end is not None)
-
-
-def media_in_order(
-    family: VisionFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
-) -> list[Medium]:
-    """Return decoded media as the model's tower reads them, in the order of their placeholders."""
-    images = [family.image_inputs(processor, image) for image in decoded.images]
-    videos = [family.video_inputs(processor, *video) for video in decoded.videos]
-    media = {
-        "image": (Medium("image", *each) for each in zip(images, _facts(shape.images), strict=True)),
-        "video": (Medium("video", *each) for each in zip(videos, _facts(shape.videos), strict=True)),
-    }
-    kinds = family.placeholders(processor)
-    return [next(media[kinds[token]]) for token in prompt_ids if token in kinds]
-
-
-def _facts(shapes: list[MediumShape]) -> list[dict[str, Any]]:
-    return [shape.facts for shape in shapes]
 
 
 def pad_left(prompts: list[PreparedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
