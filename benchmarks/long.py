@@ -66,7 +66,7 @@ def one_group(options: argparse.Namespace, prompt: int | None = None) -> DataPro
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
         "responses": responses,
-        "response_mask": torch.ones_like(responses),
+        "loss_mask": torch.ones_like(responses),
     }
     return DataProto.from_dict(tensors, {"uid": np.array(["prompt"] * options.n, dtype=object)})
 

@@ -44,7 +44,17 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("multi_modal_data", (("B",),), "object", "loader", "rollout, log-probs, values, update"),
         BatchKey("uid", (("B",),), "object", "collector", "collector, advantage"),
         BatchKey("responses", (("B", "R"),), "int64", "rollout", "reward, log-probs, values, update"),
-        BatchKey("response_mask", (("B", "R"),), "mask", "rollout", "everything after it"),
+        BatchKey("response_mask", (("B", "R"),), "mask", "rollout", "reward, metrics, rollout log"),
+        BatchKey(
+            "loss_mask",
+            (("B", "R"),),
+            "mask",
+            "rollout, reward, advantage",
+            "log-probs, values, advantage, update",
+        ),
+        BatchKey(
+            "observation_mask", (("B", "R"),), "mask", "rollout (conversations)", "metrics, rollout log"
+        ),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
         BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
         BatchKey(

@@ -17,6 +17,7 @@ LAYERS = [  # top first
     {"trainer"},
     {"planning"},
     {"workers"},
+    {"agents"},
     {"data", "rewards", "checkpoint", "optim", "single_controller", "viewer"},
     {"protocol", "algorithms", "models", "logger"},
     {"utils", "config", "distributed", "batch_keys"},

@@ -86,7 +86,7 @@ def test_a_batch_pads_on_the_right_and_shifts_by_one(tmp_path, folders):
         assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (64 - length)
         assert batch["position_ids"][row, :length].tolist() == list(range(length))
         assert batch["responses"][row].equal(batch["input_ids"][row, 1:])
-        assert batch["responses"][row][batch["response_mask"][row].bool()].equal(
+        assert batch["responses"][row][batch["loss_mask"][row].bool()].equal(
             item["input_ids"][item["is_trained"].bool()]
         )
 

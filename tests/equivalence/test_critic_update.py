@@ -46,7 +46,7 @@ def reference(model, score, batch):
     found = {}
     for mode in AGGREGATIONS.names():
         rows, clipped = [], []
-        for row, length in enumerate(tensors["response_mask"].sum(-1).tolist()):
+        for row, length in enumerate(tensors["loss_mask"].sum(-1).tolist()):
             new, old, goal = (part[row, :length] for part in (values, tensors["values"], tensors["returns"]))
             bounded = old + (new - old).clamp(-CLIP_RANGE, CLIP_RANGE)
             rows.append(torch.stack([(new - goal) ** 2, (bounded - goal) ** 2]).amax(0) / 2)
@@ -110,7 +110,7 @@ def root(tmp_path_factory):
     score = score_of(model.config.hidden_size).requires_grad_()
     batch = make_batch("text", folder)
     generator = torch.Generator().manual_seed(3)
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     with torch.no_grad():
         values = padded_values(model, score, batch)
     noise = torch.randn(2, *mask.shape, generator=generator)

@@ -158,7 +158,7 @@ def aggregate(rows, mode):
 def reference_gradients(model, batch, folder):
     """The gradient of every parameter for each loss and aggregation, and its loss."""
     tensors = batch.batch
-    lengths = tensors["response_mask"].sum(-1).tolist()
+    lengths = tensors["loss_mask"].sum(-1).tolist()
     log_probs, _ = padded_log_probs(model, batch, folder)  # (B, R)
     leaf = log_probs.detach().double().requires_grad_()
     flat = torch.cat([leaf.detach()[row, :length] for row, length in enumerate(lengths)])
@@ -228,7 +228,7 @@ def root(tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     batch = make_batch("text", folder)
     generator = torch.Generator().manual_seed(3)
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     with torch.no_grad():
         log_probs, _ = padded_log_probs(model, batch, folder)
     noise = torch.randn(mask.shape, generator=generator)

@@ -51,7 +51,7 @@ def alone(model, batch):
 
     Padding moves the chunks of its delta rule, which changes log-probs of -7 by up to 2e-5.
     """
-    mask, responses = batch.batch["attention_mask"].bool(), batch.batch["response_mask"]
+    mask, responses = batch.batch["attention_mask"].bool(), batch.batch["loss_mask"]
     log_probs = torch.zeros(responses.shape)
     for row, (ids, keep) in enumerate(zip(batch.batch["input_ids"], mask, strict=True)):
         tokens, length = ids[keep], int(responses[row].sum())
@@ -140,7 +140,7 @@ def test_a_state_that_leaks_over_a_row_start_is_found(folders, monkeypatch):
         expected, _ = reference(load(folder, False), batch, 1.0)
         found = PackedForward(leaking, leaking.config).log_probs(batch, 1.0).log_probs
 
-    first_row = batch.batch["response_mask"].bool()[0]
+    first_row = batch.batch["loss_mask"].bool()[0]
     torch.testing.assert_close(found[0][first_row], expected[0][first_row], atol=1e-5, rtol=0)
     assert (found[1:] - expected[1:]).abs().max() > 0.01
     with pytest.raises(NotImplementedError, match=r"Qwen3_5ForCausalLM \(qwen3_5_text\) computes something"):

@@ -49,9 +49,7 @@ class Features:
 
 def as_batch(rows, prompt=PROMPT, response=RESPONSE):
     """Rows of (prompt ids, response ids, positions (4, L) or None, media) as the collector has them."""
-    columns = {
-        name: [] for name in ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-    }
+    columns = {name: [] for name in ("input_ids", "attention_mask", "position_ids", "responses", "loss_mask")}
     media = np.empty(len(rows), dtype=object)
     for index, (prompt_ids, response_ids, positions, inputs) in enumerate(rows):
         left, right = prompt - len(prompt_ids), response - len(response_ids)
@@ -65,7 +63,7 @@ def as_batch(rows, prompt=PROMPT, response=RESPONSE):
         columns["attention_mask"].append(mask)
         columns["position_ids"].append(torch.nn.functional.pad(positions, (left, right)))
         columns["responses"].append(ids[prompt:])
-        columns["response_mask"].append(mask[prompt:])
+        columns["loss_mask"].append(mask[prompt:])
         media[index] = {"inputs": list(inputs.items())} if inputs else None
     return DataProto.from_dict(
         {name: torch.stack(values) for name, values in columns.items()}, {"multi_modal_data": media}
@@ -97,7 +95,7 @@ def reference(model, batch, temperature):
     response = keys["responses"].shape[1]
     log_p = torch.log_softmax(logits[:, -response - 1 : -1].float() / temperature, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    mask = keys["response_mask"]
+    mask = keys["loss_mask"]
     return log_p.gather(-1, keys["responses"][..., None])[..., 0] * mask, entropy * mask
 
 

@@ -58,7 +58,7 @@ def padded_log_p(model, batch):
 def test_squares_and_kl_and_the_gradient_of_the_kl_are_those_of_full_logits(folders, family):
     mine, other = folders(family, 0), folders(family, 1)
     batch = make_batch(mine, family)
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
     plain, packed, reference = load(mine, False), load(mine, True), load(other, True)
     forward = PackedForward(packed, packed.config, Features())

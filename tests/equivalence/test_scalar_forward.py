@@ -76,7 +76,7 @@ class PlainScalar(nn.Module):
 def expected_values(everywhere, batch):
     """(B, R): one place to the left of each response token."""
     response = batch.batch["responses"].shape[1]
-    return everywhere[:, -response - 1 : -1] * batch.batch["response_mask"]
+    return everywhere[:, -response - 1 : -1] * batch.batch["loss_mask"]
 
 
 def expected_last_values(everywhere, batch):
@@ -100,7 +100,7 @@ def assert_same(folder, batch, parts=None, has_bias=False):
         assert_values_close(ours, values[rows])
         assert_values_close(ours_last, last[rows])
         assert ours.dtype == ours_last.dtype == torch.float32
-        assert not ours[batch[rows].batch["response_mask"] == 0].any()
+        assert not ours[batch[rows].batch["loss_mask"] == 0].any()
         ((ours * weights[rows]).sum() + (ours_last * weights[rows, 0]).sum()).backward()
     assert_same_gradients(packed, plain)
 
@@ -153,7 +153,7 @@ def test_a_value_is_read_at_the_token_before_even_after_tool_output(folders):
     model = load_scalar(folders("qwen2"))
     batch = as_batch(text_rows(((4, 6),)))
     whole = PackedForward(model, model.config).values(batch)
-    batch.batch["response_mask"][0, 2:4] = 0  # written by a tool: attended, not scored
+    batch.batch["loss_mask"][0, 2:4] = 0  # written by a tool: attended, not scored
 
     values = PackedForward(model, model.config).values(batch)
 

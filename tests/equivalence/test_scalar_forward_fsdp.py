@@ -270,7 +270,7 @@ def test_the_gradient_of_the_full_kl_is_that_of_one_padded_process(ranks, folder
     plain = load(folders[family], False)
     log_p = padded_log_p(plain, batch)
     log_q = padded_log_p(load(others[family], False), batch).detach()
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1).float() * batch.batch["response_mask"]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).float() * batch.batch["loss_mask"]
     (kl * weights_of(batch)).sum().backward()
     expected = {name: p.grad.numpy() for name, p in plain.named_parameters() if p.grad is not None}
 

@@ -176,7 +176,7 @@ def check(results, root):
     for kind, setting in results[0]:
         expected, _ = torch.load(root / kind / "reference.pt")
         batch = DataProto.load_from_disk(root / kind / "batch")
-        num_tokens = batch.batch["response_mask"].sum().item()
+        num_tokens = batch.batch["loss_mask"].sum().item()
         for rank in results:
             loss, _, (error, name), _ = rank[kind, setting]
             assert loss == pytest.approx(expected, rel=TOLERANCE), (kind, setting)
@@ -191,7 +191,7 @@ def test_the_learned_tokens_are_those_between_the_assistants_header_and_the_end_
         batch = DataProto.load_from_disk(root / kind / "batch")
         labels = labels_of(batch, load_tokenizer(root / kind / "model"))
 
-        assert (labels != IGNORED)[:, 1:].long().equal(batch.batch["response_mask"])
+        assert (labels != IGNORED)[:, 1:].long().equal(batch.batch["loss_mask"])
         assert (labels != IGNORED).any(-1).all()
 
 

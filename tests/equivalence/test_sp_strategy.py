@@ -77,7 +77,7 @@ def make_batch(content, folder):
                 for shown, lengths in MEDIA]  # fmt: skip
     batch = text_batch(TEXT) if content == "text" else media_batch(folder, contents)
     batch = batch[np.argsort(batch.non_tensor_batch["uid"], kind="stable")]
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     noise = torch.randn(4, *mask.shape, generator=torch.Generator().manual_seed(2)) * mask
     added = {
         "old_log_probs": -5.5 + noise[0],

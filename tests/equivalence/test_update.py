@@ -73,7 +73,7 @@ def make_prompts(kind, folder):
 
 def make_batch(kind, folder):
     generator = torch.Generator().manual_seed(1)
-    rows = {key: [] for key in ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")}
+    rows = {key: [] for key in ("input_ids", "attention_mask", "position_ids", "responses", "loss_mask")}
     media = []
     for row, (ids, positions, refs) in enumerate(p for p in make_prompts(kind, folder) for _ in range(N)):
         length = 1 + (row * 7) % RESPONSE_LENGTH
@@ -85,7 +85,7 @@ def make_batch(kind, folder):
         rows["attention_mask"].append(pad(torch.ones(len(ids) + length, dtype=torch.int64)))
         rows["position_ids"].append(pad(positions))
         rows["responses"].append(rows["input_ids"][-1][PROMPT_LENGTH:])
-        rows["response_mask"].append(rows["attention_mask"][-1][PROMPT_LENGTH:])
+        rows["loss_mask"].append(rows["attention_mask"][-1][PROMPT_LENGTH:])
         media.append(refs)
     return DataProto.from_dict(
         {key: torch.stack(values) for key, values in rows.items()}, {"multi_modal_data": objects(media)}
@@ -117,7 +117,7 @@ def padded_log_probs(model, batch, folder):
 def add_update_keys(batch, log_probs):
     """Advantages, and old and reference log-probs near the policy's, so that every bound is met somewhere."""
     generator = torch.Generator().manual_seed(2)
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     noise = torch.randn(2, *mask.shape, generator=generator)
     advantages = torch.randn(len(mask), 1, generator=generator)
     added = {
@@ -153,7 +153,7 @@ def reference_update(model, batch, folder, mode):
         log_probs, entropy = padded_log_probs(model, mini_batch, folder)
         tensors = mini_batch.batch
         rows = []
-        for row, length in enumerate(tensors["response_mask"].sum(-1).tolist()):
+        for row, length in enumerate(tensors["loss_mask"].sum(-1).tolist()):
             keys = ("old_log_probs", "ref_log_probs", "advantages")
             terms = [
                 token_terms(log_probs[row, t], *(tensors[key][row, t] for key in keys)) for t in range(length)

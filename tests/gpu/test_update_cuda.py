@@ -93,7 +93,7 @@ def case(request, tmp_path_factory):
     return (
         kind,
         root,
-        log_probs * batch.batch["response_mask"],
+        log_probs * batch.batch["loss_mask"],
         reference_update(model, batch, folder, "token"),
     )
 

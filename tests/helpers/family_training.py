@@ -90,7 +90,7 @@ def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: Any) -> DataP
         ids, mask = pad(row, sides), pad(torch.ones_like(row), sides)
         parts = {
             "input_ids": ids, "attention_mask": mask, "position_ids": pad(positions, sides),
-            "responses": ids[widths[0] :], "response_mask": mask[widths[0] :],
+            "responses": ids[widths[0] :], "loss_mask": mask[widths[0] :],
         }  # fmt: skip
         for name, value in parts.items():
             columns.setdefault(name, []).append(value)
@@ -129,7 +129,7 @@ def own_forward(tiny: Tiny, model: Any, batch: DataProto, held: HeldMedia) -> tu
     log_p = torch.log_softmax(logits[:, -keys["responses"].shape[1] - 1 : -1].float() / TEMPERATURE, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     taken = log_p.gather(-1, keys["responses"][..., None])[..., 0]
-    return taken * keys["response_mask"], entropy * keys["response_mask"]
+    return taken * keys["loss_mask"], entropy * keys["loss_mask"]
 
 
 def training_errors(

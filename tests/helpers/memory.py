@@ -121,7 +121,7 @@ def make_rows(rows: Rows) -> DataProto:
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(width).expand_as(ids).clone(),
         "responses": ids[:, rows.prompt_length :],
-        "response_mask": mask,
+        "loss_mask": mask,
         "old_log_probs": noise - 6.0,
         "advantages": noise,
     }
@@ -246,7 +246,7 @@ def _sft_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: Da
     """Train on all tokens but the first; the second update already has optimizer state."""
     assert isinstance(config, SFTActorConfig)
     batch.batch["responses"] = batch.batch["input_ids"][:, 1:]
-    batch.batch["response_mask"] = torch.ones_like(batch.batch["responses"])
+    batch.batch["loss_mask"] = torch.ones_like(batch.batch["responses"])
     sft = DataParallelSFT(config, hosted.forward, None, Training(*hosted.training))
     return [lambda: [sft.update(batch) for _ in range(2)], lambda: sft.losses(batch)]
 

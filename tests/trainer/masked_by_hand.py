@@ -16,13 +16,13 @@ from verl.trainer.setup import running_trainer
 
 class MaskingTrainer(RayPPOTrainer):
     def estimate_advantages(self, batch):
-        mask, decode = batch.batch["response_mask"], self.collector.sampler.decode
+        mask, decode = batch.batch["loss_mask"], self.collector.sampler.decode
         texts = [
             decode(tokens[kept.bool()].tolist())
             for tokens, kept in zip(batch.batch["responses"], mask, strict=True)
         ]
         kept = torch.tensor([not is_unlucky(text) for text in texts])  # (B,)
-        masked = batch.merge({"response_mask": mask * kept[:, None]}, replace=["response_mask"])
+        masked = batch.merge({"loss_mask": mask * kept[:, None]}, replace=["loss_mask"])
         return super().estimate_advantages(masked)
 
 

@@ -22,7 +22,7 @@ def options(**given):
 
 
 def make_batch(**tensors):
-    tensors = {"token_level_scores": SCORES, "response_mask": MASK} | tensors
+    tensors = {"token_level_scores": SCORES, "loss_mask": MASK} | tensors
     return DataProto.from_dict(tensors, {"uid": objects(["b", "a", "b", "a"])})
 
 

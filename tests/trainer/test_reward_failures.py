@@ -48,7 +48,9 @@ def test_a_masked_response_takes_no_part_in_its_group():
     # Of prompt a the responses with 1 and 4 are left, mean 2.5; of prompt b 5 and 3, mean 4.
     overall = [1.0, math.nan, 4.0, 5.0, 3.0, math.nan]
     mask = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1], [1, 1], [1, 0]])
-    batch = DataProto.from_dict({"response_mask": mask}, {"uid": objects(["a"] * 3 + ["b"] * 3)})
+    batch = DataProto.from_dict(
+        {"response_mask": mask, "loss_mask": mask}, {"uid": objects(["a"] * 3 + ["b"] * 3)}
+    )
     config = make_config(algorithm={"norm_adv_by_std": False, "disable_kl": True})
 
     batch, _ = score(batch, {"overall": overall}, config.worker, config.algorithm)
@@ -57,7 +59,7 @@ def test_a_masked_response_takes_no_part_in_its_group():
 
     expected = torch.tensor([[-1.5, -1.5], [0, 0], [1.5, 0.0], [1.0, 1.0], [-1.0, -1.0], [0, 0]])
     torch.testing.assert_close(batch.batch["advantages"], expected)
-    assert batch.batch["response_mask"].sum(-1).tolist() == [2, 0, 1, 2, 2, 0]
+    assert batch.batch["loss_mask"].sum(-1).tolist() == [2, 0, 1, 2, 2, 0]
 
 
 FAILING = 0.9  # the score of a response that the function below fails for
@@ -95,7 +97,7 @@ def test_a_filter_looks_at_the_responses_that_have_a_score(manager, options):
     assert {number % 4 for number in numbers_of(batch)} == {0, 3}
     scores, logged = score(batch, scoring.result(), config.worker, config.algorithm)
     failed = torch.tensor(scoring.result()["overall"]).isnan()
-    assert torch.equal(scores.batch["response_mask"].sum(-1) == 0, failed) and failed.any()
+    assert torch.equal(scores.batch["loss_mask"].sum(-1) == 0, failed) and failed.any()
     assert logged["reward/failures"] == pytest.approx(1 / 6)  # one of three in every second group
     assert metrics.get("filter/all_equal", 2.0 * metrics["filter/tries"]) == 2 * metrics["filter/tries"]
 
@@ -113,7 +115,7 @@ def test_the_responses_to_a_prompt_without_a_baseline_are_masked(manager):
 
     batch, scoring, metrics = collector.collect(1)
 
-    assert not score(batch, scoring.result(), config.worker, config.algorithm)[0].batch["response_mask"].any()
+    assert not score(batch, scoring.result(), config.worker, config.algorithm)[0].batch["loss_mask"].any()
     assert math.isnan(metrics["reward/baseline"])
 
 

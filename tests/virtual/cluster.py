@@ -254,7 +254,8 @@ def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> An
     zeros = torch.zeros(response_mask.shape)
     tensors = {
         "input_ids": ids, "attention_mask": mask, "position_ids": positions,
-        "responses": ids[:, setup.prompt_length :], "response_mask": response_mask,
+        "responses": ids[:, setup.prompt_length :],
+        "response_mask": response_mask, "loss_mask": response_mask,
         "old_log_probs": zeros, "ref_log_probs": zeros, "advantages": zeros, "returns": zeros,
         "values": zeros, "prime_ref_log_probs": zeros, "token_level_scores": zeros,
         "accuracies": torch.ones(rows),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.model import TINY, dtype_option
+from verl.config.multi_turn import MultiTurnConfig
 from verl.config.schema import option
 
 SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown names are passed on to vLLM
@@ -89,6 +90,7 @@ class RolloutConfig:
         " `max_num_batched_tokens`.",
         minimum=1,
     )
+    multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Conversations with tools.")
 
     def sequences_at_once(self, on_gpu: bool) -> int:
         if self.max_num_seqs is not None:

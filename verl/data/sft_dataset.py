@@ -2,7 +2,7 @@
 """Conversations to train on: chat messages with the assistant's turns, or a prompt and its response.
 
 A batch has the keys that the policy update reads: `responses` are all tokens after the first one, and
-`response_mask` marks the assistant's.
+`loss_mask` marks the assistant's.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class SFTDataset(RowDataset):
             "attention_mask": (torch.arange(self.limit) < lengths.unsqueeze(-1)).long(),  # (B, T)
             "position_ids": self._stacked(items, "position_ids", 0),  # (B, T) or (B, 4, T)
             "responses": ids[:, 1:],  # (B, T - 1)
-            "response_mask": self._stacked(items, "is_trained", 0)[:, 1:],  # (B, T - 1)
+            "loss_mask": self._stacked(items, "is_trained", 0)[:, 1:],  # (B, T - 1)
             "multi_modal_data": objects(item["multi_modal_data"] for item in items),
         }
 

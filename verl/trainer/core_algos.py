@@ -59,7 +59,7 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
 
         token_level_rewards = token_level_scores - kl_coef * KL(old policy || reference)    on response tokens
 
-    Reads `token_level_scores`, `response_mask`, and with a penalty `old_log_probs` and `ref_log_probs`, or
+    Reads `token_level_scores`, `loss_mask`, and with a penalty `old_log_probs` and `ref_log_probs`, or
     `full_kl` for the KL over the vocabulary. Updates the controller. The metric `actor/kl_penalty` is the
     mean over sequences of each one's mean over tokens.
     """
@@ -68,7 +68,7 @@ def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataPr
     if controller.kl_penalty is None:
         return batch.merge({"token_level_rewards": scores}), {}
 
-    mask, old = tensors["response_mask"], tensors["old_log_probs"]
+    mask, old = tensors["loss_mask"], tensors["old_log_probs"]
     kl = kl_divergence(
         old, tensors.get("ref_log_probs"), mask, controller.kl_penalty, tensors.get("full_kl")
     )  # (B, R)
@@ -84,11 +84,11 @@ def correct_rollouts(
 ) -> tuple[DataProto, dict[str, float]]:
     """Measure the mismatch between the engine that sampled and the trainer, and correct for it.
 
-    As far as the options ask for it, adds `kept_mask` (B, R), the response mask without rejected tokens, and
+    As far as the options ask for it, adds `kept_mask` (B, R), the loss mask without rejected tokens, and
     `rollout_is_weights` (B, R).
     """
     tensors, correction = batch.batch, RolloutCorrection.of(options)
-    arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction)
+    arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["loss_mask"], correction)
     added = {}
     if correction.rejections:
         added["kept_mask"] = rejection_mask(*arguments)
@@ -100,7 +100,7 @@ def correct_rollouts(
 def measure_mismatch(batch: DataProto, options: RolloutCorrectionConfig) -> dict[str, float]:
     """Measure the mismatch between the engine that sampled and the trainer, and the effect of `options`."""
     tensors = batch.batch
-    mask = tensors["response_mask"]
+    mask = tensors["loss_mask"]
     correction = RolloutCorrection.of(options)
     return correction_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask, correction)
 
@@ -108,18 +108,18 @@ def measure_mismatch(batch: DataProto, options: RolloutCorrectionConfig) -> dict
 def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Add `advantages` and `returns` (B, R) by the estimator of `algorithm.adv_estimator`.
 
-    Tokens that `kept_mask` rejects leave the response mask here. Inputs that only some estimators read may be
+    Tokens that `kept_mask` rejects leave the loss mask here. Inputs that only some estimators read may be
     missing from the batch.
     """
-    kept = batch.batch.get("kept_mask", batch.batch["response_mask"])  # (B, R)
+    kept = batch.batch.get("kept_mask", batch.batch["loss_mask"])  # (B, R)
     advantages, returns = ADV_ESTIMATORS[algorithm.adv_estimator](advantage_inputs(batch, algorithm))
-    added = {"response_mask": kept, "advantages": advantages * kept, "returns": returns * kept}
-    return batch.merge(added, replace=["response_mask"])
+    added = {"loss_mask": kept, "advantages": advantages * kept, "returns": returns * kept}
+    return batch.merge(added, replace=["loss_mask"])
 
 
 def advantage_inputs(batch: DataProto, algorithm: AlgorithmConfig) -> AdvantageInputs:
     tensors, weights = batch.batch, algorithm.gdpo_reward_weights
-    mask = tensors["response_mask"]  # (B, R)
+    mask = tensors["loss_mask"]  # (B, R)
     kept = tensors.get("kept_mask", mask)  # (B, R)
     return AdvantageInputs(
         token_level_rewards=tensors["token_level_rewards"],
@@ -147,11 +147,11 @@ def advantage_inputs(batch: DataProto, algorithm: AlgorithmConfig) -> AdvantageI
 
 
 def entropy_estimate(batch: DataProto) -> float:
-    """Estimate the policy's entropy in nats: the mean of -log p over the response tokens.
+    """Estimate the policy's entropy in nats: the mean of -log p over the sampled tokens.
 
     Source: as the Skywork-OR1 trainer measures it; unbiased for tokens sampled at the trainer's temperature.
     """
-    return -masked_mean(batch.batch["old_log_probs"], batch.batch["response_mask"]).item()
+    return -masked_mean(batch.batch["old_log_probs"], batch.batch["loss_mask"]).item()
 
 
 def resample_by_score(batch: DataProto, options: PFPPOConfig, seed: int, step: int) -> DataProto:

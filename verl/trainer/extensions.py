@@ -125,7 +125,7 @@ def check_estimator(estimator: Any, _used: UsedExtension, config: Any) -> None:
     if not isinstance(result, tuple) or len(result) != len(Advantages._fields):
         raise ProtocolError(f"must return Advantages(advantages, returns), got {_describe(result)}")
     for name, values in zip(Advantages._fields, result, strict=True):
-        _check_tensor(name, values, batch.batch["response_mask"].shape)
+        _check_tensor(name, values, batch.batch["loss_mask"].shape)
 
 
 def check_loss(loss: Any, _used: UsedExtension, config: Any) -> None:
@@ -307,7 +307,7 @@ def _tiny_batch(algorithm: AlgorithmConfig, responses: int) -> DataProto:
     scores = torch.cat([torch.arange(responses).float(), torch.ones(responses)])  # (B,)
     rewards = torch.zeros(size, LENGTH)
     rewards[:, 1] = scores
-    tensors = {"token_level_rewards": rewards, "response_mask": mask, "old_log_probs": -rewards - 0.5}
+    tensors = {"token_level_rewards": rewards, "loss_mask": mask, "old_log_probs": -rewards - 0.5}
     optional = {
         "values": {"values": rewards / 2},
         "sum_squared_probs": {"sum_squared_probs": torch.full((size, LENGTH), 0.5)},

@@ -63,8 +63,8 @@ def length_metrics(name: str, lengths: Tensor, limit: int) -> Metrics:
 def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     """Statistics of a finished batch: scores, rewards, advantages, returns, values, lengths, mismatch."""
     tensors = batch.batch
-    mask = tensors["response_mask"].bool()  # (B, R), without rejected tokens
-    responses = tensors["attention_mask"][:, -mask.shape[-1] :].bool()  # (B, R)
+    mask, responses = tensors["loss_mask"].bool(), tensors["response_mask"].bool()  # (B, R)
+    sampled = responses & ~tensors.get("observation_mask", torch.zeros_like(mask)).bool()  # (B, R)
     metrics = mean_max_min("critic/score", tensors["token_level_scores"].sum(-1))
     metrics |= mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1))
     for key in ("advantages", "returns", "values"):
@@ -80,7 +80,7 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     if staleness.any():
         metrics |= mean_max_min("training/off_policy/trajectory_staleness", staleness)
     # Carried responses were sampled by other weights, so they say nothing about the mismatch.
-    fresh = responses & (staleness == 0).unsqueeze(-1)  # (B, R)
+    fresh = sampled & (staleness == 0).unsqueeze(-1)  # (B, R)
     if fresh.any():
         metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
     return metrics

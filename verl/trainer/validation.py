@@ -128,7 +128,7 @@ def as_finished(sequences: DataProto, values: Values, scores: Sequence[float]) -
     totals = torch.tensor(scores[:count]).nan_to_num()  # (B,)
     return sequences.merge({
         "row_ids": torch.arange(count),
-        "token_level_scores": on_last_tokens(totals, sequences.batch["response_mask"]),
+        "token_level_scores": on_last_tokens(totals, sequences.batch["loss_mask"]),
         "reward_values": reward_values({name: column[:count] for name, column in values.items()}),
     })  # fmt: skip
 

@@ -305,7 +305,7 @@ class FSDPWorker(ModelWorker):
         with self._loaded(batch, self.policy, reference, with_optimizer=True):
             metrics = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
-        responses = int(batch.batch["response_mask"].sum())
+        responses = int(batch.batch["loss_mask"].sum())
         metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
         metrics |= memory_metrics(self.options.device) | self._encoded_media()
         own = self.actor.own_log_probs

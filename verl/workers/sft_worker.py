@@ -37,7 +37,7 @@ class SFTWorker(ModelWorker):
         start = time.perf_counter()
         with self._loaded(batch, self.policy, with_optimizer=True):
             metrics = self.sft.update(batch)
-        learned = int(batch.batch["response_mask"].sum())
+        learned = int(batch.batch["loss_mask"].sum())
         metrics |= self._mfu(self.policy, batch, time.perf_counter() - start, num_response_tokens=learned)
         return metrics | memory_metrics(self.options.device) | self._encoded_media()
 

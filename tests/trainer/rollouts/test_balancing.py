@@ -9,7 +9,7 @@ def batch_of(prompts, responses):
     columns = torch.arange(100)
     prompt, response = (torch.tensor(lengths)[:, None] for lengths in (prompts, responses))
     mask = torch.cat([columns >= 100 - prompt, columns < response], 1).long()
-    return DataProto.from_dict({"attention_mask": mask, "response_mask": mask[:, 100:]})
+    return DataProto.from_dict({"attention_mask": mask, "responses": mask[:, 100:]})
 
 
 def test_ranks_get_whole_groups_by_the_work_that_their_layout_leaves():

@@ -13,7 +13,7 @@ from verl.trainer.rollouts import scores
 from verl.trainer.rollouts.scores import Scoring, column_of, join_values, on_last_tokens
 
 MASK = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 0, 0]])  # 2, 5 and 2 tokens
-BATCH = DataProto.from_dict({"response_mask": MASK})
+BATCH = DataProto.from_dict({"response_mask": MASK, "loss_mask": MASK})
 VALUES = {"overall": [1.0, -1.0, 0.5], "accuracy": [1.0, 0.0, 0.5], "format": [0.0, 1.0, 1.0]}
 
 
@@ -32,7 +32,7 @@ def test_a_score_is_on_the_last_token_that_the_policy_wrote():
         -1.0,
         0.5,
     )  # the third row has a tool's tokens inside
-    assert scored.keys() == ["response_mask", "token_level_scores", "reward_values"]
+    assert scored.keys() == ["response_mask", "loss_mask", "token_level_scores", "reward_values"]
     torch.testing.assert_close(scored.batch["token_level_scores"], expected)
     # Sums over the three rows: 0.5, 1.5 and 2.
     assert metrics == pytest.approx(
@@ -149,7 +149,7 @@ def test_a_response_whose_call_failed_loses_its_mask_and_counts_in_no_mean():
     config = make_config(reward={"overlong_buffer_length": 2})
     scored, metrics = score(FAILED, config, model_scores=torch.tensor([0.0, 7.0, 0.0]))
 
-    assert torch.equal(scored.batch["response_mask"], MASK * torch.tensor([[1], [0], [1]]))
+    assert torch.equal(scored.batch["loss_mask"], MASK * torch.tensor([[1], [0], [1]]))
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.5]
     assert metrics["reward/overall"] == 0.75 and metrics["reward/accuracy"] == 0.5
     assert metrics["reward/failures"] == pytest.approx(1 / 3)
@@ -162,7 +162,7 @@ def test_a_response_whose_call_failed_may_have_a_score_which_replaces_every_valu
 
     scored, metrics = score(values, config)
 
-    assert scored.batch["response_mask"].equal(MASK)
+    assert scored.batch["loss_mask"].equal(MASK)
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, -2.0, 0.5]
     assert scored.batch["reward_components"].tolist() == [[1.0, 1.0], [-2.0, -2.0], [0.0, 0.5]]
     assert metrics["reward/accuracy"] == 0.5 and metrics["reward/failures"] == pytest.approx(1 / 3)
@@ -186,7 +186,7 @@ def test_responses_without_a_baseline_are_masked_like_those_without_a_score():
 
     scored, _ = score(VALUES, make_config(), batch)
 
-    assert torch.equal(scored.batch["response_mask"], MASK * torch.tensor([[1], [1], [0]]))
+    assert torch.equal(scored.batch["loss_mask"], MASK * torch.tensor([[1], [1], [0]]))
     assert scored.batch["reward_baselines"].tolist() == [0.5, 0.5, 0.0]
 
 

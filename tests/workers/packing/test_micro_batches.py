@@ -72,7 +72,7 @@ def groups_of(prompts, responses, order=None):
     return DataProto.from_dict(
         {
             "attention_mask": torch.cat([columns >= WIDTH - prompt, columns < response], 1).long(),
-            "response_mask": (columns < response).long(),
+            "responses": (columns < response).long(),
         },
         {"uid": objects([row[2] for row in rows])},
     )

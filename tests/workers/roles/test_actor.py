@@ -82,7 +82,7 @@ def make_batch(num_rows, seed=0):
             "attention_mask": mask,
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
             "responses": (tokens * mask)[:, PROMPT_LENGTH:],
-            "response_mask": response_mask,
+            "loss_mask": response_mask,
             "old_log_probs": torch.full(response_mask.shape, -6.0) * response_mask,
             "advantages": torch.randn(num_rows, 1, generator=generator) * response_mask,
         }
@@ -131,8 +131,8 @@ def test_log_probs_do_not_depend_on_micro_batches_and_keep_the_order_of_the_rows
     torch.testing.assert_close(
         log_probs, alone.compute_log_probs(batch, temperature=0.7).log_probs, rtol=1e-5, atol=1e-6
     )
-    assert log_probs[batch.batch["response_mask"] == 0].eq(0).all()
-    assert log_probs[batch.batch["response_mask"] == 1].lt(0).all()
+    assert log_probs[batch.batch["loss_mask"] == 0].eq(0).all()
+    assert log_probs[batch.batch["loss_mask"] == 1].lt(0).all()
     assert not log_probs.requires_grad
 
 
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_finite_is_counted_and_changes_nothing_but_the_sc
 def test_nan_outside_of_the_responses_does_not_reach_the_update(folder):
     clean, dirty = make_batch(4), make_batch(4)
     for key in ("old_log_probs", "advantages"):
-        dirty.batch[key][dirty.batch["response_mask"] == 0] = float("nan")
+        dirty.batch[key][dirty.batch["loss_mask"] == 0] = float("nan")
 
     results = [make_actor(folder).update(batch, temperature=1.0) for batch in (clean, dirty)]
 
@@ -277,7 +277,7 @@ def test_one_update_without_old_log_probs_equals_a_pass_before_it_bit_for_bit(fo
     batch = batch.select([name for name in batch.batch.keys() if name != "old_log_probs"], [])  # noqa: SIM118
     before, alone = make_actor(folder, **sizes), make_actor(folder, **sizes, correction=correction)
     old = before.compute_log_probs(batch, temperature=0.7).log_probs
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     weights_before = importance_weights(old, sampled["rollout_log_probs"], mask, correction)
 
     expected = before.update(

@@ -52,7 +52,8 @@ def test_the_text_of_a_response_has_no_special_tokens_and_no_padding_and_keeps_t
         {
             "responses": responses,
             "attention_mask": torch.cat([torch.ones(2, 3, dtype=torch.int64), attended], 1),
-            "response_mask": attended * torch.tensor([[1] * width, [1] + [0] * (width - 1)]),
+            "response_mask": attended,
+            "loss_mask": attended * torch.tensor([[1] * width, [1] + [0] * (width - 1)]),
         }
     )
 

@@ -57,7 +57,7 @@ def make_batch():
             "attention_mask": mask,
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
             "responses": (tokens * mask)[:, PROMPT_LENGTH:],
-            "response_mask": mask[:, PROMPT_LENGTH:],
+            "loss_mask": mask[:, PROMPT_LENGTH:],
             "accuracies": torch.tensor([1.0, 0, 0, 0.25, 1, 1, 0, 1, 0, 0, 1, 1]),
         }
     )
@@ -102,7 +102,7 @@ def padded_log_probs(model, batch):
         position_ids=tensors["position_ids"], use_cache=False,
     ).logits  # fmt: skip
     log_p = logits[:, PROMPT_LENGTH - 1 : -1].log_softmax(-1)
-    return log_p.gather(-1, tensors["responses"][..., None])[..., 0] * tensors["response_mask"]
+    return log_p.gather(-1, tensors["responses"][..., None])[..., 0] * tensors["loss_mask"]
 
 
 def padded_update(model, batch, ref_log_probs):
@@ -113,7 +113,7 @@ def padded_update(model, batch, ref_log_probs):
         ratios = (padded_log_probs(model, batch[rows]) - ref_log_probs[rows]).sum(-1)
         terms = []
         for ratio, accuracy, mask in zip(
-            ratios, batch.batch["accuracies"][rows], batch.batch["response_mask"][rows], strict=True
+            ratios, batch.batch["accuracies"][rows], batch.batch["loss_mask"][rows], strict=True
         ):
             if not mask.any():
                 continue
@@ -241,7 +241,7 @@ def test_rewards_start_at_zero_and_learn_right_from_wrong(root, one_rank):
     )
     batch = make_batch()
     batch = with_reference(
-        prime, batch[[row for row in range(ROWS) if batch.batch["response_mask"][row].any()]][:6]
+        prime, batch[[row for row in range(ROWS) if batch.batch["loss_mask"][row].any()]][:6]
     )
     assert prime.compute_process_rewards(batch).abs().max() < 1e-5
 
@@ -272,7 +272,7 @@ def test_nan_outside_of_the_responses_does_not_reach_the_update(root, one_rank):
     prime = make_prime(root / "model", root / "reference")
     clean = with_reference(prime, make_batch())
     dirty = with_reference(prime, make_batch())
-    dirty.batch["prime_ref_log_probs"][dirty.batch["response_mask"] == 0] = float("nan")
+    dirty.batch["prime_ref_log_probs"][dirty.batch["loss_mask"] == 0] = float("nan")
 
     assert prime.update(dirty) == prime.update(clean)
     assert prime.compute_process_rewards(dirty).isfinite().all()

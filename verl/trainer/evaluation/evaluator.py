@@ -138,7 +138,7 @@ def as_trained(scored: ScoredResponses) -> DataProto:
     sequences = as_finished(scored.sequences, scored.values, scored.scores)
     return sequences.merge({
         "old_log_probs": sequences.batch["rollout_log_probs"],
-        "advantages": torch.zeros(sequences.batch["response_mask"].shape),
+        "advantages": torch.zeros(sequences.batch["responses"].shape),
     })  # fmt: skip
 
 

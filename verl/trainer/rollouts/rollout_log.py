@@ -18,7 +18,7 @@ from verl.viewer.rollout_store import TRAIN, RolloutStore
 
 MAX_FRAMES = 8  # shown of a video
 TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validation has only the first
-KEPT_TENSORS = ["prompt_mask", "attention_mask", "response_mask", "responses", "token_level_scores"]
+KEPT_TENSORS = ["prompt_mask", "response_mask", "loss_mask", "responses", "token_level_scores"]
 
 
 class RecordedResponse(NamedTuple):
@@ -73,9 +73,8 @@ class RolloutLog:
     def _row(
         self, item: Mapping[str, Any], arrays: Mapping[str, np.ndarray], texts: dict[int, str]
     ) -> dict[str, Any]:
-        length = arrays["responses"].shape[-1]
-        is_response = arrays["attention_mask"][-length:].astype(bool)  # (R,)
-        is_trained = arrays["response_mask"].astype(bool)  # (R,) without masked and rejected tokens
+        is_response = arrays["response_mask"].astype(bool)  # (R,)
+        is_trained = arrays["loss_mask"].astype(bool)  # (R,) without masked and rejected tokens
         token_ids = arrays["responses"][is_response]
         is_scored = not math.isnan(item["reward_values"]["overall"])  # nan if its call failed
         source = item.get("data_source")

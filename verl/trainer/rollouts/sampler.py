@@ -143,6 +143,7 @@ def join_responses(
     return sequences.select(kept, kept_objects).merge({
         "responses": tokens,
         "response_mask": mask,
+        "loss_mask": mask.clone(),
         "input_ids": torch.cat([sequences.batch["prompts"], tokens], dim=-1),  # (B, P + R)
         "attention_mask": torch.cat([sequences.batch["prompt_mask"], mask], dim=-1),  # (B, P + R)
         "position_ids": torch.cat([position_ids, response_positions], dim=-1),

@@ -62,18 +62,19 @@ def score(
 
         score_i = overall_i + overlong penalty_i + coef * model_score_i
 
-    A response without a score, because a call of the reward function failed, loses its mask: from here on it
-    takes no part.
+    A response without a score, because a call of the reward function failed, loses its `loss_mask`: from here
+    on it takes no part.
 
     Returns:
         The batch with `token_level_scores` (B, R), `reward_values` (B,) and, for estimators that read single
         values, `reward_components` (B, K); and the mean of each value and term as `reward/<name>`.
     """
-    mask, model_scores = batch.batch["response_mask"], batch.batch.get("reward_model_scores")
-    total, terms = add_terms(values, mask, model_scores, worker)
+    tensors, model_scores = batch.batch, batch.batch.get("reward_model_scores")
+    total, terms = add_terms(values, tensors["response_mask"], model_scores, worker)
     overall = torch.tensor(values["overall"])  # (B,)
     replaced, is_masked = _mask_unscored(batch, overall)
-    added = {"token_level_scores": on_last_tokens(total.masked_fill(is_masked, 0.0), mask)}
+    total = total.masked_fill(is_masked, 0.0)
+    added = {"token_level_scores": on_last_tokens(total, tensors["loss_mask"])}
     option, keys = component_keys(algorithm)
     if keys:
         components = reward_components(values, keys, option)  # (B, K)
@@ -112,7 +113,7 @@ def _mask_unscored(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor]
     is_masked = overall.isnan() if baselines is None else overall.isnan() | baselines.isnan()  # (B,)
     if not is_masked.any():
         return {}, is_masked
-    tensors = {"response_mask": batch.batch["response_mask"].masked_fill(is_masked.unsqueeze(-1), 0)}
+    tensors = {"loss_mask": batch.batch["loss_mask"].masked_fill(is_masked.unsqueeze(-1), 0)}
     if baselines is not None:
         tensors["reward_baselines"] = baselines.masked_fill(is_masked, 0.0)
     return tensors, is_masked

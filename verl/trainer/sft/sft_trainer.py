@@ -50,7 +50,7 @@ class SFTTrainer(TrainingLoop):
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """Compute the lengths of the rows, and the number and share of trained tokens."""
         lengths = batch.batch["attention_mask"].sum(-1)  # (B,)
-        trained = batch.batch["response_mask"].sum(-1)  # (B,)
+        trained = batch.batch["loss_mask"].sum(-1)  # (B,)
         metrics = length_metrics("sequence_length", lengths, batch.batch["attention_mask"].shape[-1])
         return metrics | {
             "train/num_tokens": float(trained.sum()),
@@ -67,6 +67,6 @@ class SFTTrainer(TrainingLoop):
                 padded, pad_size = pad_dataproto_to_divisor(batch, self.dp_size)
                 losses = unpad_dataproto(self.workers.compute_losses(padded), pad_size).batch["losses"]
                 loss += losses.sum().item()
-                num_tokens += batch.batch["response_mask"].sum().item()
+                num_tokens += batch.batch["loss_mask"].sum().item()
         self.run_state.record_score(-loss / num_tokens)  # the checkpoint with the highest score is kept
         return {"val/loss": loss / num_tokens}

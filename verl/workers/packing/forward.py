@@ -56,7 +56,7 @@ from verl.workers.packing.vision_features import FrozenTower
 logger = get_logger(__name__)
 
 # what `PackedForward` reads of a batch
-FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "loss_mask"]
 OBJECT_KEYS = ["uid", "multi_modal_data"]
 
 
@@ -72,7 +72,7 @@ class PackedForward:
     """Runs micro batches through a prepared model.
 
     Reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if present; to share
-    prompts `response_mask` and `uid` too. Tensors of micro batches are on CPU, results on the device.
+    prompts `responses` and `uid` too. Tensors of micro batches are on CPU, results on the device.
 
     Example::
 
@@ -131,10 +131,10 @@ class PackedForward:
         with_sum_squares: bool = False,
         reference: "PackedForward | None" = None,
     ) -> TokenLogProbs:
-        """Compute log-probs of the response tokens, and statistics of the distributions they come from.
+        """Compute log-probs of the tokens of `loss_mask`, and statistics of the distributions they come from.
 
         Args:
-            micro: Reads `responses` and `response_mask` too.
+            micro: Reads `responses` and `loss_mask` too.
             temperature: Divides the logits, the reference's as well.
             with_entropy: Also compute the entropy.
             with_sum_squares: Also compute the sum of the squared probabilities over the vocabulary.
@@ -142,9 +142,9 @@ class PackedForward:
                 the same device; its head must stay gathered after its forward pass (root FSDP group).
 
         Returns:
-            (B, R) float32 each, zero where `response_mask` is zero; None for what was not requested.
+            (B, R) float32 each, zero where `loss_mask` is zero; None for what was not requested.
         """
-        responses = ResponseTokens.of(micro.batch["response_mask"])
+        responses = ResponseTokens.of(micro.batch["loss_mask"])
         inputs = self._inputs(micro)
         rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
         targets = rows.select(responses.take(micro.batch["responses"]))
@@ -171,8 +171,8 @@ class PackedForward:
         return TokenLogProbs(log_probs, *others)
 
     def values(self, micro: DataProto) -> Tensor:
-        """Compute the value before each response token: (B, R) float32, zero where `response_mask` is."""
-        responses = ResponseTokens.of(micro.batch["response_mask"])
+        """Compute the value before each token of `loss_mask`: (B, R) float32, zero elsewhere."""
+        responses = ResponseTokens.of(micro.batch["loss_mask"])
         inputs = self._inputs(micro)
         rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
         arguments, rows, responses = to_device((inputs.arguments, rows, responses), self.device)
@@ -277,8 +277,8 @@ class PackedForward:
         tensors = micro.batch
         input_ids, mask = tensors["input_ids"], tensors["attention_mask"]
         position_ids = self._position_rows(tensors["position_ids"])
-        if self.shares_prompts and "response_mask" in tensors:
-            prompt_width = input_ids.shape[1] - tensors["response_mask"].shape[1]
+        if self.shares_prompts and "responses" in tensors:
+            prompt_width = input_ids.shape[1] - tensors["responses"].shape[1]
             prompts = [columns[:, :prompt_width] for columns in (input_ids, mask, *position_ids)]
             members = group_equal_prompts(rows_by_prompt(micro), prompts)
             if any(len(rows) > 1 for rows in members):

@@ -47,11 +47,11 @@ class RowCounts:
 
     @classmethod
     def of(cls, batch: DataProto, share_prompt: bool, media: Sequence[int] | None = None) -> "RowCounts":
-        # without `uid` or `response_mask` no prompt is shared
+        # without `uid` or `responses` no prompt is shared
         lengths = tuple(batch.batch["attention_mask"].sum(-1).tolist())
         prompts, group_ids = (0,) * len(lengths), tuple(range(len(lengths)))
         prompt_ids = _prompt_ids(batch)
-        if share_prompt and "uid" in batch.non_tensor_batch and "response_mask" in batch.batch:
+        if share_prompt and "uid" in batch.non_tensor_batch and "responses" in batch.batch:
             prompts, group_ids = tuple(prompt_lengths(batch)), prompt_ids
         return cls(lengths, prompts, group_ids, tuple(media or [0] * len(lengths)), prompt_ids)
 
@@ -117,7 +117,7 @@ def rows_by_prompt(batch: DataProto) -> list[list[int]]:
 
 
 def prompt_lengths(batch: DataProto) -> list[int]:
-    width = batch.batch["response_mask"].shape[1]
+    width = batch.batch["responses"].shape[1]
     return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
 
 

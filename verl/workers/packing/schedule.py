@@ -39,7 +39,7 @@ class MicroBatchSchedule:
         media = forward.media_tokens(batch) if sp.size > 1 else None
         counts = RowCounts.of(batch, forward.shares_prompts, media)
         width = batch.batch["attention_mask"].shape[-1]
-        response_width = batch.batch["response_mask"].shape[-1] if "response_mask" in batch.batch else 0
+        response_width = batch.batch["responses"].shape[-1] if "responses" in batch.batch else 0
         widths = {"prompt_width": width - response_width, "response_width": response_width}
         limits = StrategyLimits.of(
             counts, size=size, dynamic_batching=dynamic_batching, ranks=sp.size, **widths

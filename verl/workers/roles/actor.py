@@ -114,7 +114,7 @@ class DataParallelPPOActor:
         Returns:
             (B, R) float32 on CPU each, zero on padding; without entropy.
         """
-        width = batch.batch["response_mask"].shape[1]
+        width = batch.batch["loss_mask"].shape[1]
 
         def joined(micro_batch: DataProto) -> Tensor:
             with self.forward.counting_choices() if self.balances else nullcontext([]) as counts:
@@ -172,7 +172,7 @@ class DataParallelPPOActor:
     ) -> Tensor:
         """Loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss, of a micro batch."""
         tensors, metrics = micro_batch.tensors, mini_batch.metrics
-        mask = tensors["response_mask"]  # (B, R)
+        mask = tensors["loss_mask"]  # (B, R)
         result = self.forward.log_probs(
             micro_batch.rows, temperature, with_entropy=True, reference=self.full_kl_reference
         )
@@ -202,7 +202,7 @@ class DataParallelPPOActor:
 
     def _policy_loss(self, log_probs: Tensor, tensors: dict[str, Tensor]) -> PolicyLoss:
         # of each token, with importance weights of the batch or of the bypass mode
-        mask, current = tensors["response_mask"], log_probs.detach()
+        mask, current = tensors["loss_mask"], log_probs.detach()
         old = tensors.get("old_log_probs", current)
         policy = self.policy_loss(
             PolicyLossInputs(

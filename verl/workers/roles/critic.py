@@ -53,7 +53,7 @@ class DataParallelPPOCritic:
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
         tensors, metrics = micro_batch.tensors, mini_batch.metrics
-        mask = tensors["response_mask"]  # (B, R)
+        mask = tensors["loss_mask"]  # (B, R)
         value_loss = clipped_value_loss(
             ValueLossInputs(
                 values=self.forward.values(micro_batch.rows),

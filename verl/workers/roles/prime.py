@@ -46,7 +46,7 @@ class DataParallelPrimeModel:
         log_probs = self._log_probs(self.forward, batch)
         tensors = batch.batch
         return process_rewards(
-            log_probs, tensors["prime_ref_log_probs"], tensors["response_mask"], self.config.beta
+            log_probs, tensors["prime_ref_log_probs"], tensors["loss_mask"], self.config.beta
         )
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -64,7 +64,7 @@ class DataParallelPrimeModel:
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
         tensors, metrics = micro_batch.tensors, mini_batch.metrics
-        mask, accuracies = tensors["response_mask"], tensors["accuracies"]  # (B, R), (B,)
+        mask, accuracies = tensors["loss_mask"], tensors["accuracies"]  # (B, R), (B,)
         log_probs = self.forward.log_probs(micro_batch.rows, TEMPERATURE).log_probs  # (B, R)
         rewards = process_rewards(log_probs, tensors["prime_ref_log_probs"], mask, self.config.beta)
         losses, scores = prime_loss(rewards, accuracies, mask)  # (B,), (B,)

@@ -145,11 +145,9 @@ def has_same_conversations(tokenizer: Any, policy_tokenizer: Any) -> bool:
 
 
 def response_texts(batch: DataProto, policy_tokenizer: Any) -> list[str]:
-    """Decode `responses` (B, R) without special tokens, including tool output."""
-    responses = batch.batch["responses"]  # (B, R)
-    # not `response_mask`, which is zero on tool output
-    attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # (B, R)
-    token_ids = [row[kept].tolist() for row, kept in zip(responses, attended, strict=True)]
+    """Decode `responses` (B, R) without special tokens, observations included."""
+    responses, mask = batch.batch["responses"], batch.batch["response_mask"].bool()  # (B, R)
+    token_ids = [row[kept].tolist() for row, kept in zip(responses, mask, strict=True)]
     return policy_tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
 

@@ -16,7 +16,7 @@ TEMPERATURE = 1.0
 
 
 class DataParallelSFT:
-    """Trains a model on the responses of its rows: the mean of -log p over the tokens of `response_mask`.
+    """Trains a model on the responses of its rows: the mean of -log p over the tokens of `loss_mask`.
 
     loss = - sum_{i,t} m[i,t] log p(y[i,t] | y[i,<t]) / sum_{i,t} m[i,t]    over the whole step, on all ranks
     """
@@ -49,7 +49,7 @@ class DataParallelSFT:
         return compute_experience(self.config, self.forward, self.group, batch, losses)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
-        mask = micro_batch.tensors["response_mask"]  # (B, T - 1)
+        mask = micro_batch.tensors["loss_mask"]  # (B, T - 1)
         loss = aggregate_loss(-self._log_probs(micro_batch.rows), mask, "token", mini_batch.denominators)
         mini_batch.metrics.add_loss(f"{ROLE}/loss", loss)
         return loss

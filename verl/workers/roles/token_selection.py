@@ -39,7 +39,7 @@ class MiniBatchSelection:
     def add_to(self, mini_batch: DataProto, temperature: float, seed: int) -> DataProto:
         """Add `selected` (B, R) bool; collective over all ranks."""
         tensors = mini_batch.batch
-        keep = tensors["response_mask"].bool()  # (B, R)
+        keep = tensors["loss_mask"].bool()  # (B, R)
         log_probs = compute_experience(
             self.config,
             self.forward,

@@ -30,7 +30,7 @@ from verl.workers.roles.router_balance import CHOICES, RouterBalance
 
 logger = get_logger(__name__)
 
-PACKED_KEYS = frozenset(FORWARD_KEYS) - {"response_mask"}  # reach the device packed, with the model's inputs
+PACKED_KEYS = frozenset(FORWARD_KEYS) - {"loss_mask"}  # reach the device packed, with the model's inputs
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
     """Rows that run through the model at once."""
 
     rows: DataProto  # on CPU, where they are packed
-    tensors: dict[str, Tensor]  # the rows' tensors that only losses read, and `response_mask`, on the device
+    tensors: dict[str, Tensor]  # the rows' tensors that only losses read, and `loss_mask`, on the device
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Updater:
             )
 
     def _global_denominators(self, parts: list[DataProto]) -> list[LossDenominators]:
-        masks = [part.batch["response_mask"] for part in parts]
+        masks = [part.batch["loss_mask"] for part in parts]
         counts = torch.stack([torch.stack(count_denominators(mask)[:2]) for mask in masks])  # (parts, 2)
         counts = counts.to(self.forward.device)
         dist.all_reduce(counts, group=self.group)

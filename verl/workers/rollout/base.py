@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from verl.agents.interface import Trajectory
 from verl.models.families.interface import EncodedMedium
 from verl.models.lora_weights import AdapterConfig
 
@@ -76,6 +77,7 @@ class FinishedResponse:
     # banned tokens; greedy sampling counts as temperature 1
     log_probs: list[float]
     finish_reason: str  # "stop", or "length" if `max_tokens` cut it off
+    trajectory: Trajectory | None = None  # of a conversation; its tokens and log-probs are those of all turns
 
 
 class RolloutEngine(Protocol):

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a conversation between the policy and the world: calls, observations, turns, tools.
+
+Token in, token out: the tokens of a turn are those that the engine sampled, never its text tokenized again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Reference = Any  # of an image or video: a path, bytes, or a dictionary with one of them, as in a row
+Message = dict[str, Any]  # `role` and `content`, as a chat template reads it
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str | None = None  # why it cannot be made, for a call that the parser could not read
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An answer of a tool or an environment."""
+
+    text: str = ""
+    images: Sequence[Any] = ()  # PIL images, paths, bytes, or dictionaries
+    videos: Sequence[Any] = ()  # paths, bytes, or dictionaries
+    reward: float | None = None  # of the turn that it answers
+    done: bool = False  # the conversation ends here, without another turn of the policy
+    failed: bool = False  # the tool raised, hung or died; `text` says so
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the policy and what followed."""
+
+    start: int  # among the tokens of the response
+    stop: int
+    calls: tuple[ToolCall, ...] = ()
+    observations: tuple[Observation, ...] = ()  # to the calls in order, or the environment's only one
+    seconds: float = 0.0  # from the end of the turn to the last observation
+    reward: float | None = None  # the sum of the observations'; None without any
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A finished conversation, beside the tokens of its response."""
+
+    is_sampled: list[bool]  # of each token: False on those of observations
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]  # the prompt's and those of the conversation
+    media: Mapping[str, list[Reference]] = field(
+        default_factory=dict
+    )  # `images` and `videos` of observations
+    position_ids: Any = None  # (R,) or (4, R) int64 for its R tokens; None counts on from the prompt's last
+    is_masked: bool = False  # it takes no part in training: a tool failed, and `on_tool_error` says so
+
+
+class Tool(Protocol):
+    """A tool that the policy may call; a plain function with type hints and a docstring becomes one.
+
+    `schema` is that of a function for chat templates: {"type": "function", "function": {"name": ...}}.
+    """
+
+    schema: Mapping[str, Any]
+
+    def create(self, row: Mapping[str, Any]) -> Any:
+        """Return the state of one conversation, for a row with its columns and `tools_kwargs`."""
+        ...
+
+    def __call__(self, state: Any, **arguments: Any) -> Any:
+        """Return text, an image, or an `Observation`; may be `async def`."""
+        ...
+
+    def close(self, state: Any) -> None:
+        """Release the state of a conversation that has ended."""
+        ...

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section `worker.rollout.multi_turn`: conversations in which the policy calls tools."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.paths import existing_file
+from verl.config.schema import option
+
+FORMATS = ("auto", "hermes", "qwen3_coder", "json")
+ON_TOOL_ERROR = ("show", "end", "stop")
+SIDES = ("left", "middle", "right")
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    """Conversations in which the policy calls tools."""
+
+    enable: bool = option(False, "Let the policy call tools and read their answers, over several turns.")
+    tools: tuple[str, ...] = option(
+        (),
+        "Tools by file, `file.py:NAME`: a function with type hints and a docstring, or a class.",
+        example=None,
+    )
+    tool_kwargs: dict[str, Any] = option(dict, "Arguments of a tool's class, by the tool's name.")
+    tool_config_path: str | None = option(
+        None, "YAML file that lists tools in verl's form.", resolve=existing_file
+    )
+    format: str = option(
+        "auto", "How the policy writes calls; `auto` finds it in the chat template.", choices=FORMATS
+    )
+    max_assistant_turns: int | None = option(
+        None, "Maximum turns of the policy in a conversation; null is limited by tokens only.", minimum=1
+    )
+    max_parallel_calls: int = option(1, "Maximum calls in a turn; further ones are refused.", minimum=1)
+    max_tool_response_length: int = option(
+        256, "Maximum tokens of text in a tool's answer; a longer one is cut.", minimum=1
+    )
+    tool_response_truncate_side: str = option("middle", "Part of a long answer to cut out.", choices=SIDES)
+    max_tokens_per_turn: int | None = option(
+        None, "Maximum tokens of the policy in a turn; null is limited by the response.", minimum=1
+    )
+    max_images: int | None = option(
+        None, "Maximum images in a conversation, the prompt's included; null is any number.", minimum=1
+    )
+    max_seconds: float | None = option(None, "Maximum seconds of a conversation; null is any.", minimum=0.01)
+    tool_timeout_s: float = option(60.0, "Maximum seconds of a call.", minimum=0.01)
+    tool_concurrency: int = option(8, "Calls that run at once beside each engine.", minimum=1)
+    tool_memory_limit_gb: float = option(4.0, "Memory that a call may allocate, in GiB.", minimum=0.1)
+    on_tool_error: str = option(
+        "show",
+        "A call that raises, hangs or dies: `show` it to the policy, `end` the conversation, which then does"
+        " not count, or `stop` the run.",
+        choices=ON_TOOL_ERROR,
+    )
+
+    def problems(self, path: str) -> Iterator[str]:
+        if self.enable and not self.tools and self.tool_config_path is None:
+            yield f"`{path}.enable=true` needs tools: set `{path}.tools` or `{path}.tool_config_path`"
