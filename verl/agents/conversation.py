@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation between the policy and its tools: turns, observations, limits and the end.
+
+Nothing here waits, runs a tool or reads a clock.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+from verl.agents.interface import Message, Observation, ToolCall, Trajectory, Turn
+from verl.agents.long_text import cut_text
+from verl.agents.media import ConversationMedia, join_media, join_shapes
+from verl.agents.parsers.interface import THOUGHT, CallFormat, without_thought
+from verl.agents.rendering import ObservationRenderer
+from verl.agents.row import Piece, Prompt, Row
+from verl.config.multi_turn import MultiTurnConfig
+from verl.data.media.loader import MediaData
+from verl.models.families.interface import MediaShape
+
+# Reasons for which the policy or a tool ended the conversation; any other one cut it off.
+COMPLETE = ("stop", "done")
+TAIL = 8  # tokens that hold the end of a prompt's text
+NO_MEDIA = "[The model reads no images and videos: those of this answer are left out.]"
+
+
+class TurnRequest(NamedTuple):
+    """The next turn to sample."""
+
+    token_ids: list[int]  # one placeholder for each image or video
+    media: MediaData  # of the prompt and all observations
+    max_tokens: int
+
+
+class FinishedConversation(NamedTuple):
+    """The response of a conversation: all turns and the observations between them."""
+
+    token_ids: list[int]  # with the tokens of media
+    log_probs: list[float]  # 0 for tokens that were not sampled
+    finish_reason: str  # "stop", or "length" if a limit cut it off
+    stop_reason: str
+    trajectory: Trajectory
+
+
+class Readable(NamedTuple):
+    """An observation as the policy may read it."""
+
+    observation: Observation
+    media: MediaData = None  # by reference
+    shape: MediaShape = MediaShape()
+
+
+@dataclass(frozen=True)
+class ConversationRules:
+    """Properties that all conversations of a model share.
+
+    Args:
+        max_tokens: Maximum tokens of a response, with all turns, observations and media.
+        media: None for a text model.
+    """
+
+    tokenizer: Any
+    renderer: ObservationRenderer
+    format: CallFormat
+    schemas: Sequence[Mapping[str, Any]]
+    options: MultiTurnConfig
+    max_tokens: int
+    media: ConversationMedia | None = None
+
+
+class Conversation:
+    """The state of one conversation.
+
+    Example::
+
+        conversation = Conversation(rules, prompt)
+        while not conversation.is_done:
+            request = conversation.request()
+            ...  # the engine samples
+            calls = conversation.add_turn(token_ids, log_probs, finish_reason)
+            if calls:
+                ...  # tools run
+                conversation.observe(observations)
+        response = conversation.finish()
+
+    `at` is in seconds since the conversation started, by a clock that all ranks of its engine share.
+    """
+
+    def __init__(self, rules: ConversationRules, prompt: Prompt) -> None:
+        self.rules = rules
+        self.messages: list[Message] = list(prompt.messages)
+        self.stop_reason: str | None = None
+        self._is_masked = False
+        self._row = Row(prompt, rules.media)
+        self._turns: list[Turn] = []
+        self._turn_ended_at = 0.0
+        self._refusals: list[Observation | None] = []  # of the last turn's calls; None for one that is made
+
+    @property
+    def is_done(self) -> bool:
+        return self.stop_reason is not None
+
+    @property
+    def finish_reason(self) -> str:
+        return "stop" if self.stop_reason in COMPLETE else "length"
+
+    def request(self) -> TurnRequest:
+        """Return the next turn to sample."""
+        assert not self.is_done, "a conversation that has ended has no further turn"
+        limit = self.rules.options.max_tokens_per_turn
+        tokens = self._room if limit is None else min(self._room, limit)
+        return TurnRequest(list(self._row.token_ids), self._row.media, tokens)
+
+    def add_turn(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str, at: float = 0.0
+    ) -> list[ToolCall]:
+        """Append a sampled turn and return the calls to make.
+
+        Without any, the conversation has ended or asks for its next turn: calls that cannot be made are
+        answered here.
+        """
+        assert not self.is_done and token_ids, "a turn has tokens and follows a request"
+        start, text = len(self._row.response), self._text_of(token_ids)
+        is_whole = finish_reason != "length"
+        calls = self._calls_of(text) if is_whole else []
+        self._row.add_sampled(token_ids, log_probs)
+        self.messages.append({"role": "assistant", "content": text})
+        self._turns.append(Turn(start, len(self._row.response), tuple(calls)))
+        self._turn_ended_at = at
+        reason = self._end_after_turn(is_whole, bool(calls), at)
+        if reason is not None:
+            self.end(reason)
+            return []
+        self._refusals = [self._refusal(number, call) for number, call in enumerate(calls)]
+        made = [call for call, refusal in zip(calls, self._refusals, strict=True) if refusal is None]
+        if not made:
+            self.observe([], at)
+        return made
+
+    def observe(self, observations: Sequence[Observation], at: float = 0.0) -> None:
+        """Append the answers to the calls that `add_turn` returned, in their order, if a limit allows it."""
+        given = iter(observations)
+        answers = [self._readable(refusal or next(given)) for refusal in self._refusals]
+        assert next(given, None) is None, "each call has one observation"
+        shown = tuple(answer.observation for answer in answers)
+        rewards = [observation.reward for observation in shown if observation.reward is not None]
+        self._turns[-1] = replace(
+            self._turns[-1],
+            observations=shown,
+            seconds=at - self._turn_ended_at,
+            reward=sum(rewards) if rewards else None,
+        )
+        reason = self._end_after_answers(shown, at)
+        piece = None if reason else self._piece(answers)
+        reason = reason or self._end_before(piece)
+        if reason is not None:
+            self.end(reason)
+        elif piece is not None:
+            self._row.add_piece(piece)
+            self.messages += self.rules.renderer.messages(self._turns[-1].calls, shown)
+
+    def end(self, reason: str, is_masked: bool = False) -> None:
+        """End the conversation; a masked one takes no part in training."""
+        self.stop_reason, self._is_masked = reason, is_masked
+
+    def finish(self) -> FinishedConversation:
+        """Return the response and its trajectory."""
+        assert self.stop_reason is not None, "the conversation has ended"
+        row = self._row
+        trajectory = Trajectory(
+            is_sampled=row.is_sampled,
+            turns=tuple(self._turns),
+            messages=tuple(self.messages),
+            media={name: list(values) for name, values in (row.added or {}).items()},
+            position_ids=row.positions(),
+            is_masked=self._is_masked,
+        )
+        return FinishedConversation(
+            row.response, row.log_probs, self.finish_reason, self.stop_reason, trajectory
+        )
+
+    # --- turns
+
+    @property
+    def _room(self) -> int:
+        return self.rules.max_tokens - len(self._row.response)
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        """Return a turn's text without the token that ended it."""
+        end = len(token_ids) - self.rules.renderer.is_end(token_ids[-1])
+        return self.rules.tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
+
+    def _calls_of(self, text: str) -> list[ToolCall]:
+        prompt = self.rules.tokenizer.decode(self._row.token_ids[-TAIL:], skip_special_tokens=False)
+        is_thinking = prompt.rstrip().endswith(THOUGHT)  # the template starts the turn so
+        return self.rules.format.parse(without_thought(THOUGHT * is_thinking + text), self.rules.schemas)
+
+    def _refusal(self, number: int, call: ToolCall) -> Observation | None:
+        """Return the answer to a call that is not made."""
+        limit = self.rules.options.max_parallel_calls
+        if number >= limit:
+            calls = "call" if limit == 1 else "calls"
+            return Observation(f"Error: refused, because a turn may make {limit} {calls}.")
+        return None if call.problem is None else Observation(f"Error: {call.problem}.")
+
+    # --- limits
+
+    def _end_after_turn(self, is_whole: bool, has_calls: bool, at: float) -> str | None:
+        if not is_whole:
+            return "length"
+        if not has_calls:
+            return "stop"
+        limit = self.rules.options.max_assistant_turns
+        if limit is not None and len(self._turns) >= limit:
+            return "turns"
+        if self._room < 2:  # a token of an observation and one of the next turn
+            return "length"
+        return "seconds" if self._is_overdue(at) else None
+
+    def _end_after_answers(self, answers: Sequence[Observation], at: float) -> str | None:
+        if any(answer.done for answer in answers):
+            return "done"
+        return "seconds" if self._is_overdue(at) else None
+
+    def _end_before(self, piece: Piece | None) -> str | None:
+        if piece is None:
+            return None
+        images = (join_media(self._row.media, piece.media) or {}).get("images") or ()
+        limit = self.rules.options.max_images
+        if limit is not None and len(images) > limit and (piece.media or {}).get("images"):
+            return "images"
+        return "length" if len(piece.expanded) >= self._room else None
+
+    def _is_overdue(self, at: float) -> bool:
+        limit = self.rules.options.max_seconds
+        return limit is not None and at >= limit
+
+    # --- observations
+
+    def _readable(self, observation: Observation) -> Readable:
+        options = self.rules.options
+        answer = Readable(observation)
+        if observation.images or observation.videos:
+            answer = self._with_media(observation)
+        text = self.rules.renderer.plain(answer.observation.text)
+        limit, side = options.max_tool_response_length, options.tool_response_truncate_side
+        text = cut_text(self.rules.tokenizer, text, limit, side)
+        return answer._replace(observation=replace(answer.observation, text=text))
+
+    def _with_media(self, observation: Observation) -> Readable:
+        without = replace(observation, images=(), videos=())
+        if self.rules.media is None:
+            return Readable(replace(without, text=f"{observation.text}\n{NO_MEDIA}".lstrip()))
+        try:
+            media, shape = self.rules.media.of(observation)
+        except ValueError as error:
+            return Readable(replace(without, text=f"Error: {error}.", failed=True))
+        return Readable(replace(observation, **media), media, shape)
+
+    def _piece(self, answers: Sequence[Readable]) -> Piece:
+        """Return the tokens that the policy reads of the answers to its calls."""
+        observations = [answer.observation for answer in answers]
+        tokens = self.rules.renderer.tokens(self._row.token_ids[-1], self._turns[-1].calls, observations)
+        media = reduce(join_media, (answer.media for answer in answers), None)
+        return self._row.piece(tokens, media, join_shapes(*(answer.shape for answer in answers)))

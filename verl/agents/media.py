@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images and videos of observations: references, tokens, and positions over the whole row."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.agents.interface import Observation
+from verl.data.media.loader import MediaData, MediaLoader, references_in_order
+from verl.data.media.references import Reference, payload, reading
+from verl.data.messages import references
+from verl.models.families.interface import KINDS, Kind, MediaShape
+
+PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (4, L); None counts from 0
+
+
+class ConversationMedia:
+    """Reads the media of conversations for one model.
+
+    Args:
+        position_ids: Called with the token ids of a row (L,) and the shapes of its media.
+    """
+
+    def __init__(self, loader: MediaLoader, position_ids: PositionIds) -> None:
+        self.loader, self._position_ids = loader, position_ids
+        self.placeholders = loader.family.placeholders(loader.processor)
+        # If both kinds have one token, features replace it in the order of the prompt.
+        self._has_order = len({loader.family.token_kind(kind) for kind in KINDS}) == 1
+
+    def of(self, observation: Observation) -> tuple[dict[str, list[Reference]], MediaShape]:
+        """Return the media of an observation, by reference and with their bytes: a tool's files may go.
+
+        Raises:
+            ValueError: One cannot be read.
+        """
+        media = {
+            "images": [_with_bytes("image", ref) for ref in references(observation.images, "image", None)],
+            "videos": [_with_bytes("video", ref) for ref in references(observation.videos, "video", None)],
+        }
+        return media, self.loader.measure(media)
+
+    def with_order(self, media: Mapping[str, Any], token_ids: Sequence[int]) -> Mapping[str, Any]:
+        """Add the kinds of media in the order of their placeholders, if features depend on it."""
+        kinds = [self.placeholders[token] for token in token_ids if token in self.placeholders]
+        return {**media, "order": kinds} if self._has_order else media
+
+    def expand(
+        self, piece: list[int], last_token: int, shape: MediaShape, before: MediaShape, order: Sequence[Kind]
+    ) -> list[int]:
+        """Replace each placeholder of a piece by its tokens.
+
+        Args:
+            last_token: The token before the piece.
+            before: Shapes of the row's earlier media, in `order`, because some models number media.
+        """
+        token_of = {kind: token for token, kind in self.placeholders.items()}
+        earlier = [*(token_of[kind] for kind in order), last_token]
+        length = len(self.loader.expand(earlier, before))
+        return self.loader.expand(earlier + piece, join_shapes(before, shape))[length:]
+
+    def positions(self, token_ids: Sequence[int], shape: MediaShape, start: int) -> Tensor | None:
+        """Return the positions (R,) or (4, R) of a row's tokens from `start`; None counts on."""
+        positions = self._position_ids(torch.tensor(token_ids, dtype=torch.int64), shape)
+        return None if positions is None else positions[..., start:]
+
+
+def join_media(first: MediaData, second: MediaData) -> MediaData:
+    """Return the media of a row, from those before and after some token; None without any."""
+    both = [media for media in (first, second) if media and any(media.get(f"{kind}s") for kind in KINDS)]
+    if len(both) < 2:
+        return both[0] if both else None
+    joined: dict[str, Any] = {
+        f"{kind}s": [ref for media in both for ref in media.get(f"{kind}s") or ()] for kind in KINDS
+    }
+    if any("order" in media for media in both):
+        joined["order"] = [kind for media in both for kind, _ in references_in_order(media)]
+    return joined
+
+
+def join_shapes(*shapes: MediaShape) -> MediaShape:
+    return MediaShape(
+        [image for shape in shapes for image in shape.images],
+        [video for shape in shapes for video in shape.videos],
+    )
+
+
+def _with_bytes(kind: Kind, ref: Reference) -> Reference:
+    source = payload(ref)
+    if isinstance(source, str):
+        with reading(kind, ref):
+            source = Path(source).read_bytes()
+    options = {key: value for key, value in ref.items() if key != "path"} if isinstance(ref, dict) else {}
+    return options | {"bytes": source}

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which models write calls; `registry.py` lists them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from verl.agents.interface import ToolCall
+
+Schemas = Sequence[Mapping[str, Any]]  # of the tools, as `Tool.schema`
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+
+
+class CallFormat(NamedTuple):
+    """A way of writing calls."""
+
+    # Reads all calls of a turn's text; one that cannot be read has a `problem`.
+    parse: Callable[[str, Schemas], list[ToolCall]]
+    sign: str  # regular expression found in chat templates that write calls this way
+
+
+def malformed(problem: str, name: str = "") -> ToolCall:
+    return ToolCall(name, {}, problem)
+
+
+def without_thought(text: str) -> str:
+    """Return a turn's text after the thoughts that it starts with; a call in thoughts is none."""
+    if not text.lstrip().startswith(THOUGHT):
+        return text
+    return text.partition(END_OF_THOUGHT)[2]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats of calls by the names that `worker.rollout.multi_turn.format` takes.
+
+To add one, write its file with a `CallFormat` and list it here and in `verl.config.multi_turn.FORMATS`.
+"""
+
+import re
+
+from verl.agents.parsers.hermes import HERMES
+from verl.agents.parsers.interface import CallFormat
+
+OPTION = "worker.rollout.multi_turn.format"
+# The first whose sign a template has is that of its model.
+CALL_FORMATS: dict[str, CallFormat] = {"hermes": HERMES}
+
+
+def call_format(name: str, chat_template: str) -> CallFormat:
+    """Return the format of that name; `auto` is the one that the chat template writes."""
+    return CALL_FORMATS[format_of(chat_template) if name == "auto" else name]
+
+
+def format_of(chat_template: str) -> str:
+    """Return the name of the format in which a chat template writes calls."""
+    for name, written in CALL_FORMATS.items():
+        if re.search(written.sign, chat_template):
+            return name
+    raise ValueError(
+        f"`{OPTION}=auto` finds no calls of tools in the chat template: set one of {sorted(CALL_FORMATS)}"
+    )

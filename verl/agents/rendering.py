@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Render observations as the tokens that follow a turn of the policy.
+
+    <|im_start|>assistant\n...</tool_call><|im_end|>\n<|im_start|>user\n...<|im_end|>\n<|im_start|>assistant\n
+                                                    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+
+They are the difference of two renderings of a short conversation, with the observations and without, and are
+tokenized alone. So a turn that was sampled is never rendered or tokenized again.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from verl.agents.interface import Message, Observation, ToolCall
+from verl.data.chat_template import OTHER_TEMPLATE
+from verl.models.families.interface import Kind
+
+Template = Callable[[Sequence[Message], bool, str], str]  # as `verl.data.chat_template.ChatTemplate`
+MARK = "zq17"  # a text that templates and names of tools do not contain
+NAME = "an observation"  # in errors of templates
+TOOL_ROLE = re.compile(r"""["']tool["']""")
+RESPONSE, END_OF_RESPONSE = "<tool_response>\n", "\n</tool_response>"  # in a user's message
+PART = re.compile(r"""\{["']type["']:""")  # of a list of parts that a template wrote as it is
+SHOWN = 60  # characters of two texts from their first difference
+
+
+class Style(NamedTuple):
+    """The messages in which a template shows observations."""
+
+    role: str  # "tool", or "user" if the template knows no tools
+    has_parts: bool  # their content is a list of parts, otherwise a text
+
+
+class Following(NamedTuple):
+    """The text after a sampled turn, from the special token that ends it."""
+
+    text: str
+    is_closed: bool  # the template ends a turn with that token whatever follows
+    turn: str  # the end of the turn, from its last `MARK`
+
+
+class ObservationRenderer:
+    """Renders what follows a sampled turn, for one chat template with its tools.
+
+    Args:
+        chat_template: Renders messages, with the schemas of the tools among its variables.
+        source: The template's text.
+        placeholders: The kinds of media by the token that stands for one; empty for a text model.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template: Template, source: str, placeholders: Mapping[int, Kind]
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"`worker.actor.model.tokenizer_path` ({tokenizer.name_or_path}) must have a fast tokenizer"
+                " (`tokenizer.json`) for conversations with tools"
+            )
+        self.tokenizer, self.placeholders = tokenizer, placeholders
+        self._render = chat_template
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = added | set(tokenizer.all_special_tokens)
+        self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(special)))
+        self._special = _any_of(special)
+        self._reserved = _any_of(special | set(tokenizer.convert_ids_to_tokens(list(placeholders))))
+        self.style = self._find_style(bool(TOOL_ROLE.search(source)))
+
+    def is_end(self, token: int) -> bool:
+        """Return whether a sampled token ended the turn: a special one."""
+        return token in self._special_ids
+
+    def plain(self, text: str) -> str:
+        """Return a text in which no special token is read: a space follows its first character."""
+        text = text.encode(errors="replace").decode()  # a lone surrogate has no bytes
+        return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+    def messages(self, calls: Sequence[ToolCall], observations: Sequence[Observation]) -> list[Message]:
+        """Return the messages of the observations to calls; without calls, of one of the environment."""
+        return _messages(self.style if calls else Style("user", self.style.has_parts), calls, observations)
+
+    def tokens(
+        self, last_token: int, calls: Sequence[ToolCall], observations: Sequence[Observation]
+    ) -> list[int]:
+        """Return the tokens after a turn that ended with `last_token`, up to where the next turn starts.
+
+        Texts must be `plain`. Each image and video is one placeholder.
+        """
+        following = self._following(calls, self.messages(calls, observations))
+        tokens = self._encode(following.text)
+        leading = list(takewhile(self.is_end, tokens))
+        if last_token in leading:
+            return tokens[leading.index(last_token) + 1 :]
+        # The policy ended its turn with another special token, or a stop text ended it.
+        return tokens[int(following.is_closed and self.is_end(last_token)) :]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    # --- the difference of two renderings
+
+    def _following(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> Following:
+        return self._after(_short(calls, self.style), messages)
+
+    def _after(self, base: Sequence[Message], messages: Sequence[Message]) -> Following:
+        """Return what follows the last message of `base`, whose last `MARK` ends what is not its form."""
+        before = self._render(base, False, NAME)
+        after = self._render([*base, *messages], True, NAME)
+        marks = before.count(MARK)
+        if marks == 0:
+            raise ValueError(f"the chat template does not show the assistant's text: {OTHER_TEMPLATE}")
+        end, seen = self._special.split(before.split(MARK)[-1]), after.split(MARK, marks)[-1]
+        common = _shared_start(end, self._special.split(seen))
+        while common and not common[-1].strip():
+            common.pop()
+        is_closed = bool(common) and self._special.fullmatch(common[-1]) is not None
+        turn = "".join(common[:-1] if is_closed else common)
+        text = seen[len(turn) :]
+        if not self._special.match(text):
+            raise ValueError(
+                "the chat template must end the assistant's turn with a special token, so that the policy"
+                f" can stop there, got {text[:SHOWN]!r}: {OTHER_TEMPLATE}"
+            )
+        return Following(text, is_closed, turn)
+
+    # --- checks at the start
+
+    def _find_style(self, knows_tools: bool) -> Style:
+        has_media = bool(self.placeholders)
+        styles = [Style("tool", has_media), Style("tool", False), Style("user", has_media)]
+        reasons = []
+        for style in styles if knows_tools else styles[2:]:
+            try:
+                reason = self._problem_of(style)
+            except ValueError as error:
+                reason = str(error)
+            if reason is None:
+                return style
+            reasons.append(f"messages of the role {style.role!r}: {reason}")
+        raise ValueError(
+            f"the chat template shows no observations: {'; '.join(reasons)}. {OTHER_TEMPLATE.capitalize()}"
+        )
+
+    def _problem_of(self, style: Style) -> str | None:
+        """Return why a template cannot show observations so; None if it can."""
+        kinds = sorted(set(self.placeholders.values()))
+        seen = Observation("seen", images=["one"] * ("image" in kinds), videos=["one"] * ("video" in kinds))
+        calls = [ToolCall("look", {})]
+        text = self._after(_short(calls, style), _messages(style, calls, [seen])).text
+        if seen.text not in text or PART.search(text):
+            return f"it renders the text {seen.text!r} as {text!r}"
+        shown = [self.placeholders[token] for token in self._encode(text) if token in self.placeholders]
+        if sorted(shown) != kinds:
+            return f"it renders one of each of {kinds} with tokens of {sorted(shown)}"
+        return None
+
+    def check(self, max_parallel_calls: int = 1) -> None:
+        """Compare each piece of a conversation with the template's rendering of the whole.
+
+        Raises:
+            ValueError: They differ, so the policy would read observations in another form than that of the
+                template.
+        """
+        image = ["one"] * ("image" in self.placeholders.values())
+        messages = [_user("hello", self.style)]
+        for images, count in (([], 1), (image, max_parallel_calls)):
+            calls = [ToolCall("look", {})] * count
+            shown = self.messages(calls, [Observation("seen", images=images)] * count)
+            piece = self._following(calls, shown)
+            messages.append(_assistant(calls, self.style))
+            self._compare(self._render([*messages, *shown], True, NAME), piece)
+            messages += shown
+
+    def _compare(self, whole: str, piece: Following) -> None:
+        expected = whole.split(MARK)[-1]
+        assembled = piece.turn + piece.text
+        if expected != assembled:
+            at = len(_shared_start(expected, assembled))
+            raise ValueError(
+                "the chat template renders an observation differently in a longer conversation: expected"
+                f" {expected[at : at + SHOWN]!r}, got {assembled[at : at + SHOWN]!r}: {OTHER_TEMPLATE}"
+            )
+        before = whole.removesuffix(piece.text)
+        if self._encode(before) + self._encode(piece.text) != self._encode(whole):
+            raise ValueError(
+                f"the tokenizer splits {piece.text[:SHOWN]!r} differently after the assistant's turn:"
+                " observations cannot be tokenized alone"
+            )
+
+
+def _any_of(tokens: set[str]) -> re.Pattern[str]:
+    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+def _shared_start(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    pairs = zip(first, second, strict=False)  # one may be longer
+    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+def _short(calls: Sequence[ToolCall], style: Style) -> list[Message]:
+    return [_user("hello", style), _assistant(calls, style)]
+
+
+def _user(text: str, style: Style) -> Message:
+    return {"role": "user", "content": _content([_text(text)], style)}
+
+
+def _assistant(calls: Sequence[ToolCall], style: Style) -> Message:
+    """Return a turn whose form ends with the form of its last call, if the template writes any."""
+    message: Message = {"role": "assistant", "content": _content([_text(MARK)], style)}
+    if calls and style.role == "tool":
+        message["tool_calls"] = [
+            {
+                "id": call_id(number), "type": "function",
+                "function": {"name": call.name or "unknown", "arguments": {"text": MARK}},
+            }
+            for number, call in enumerate(calls)
+        ]  # fmt: skip
+    return message
+
+
+def call_id(number: int) -> str:
+    """Return the id of a turn's call: nine letters and digits, as some templates demand."""
+    return f"call{number:05}"
+
+
+def _messages(style: Style, calls: Sequence[ToolCall], observations: Sequence[Observation]) -> list[Message]:
+    if not calls:
+        parts = [part for observation in observations for part in _parts(observation)]
+        return [{"role": "user", "content": _content(parts, style)}]
+    if style.role == "tool":
+        return [
+            {
+                "role": "tool", "name": call.name or "unknown", "tool_call_id": call_id(number),
+                "content": _content(_parts(observation), style),
+            }
+            for number, (call, observation) in enumerate(zip(calls, observations, strict=True))
+        ]  # fmt: skip
+    parts = []
+    for number, observation in enumerate(observations):
+        start = "\n" + RESPONSE if number else RESPONSE
+        parts += [_text(start), *_parts(observation), _text(END_OF_RESPONSE)]
+    return [{"role": "user", "content": _content(parts, style)}]
+
+
+def _parts(observation: Observation) -> list[dict[str, str]]:
+    media = [{"type": "image"} for _ in observation.images] + [{"type": "video"} for _ in observation.videos]
+    return [_text(observation.text)] * bool(observation.text or not media) + media
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _content(parts: list[dict[str, str]], style: Style) -> str | list[dict[str, str]]:
+    return parts if style.has_parts else "".join(part.get("text", "") for part in parts)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of a conversation, twice: as the engine takes them, and as training does.
+
+The engine takes one placeholder for each image or video, training the tokens of each (`VisionFamily.expand`).
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from verl.agents.interface import Message
+from verl.agents.media import ConversationMedia, join_media, join_shapes
+from verl.data.media.loader import MediaData, references_in_order
+from verl.models.families.interface import Kind, MediaShape
+
+
+class Prompt(NamedTuple):
+    """The prompt of a conversation, as the data set renders it."""
+
+    token_ids: list[int]  # one placeholder for each image or video
+    messages: Sequence[Message]
+    media: MediaData = None
+
+
+class Piece(NamedTuple):
+    """The tokens of observations."""
+
+    token_ids: list[int]  # one placeholder for each image or video
+    expanded: list[int]
+    media: MediaData = None
+    shape: MediaShape = MediaShape()
+
+
+class Row:
+    """A prompt and its response so far.
+
+    Args:
+        reader: None for a text model.
+    """
+
+    def __init__(self, prompt: Prompt, reader: ConversationMedia | None) -> None:
+        self.prompt, self._reader = prompt, reader
+        self.token_ids = list(prompt.token_ids)  # the engine's, of prompt and response
+        self.response: list[int] = []  # expanded
+        self.log_probs: list[float] = []  # 0 for tokens that were not sampled
+        self.is_sampled: list[bool] = []
+        self.added: MediaData = None  # media of observations
+        self._added_shape = MediaShape()
+
+    @property
+    def media(self) -> MediaData:
+        """Media of the prompt and of observations."""
+        return join_media(self.prompt.media, self.added)
+
+    def add_sampled(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        self._add(token_ids, token_ids, log_probs, is_sampled=True)
+
+    def add_piece(self, piece: Piece) -> None:
+        self._add(piece.token_ids, piece.expanded, [0.0] * len(piece.expanded), is_sampled=False)
+        self.added = join_media(self.added, piece.media)
+        self._added_shape = join_shapes(self._added_shape, piece.shape)
+
+    def piece(self, token_ids: list[int], media: MediaData, shape: MediaShape) -> Piece:
+        """Return the piece of these tokens, expanded as after the row so far."""
+        if self._reader is None or media is None:
+            return Piece(token_ids, token_ids)
+        order: list[Kind] = [kind for kind, _ in references_in_order(self.media)]
+        expanded = self._reader.expand(token_ids, self.token_ids[-1], shape, self._shape, order)
+        return Piece(token_ids, expanded, self._reader.with_order(media, token_ids), shape)
+
+    def positions(self) -> Any:
+        """Return the positions of the response; None continues from the prompt's last one."""
+        if self._reader is None or self.added is None:
+            return None
+        prompt = self._reader.loader.expand(self.prompt.token_ids, self._prompt_shape)
+        return self._reader.positions([*prompt, *self.response], self._shape, len(prompt))
+
+    @property
+    def _shape(self) -> MediaShape:
+        return join_shapes(self._prompt_shape, self._added_shape)
+
+    @cached_property
+    def _prompt_shape(self) -> MediaShape:
+        return MediaShape() if self._reader is None else self._reader.loader.measure(self.prompt.media)
+
+    def _add(
+        self,
+        token_ids: Sequence[int],
+        expanded: Sequence[int],
+        log_probs: Sequence[float],
+        is_sampled: bool,
+    ) -> None:
+        self.token_ids += token_ids
+        self.response += expanded
+        self.log_probs += log_probs
+        self.is_sampled += [is_sampled] * len(expanded)
