@@ -88,6 +88,10 @@ class RolloutEngine(Protocol):
     takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
     keeps_weights: bool  # during `sleep`; then a later sync leaves out weights that are never trained
 
+    def agree(self, value: Any) -> Any:
+        """Return the value of the engine's first rank; a collective call with tensor parallelism."""
+        ...
+
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
