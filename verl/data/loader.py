@@ -215,7 +215,7 @@ def _order(num_rows: int, epoch: int, position: int, seed: int | None, read_on: 
 
 
 class Readers(NamedTuple):
-    """The tokenizer and processor of a model, its media loader and position ids, and the tools it may call."""
+    """The tokenizer and processor of a model, its media loader and position ids, and the tools it calls."""
 
     tokenizer: Any
     processor: Any | None  # None for a text model, which has no media

@@ -5,6 +5,7 @@ import itertools
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from verl.agents.setup import schemas_of
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.ppo import PPOConfig

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from verl.agents.setup import schemas_of
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import FULL
 from verl.config.algorithm import AlgorithmConfig

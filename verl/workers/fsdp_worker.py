@@ -6,10 +6,13 @@ uses onto the device; the work itself is in `roles/`, `rollout/` and `model_buil
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from verl.agents.pool import ToolPool
+from verl.agents.setup import conversation_rules, schemas_of
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
 from verl.config.algorithm import RolloutCorrectionConfig
@@ -36,6 +39,7 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
+from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
 from verl.workers.sharded_model import ShardedModel
@@ -235,7 +239,8 @@ class FSDPWorker(ModelWorker):
         With tools, a response is a whole conversation; they read every column.
         """
         if self.conversations is not None:
-            yield from self.conversations.run(prompts.objects_of_rows(), sampling)
+            rows = [prompts[row].non_tensor_batch for row in range(len(prompts))]
+            yield from self.conversations.run(rows, sampling)
             return
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         requests = [

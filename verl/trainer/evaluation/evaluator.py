@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl.agents.setup import schemas_of
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.data.loader import load_readers, make_loaders, media_options

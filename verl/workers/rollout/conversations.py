@@ -119,9 +119,7 @@ class ConversationDriver:
     def _request(self, key: Key, uid: Any) -> RolloutRequest:
         turn = self._open[key].request()
         media = self.decode_media(turn.media)
-        return RolloutRequest(
-            uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=turn.number
-        )
+        return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=turn.number)
 
     def _start(self, key: Key, row: Row) -> None:
         prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
