@@ -109,7 +109,8 @@ class RolloutEngine(Protocol):
     def submit(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
         """Start sampling `sampling.n` responses to each request, while earlier requests continue.
 
-        Uids are unique among unfinished requests, and all unfinished requests have the same temperature. Every rank of a tensor-parallel group submits, steps and aborts in the same order.
+        Uids are unique among unfinished requests, and all unfinished requests have the same temperature.
+        Every rank of a tensor-parallel group submits, steps and aborts in the same order.
         """
         ...
 
