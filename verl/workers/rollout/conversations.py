@@ -5,6 +5,7 @@ Turns and answers arrive in any order. With tensor parallelism the first rank of
 tells the others what came and when, so that all make the same calls of the engine.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from verl.data.media.loader import MediaData
 from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
 
 WAIT_S = 0.05  # for an answer, while the engine has nothing to do
+STEPS = 4  # of the engine, after which it is seen whether an answer has come
 TOOL_FAILED = "tool"  # the reason for which a conversation ends with `on_tool_error=end`
 
 Row = Mapping[str, Any]  # of a prompt, with its columns
@@ -71,12 +73,12 @@ class ConversationDriver:
 
     def _lead(self, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         while self._open:
-            touched: list[Key] = []
-            for turn in self.engine.step() if self.engine.num_unfinished else []:
-                touched.append(self._take(turn))
+            touched: dict[Key, None] = {}  # in order; an answer may follow its turn at once
+            for turn in self.engine.step(STEPS if self._calling else sys.maxsize):
+                touched[self._take(turn)] = None
             for key, observations, _ in self._answers():
                 self._observe(key, observations)
-                touched.append(key)
+                touched[key] = None
             waiting = [key for key in touched if key not in self._calling and not self._open[key].is_done]
             if waiting:
                 self.engine.submit([self._request(key, key) for key in waiting], sampling)

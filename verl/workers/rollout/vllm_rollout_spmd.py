@@ -86,7 +86,9 @@ class VLLMRollout(StepwiseEngine):
 
     def agree(self, value: Any) -> Any:
         """Return the value of the engine's first rank; a collective call with tensor parallelism."""
-        return vllm_patches.broadcast_from_first(value)
+        from vllm.distributed import get_tp_group  # noqa: PLC0415 - after vLLM's environment
+
+        return get_tp_group().broadcast_object(value)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._new_weights():

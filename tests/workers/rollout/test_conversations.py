@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations on both engines: their tokens and log-probs, the pace of each, limits, failures, ranks."""
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers.conversations import rules_of
+from tests.helpers.distributed import run_distributed
+from tests.helpers.families import load_tiny, open_tiny
+from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
+from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
+from verl.agents.interface import ToolCall
+from verl.agents.media import ConversationMedia
+from verl.agents.parsers.interface import CallFormat
+from verl.agents.pool import ToolPool
+from verl.config.multi_turn import MultiTurnConfig
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.rollout.conversations import ConversationDriver
+from verl.workers.rollout.engines import build_rollout_engine
+
+pytestmark = pytest.mark.heavy
+
+TOOLS = '''
+import time
+from PIL import Image
+
+def look(number: int) -> Image.Image:
+    """Show a picture.
+
+    Args:
+        number: Which one.
+    """
+    time.sleep(0.02 * (number % 3))
+    if number == 13:
+        raise OSError("no such picture")
+    return Image.new("RGB", (56, 84 if number % 2 else 56), (40 * number % 256, 90, 200))
+'''
+SAMPLING = SamplingOptions(n=2, temperature=TEMPERATURE, max_tokens=60)
+
+
+def always_calls():
+    """Return a format in which every turn calls `look`, since a random model writes no calls."""
+    numbers = itertools.count()
+    return CallFormat(lambda text, schemas: [ToolCall("look", {"number": next(numbers) % 12})], "")
+
+
+def rules_with(tiny, form, max_tokens=400, **options):
+    media = ConversationMedia(
+        MediaLoader(tiny.processor, MediaOptions(1, 1 << 20)), partial(tiny.family.positions, tiny.config)
+    )
+    options = {"max_assistant_turns": 3} | options
+    rules = rules_of(max_tokens=max_tokens, tokenizer=tiny.processor.tokenizer, media=media, **options)
+    return replace(rules, format=form)
+
+
+def rows_of(tiny, count):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}]
+    text = tiny.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tiny.processor.tokenizer.encode(text, add_special_tokens=False)
+    row = {"raw_prompt_ids": ids, "prompt_messages": messages, "multi_modal_data": None}
+    return [row | {"uid": f"row {number}"} for number in range(count)]
+
+
+def lead(engine, pool, rules, rows, sampling=SAMPLING):
+    driver = ConversationDriver(engine, pool, rules, rules.media.loader.decode)
+    found = [response for finished in driver.run(rows, sampling) for response in finished]
+    assert engine.num_unfinished == 0
+    return found
+
+
+def trained(tiny, rules, rows, responses):
+    """Return the rows that training gets."""
+    prompts = {row["uid"]: torch.tensor(row["raw_prompt_ids"]) for row in rows}
+    made = []
+    for response in responses:
+        prompt, trajectory = prompts[response.uid], response.trajectory
+        ids = torch.tensor(response.token_ids)
+        shape = rules.media.loader.measure(trajectory.media)
+        positions = tiny.family.positions(tiny.config, torch.cat([prompt, ids]), shape)
+        if trajectory.position_ids is not None:
+            assert torch.equal(trajectory.position_ids, positions[..., len(prompt) :])
+        is_sampled = torch.tensor(trajectory.is_sampled, dtype=torch.int64)
+        made.append(Row(len(made), prompt, ids, positions, is_sampled, (None, trajectory.media)))
+    return as_batch(made)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random model for which every third token ends a turn."""
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    shutil.copytree(load_tiny("qwen2_5_vl").folder, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    ends = [*settings["eos_token_id"], *range(30, 300, 3)]
+    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return open_tiny(folder)
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def engine(request, tiny, single_process):
+    engine = build_rollout_engine(
+        rollout_config(name=request.param, max_model_len=600), setup_of(tiny.folder)
+    )
+    engine.sync_weights(hub_tensors(tiny.model))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def pool(tmp_path):
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS)
+    options = MultiTurnConfig(enable=True, tools=(f"{path}:look",), tool_concurrency=4)
+    with ToolPool(options) as pool:
+        yield pool
+
+
+def test_log_probs_of_three_turns_with_images_between_them_are_the_trainers(tiny, engine, pool):
+    rules, rows = rules_with(tiny, always_calls()), rows_of(tiny, 3)
+
+    responses = lead(engine, pool, rules, rows)
+
+    assert len({(one.uid, one.sample) for one in responses}) == len(responses) == 6
+    assert {len(one.trajectory.turns) for one in responses} == {3}
+    assert all(len(one.trajectory.media["images"]) == 2 for one in responses)
+    batch = trained(tiny, rules, rows, responses)
+    with torch.no_grad():
+        expected, _ = own_forward(tiny, tiny.model, batch, rules.media.loader)
+    for row, response in enumerate(responses):
+        found = torch.tensor(response.log_probs)
+        assert not found[~torch.tensor(response.trajectory.is_sampled)].any()
+        assert (found - expected[row, : len(found)]).abs().max() < 1e-4
+
+
+def test_without_calls_conversations_are_the_responses_of_one_turn_bit_for_bit(tiny, engine, pool):
+    rules, rows = rules_with(tiny, CallFormat(lambda text, schemas: [], "")), rows_of(tiny, 4)
+    sampling = SAMPLING.override({"max_tokens": 30})
+    requests = [RolloutRequest(row["uid"], row["raw_prompt_ids"]) for row in rows]
+    state = engine.rng_state()
+    alone = {(one.uid, one.sample): one for part in engine.generate(requests, sampling) for one in part}
+    engine.set_rng_state(state)
+
+    responses = lead(engine, pool, replace(rules, max_tokens=30), rows, sampling)
+
+    for one in responses:
+        expected = alone[one.uid, one.sample]
+        assert (one.token_ids, one.log_probs) == (expected.token_ids, expected.log_probs)
+        assert one.finish_reason == expected.finish_reason
+
+
+def test_a_failed_call_is_shown_ends_its_conversation_or_stops_the_run(tiny, engine, pool):
+    rows, options = rows_of(tiny, 1), SAMPLING.override({"n": 1})
+    fails = CallFormat(lambda text, schemas: [ToolCall("look", {"number": 13})], "")
+
+    (shown,) = lead(engine, pool, rules_with(tiny, fails, on_tool_error="show"), rows, options)
+    (ended,) = lead(engine, pool, rules_with(tiny, fails, on_tool_error="end"), rows, options)
+    with pytest.raises(RuntimeError, match=r"on_tool_error=stop.* ends the run then: .*no such picture"):
+        lead(engine, pool, rules_with(tiny, fails, on_tool_error="stop"), rows, options)
+
+    assert len(shown.trajectory.turns) == 3 and not shown.trajectory.is_masked
+    assert all(turn.observations[0].failed for turn in shown.trajectory.turns[:2])
+    assert len(ended.trajectory.turns) == 1 and ended.trajectory.is_masked
+    assert engine.num_unfinished == 0  # of the run that was stopped too
+
+
+def responses_on_two_ranks(rank, world_size, folder, path):
+    tiny = open_tiny(folder)
+    engine = build_rollout_engine(rollout_config(tensor_parallel_size=2, max_model_len=600), setup_of(folder))
+    engine.sync_weights(hub_tensors(tiny.model))
+    options = MultiTurnConfig(enable=True, tools=(f"{path}:look",), tool_concurrency=4)
+    pool = ToolPool(options) if rank == 0 else None
+    rules, rows = rules_with(tiny, always_calls()), rows_of(tiny, 3)
+    responses = lead(engine, pool, rules, rows)
+    if pool is not None:
+        pool.close()
+    with torch.no_grad():
+        expected, _ = own_forward(tiny, tiny.model, trained(tiny, rules, rows, responses), rules.media.loader)
+    differences = [
+        (torch.tensor(one.log_probs) - expected[row, : len(one.log_probs)]).abs().max().item()
+        for row, one in enumerate(responses)
+    ]
+    engine.close()
+    return {(one.uid, one.sample): one.token_ids for one in responses}, max(differences)
+
+
+def test_ranks_of_one_engine_lead_the_same_conversations(tiny, tmp_path):
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS)
+
+    (first, error), (second, _) = run_distributed(responses_on_two_ranks, 2, tiny.folder, path)
+
+    assert first == second and len(first) == 6
+    assert error < 1e-4
