@@ -192,7 +192,8 @@ def test_the_arguments_of_a_class_are_those_after_its_state(tmp_path):
 
 def test_every_shipped_tool_loads_by_its_name():
     assert tuple(SHIPPED) == SHIPPED_TOOLS
-    options = MultiTurnConfig(enable=True, tools=SHIPPED_TOOLS)
+    kwargs = {"search": {"endpoint": "http://localhost:8000/retrieve"}}
+    options = MultiTurnConfig(enable=True, tools=SHIPPED_TOOLS, tool_kwargs=kwargs)
 
     assert [tool.name for tool in load_tools(options)] == list(SHIPPED_TOOLS)
 
