@@ -28,12 +28,14 @@ from typing import Any
 
 from verl.agents.tool_schema import function_schema
 from verl.agents.verl_tools import read_verl_tools
-from verl.config.multi_turn import SHIPPED_TOOLS, MultiTurnConfig
+from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.user_file import import_file
 
 OPTION = "worker.rollout.multi_turn.tools"
 KWARGS_OPTION = "worker.rollout.multi_turn.tool_kwargs"
 HEADING = "Traceback in the tool (most recent call last):"
+# Names of `multi_turn.SHIPPED_TOOLS`, and of their function or class in `shipped/`.
+SHIPPED = {"calculator": "calculator", "search": "Search", "zoom": "Zoom"}
 NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")  # as OpenAI allows
 
 
@@ -91,8 +93,8 @@ def _check_names(loaded: Sequence[LoadedTool], options: MultiTurnConfig) -> None
 
 
 def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, ModuleType]) -> LoadedTool:
-    if spec in SHIPPED_TOOLS:
-        spec = f"{Path(__file__).parent / 'shipped' / spec}.py:{spec}"
+    if spec in SHIPPED:
+        spec = f"{Path(__file__).parent / 'shipped' / spec}.py:{SHIPPED[spec]}"
     file, _, attribute = spec.rpartition(":")
     path = Path(file).absolute()
     if not path.is_file():

@@ -12,6 +12,7 @@ from typing import Any
 
 MAX_CHARACTERS = 1000
 MAX_BITS = 1 << 14  # of an integer: about 5000 digits
+SIGNS = str.maketrans({"^": "**", "\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # that people write
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -27,7 +28,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "log10", "floor", "ceil")},
     **{name: getattr(math, name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "atan2")},
     **{name: getattr(math, name) for name in ("sinh", "cosh", "tanh", "degrees", "radians", "hypot", "gcd")},
-    **{"abs": abs, "round": round, "min": min, "max": max},
+    "abs": abs,
+    "round": round,
+    "min": min,
+    "max": max,
 }
 
 
@@ -35,9 +39,9 @@ def calculator(expression: str) -> str:
     """Compute an arithmetic expression, for example (17.5 - 3) * 2**10 / sqrt(2).
 
     Args:
-        expression: Numbers, + - * / // % **, parentheses, pi, e, and functions such as sqrt, log, sin, factorial.
+        expression: Numbers, + - * / // % **, parentheses, pi, e, and functions such as sqrt, log, factorial.
     """
-    text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
+    text = expression.strip().translate(SIGNS)
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"an expression has at most {MAX_CHARACTERS} characters")
     try:
