@@ -27,6 +27,7 @@ from tests.helpers.family_training import (
     LARGEST,
     TEMPERATURE,
     Group,
+    Row,
     as_batch,
     batch_of,
     errors_on_ranks,
@@ -40,8 +41,7 @@ from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import is_part
-from verl.models.families.mrope import continue_positions
+from verl.models.families.interface import MediaShape, is_part
 from verl.models.families.registry import FAMILIES, encoder_of, transposed_experts
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import AdapterConfig, is_adapter
@@ -49,6 +49,7 @@ from verl.models.registry import check_sequence_parallel
 from verl.models.trainable import TrainableOptions, select_trainable
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.packing.vision_features import FrozenTower
 from verl.workers.rollout.engines import build_rollout_engine
 
@@ -61,12 +62,12 @@ Error = float  # the largest of log-probs, and the relative one of gradients
 
 @cache
 def groups_of(kind: str) -> list[Group]:
-    """Two images, one image, text; also a video, and a video with an image, where the model reads videos."""
+    """Two images, one image and a conversation that shows others, text; videos where the model reads them."""
     rng = np.random.default_rng(0)
     wide, small = random_image(rng, *WIDE), random_image(rng, *SMALL)
     groups: list[Group] = [
         (["look:\n", wide, " or\n", small, "?"], (5, 8, 3)),
-        ([small, "How many?"], (4, 1)),
+        ([small, "How many?"], (4, 1, [2, ["closer:\n", wide], 3])),
         (["What colour is the shape?"], (6,)),
     ]
     if load_tiny(kind).family.reads_videos:
@@ -133,7 +134,7 @@ def features_once(kind: str) -> Error:
     with tempfile.TemporaryDirectory() as folder:
         loader = MediaLoader(tiny.processor, MediaOptions(1, 1 << 20), family=tiny.family)
         batch, calls = _batch_of_files(tiny, loader, Files(tiny, Path(folder))), []
-        media = batch.non_tensor_batch["multi_modal_data"]
+        media = [row for key in MEDIA_KEYS for row in batch.non_tensor_batch[key]]
         expected = PackedForward(model, model.config, loader).log_probs(batch, TEMPERATURE).log_probs
         tower = FrozenTower(model, model.config, loader, "cpu", torch.float32)
         forward = PackedForward(model, model.config, loader, tower=tower, share_prompt=True)
@@ -227,30 +228,37 @@ class Files:
         for path, size in zip(paths, [WIDE, SMALL], strict=True):
             random_image(rng, *size).save(path)
         wide, small = map(str, paths)
-        self.rows = [{"images": [wide, small]}, {"images": [small]}, {}]
+        self.rows: list[dict[str, list[str]]] = [{"images": [wide, small]}, {"images": [small]}, {}]
+        self.observed = {"images": [wide]}
         if tiny.family.reads_videos:
             clip = save_video(folder / "clip.mkv", 64, 64, 8)
             self.rows += [{"videos": [clip]}, {"images": [wide], "videos": [clip]}]
 
-    def row(self, number: int) -> dict[str, list[str]]:
-        return self.rows[number]
-
 
 def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
-    """Return two responses to each row, measured and expanded as the dataset does."""
+    """Return a response and a conversation to each row, measured and expanded as the dataset does."""
     generator, rows = torch.Generator().manual_seed(0), []
-    for number, row in enumerate(files.rows):
-        decoded, shape = loader.decode(row), loader.measure(row)
-        parts: list[Part] = [*decoded.images, *(Clip(*video) for video in decoded.videos), "What colour?"]
-        raw = tiny.processor.tokenizer.encode(render(tiny, parts), add_special_tokens=False)
-        prompt = torch.tensor(loader.expand(raw, shape))
-        positions = tiny.family.positions(tiny.config, prompt, shape)
-        positions = torch.arange(len(prompt)) if positions is None else positions
-        for length in (3, 5):
-            answer = torch.randint(20, 300, (length,), generator=generator)
-            after = continue_positions(positions[..., -1], length)
-            rows.append((number, prompt, answer, torch.cat([positions, after], -1)))
-    return as_batch(rows, files)
+    observation, seen = _read(tiny, loader, files.observed)
+    for number, refs in enumerate(files.rows):
+        prompt, shape = _read(tiny, loader, refs)
+        answer = torch.randint(20, 300, (5,), generator=generator)
+        talk = torch.cat([answer[:3], observation, answer[3:]])
+        both = MediaShape([*shape.images, *seen.images], shape.videos)
+        for response, media, observed in ((answer, shape, {}), (talk, both, files.observed)):
+            ids = torch.cat([prompt, response])
+            positions = tiny.family.positions(tiny.config, ids, media)
+            positions = torch.arange(len(ids)) if positions is None else positions
+            is_sampled = torch.ones(len(response), dtype=torch.int64)
+            is_sampled[3 : len(response) - 2] = 0 if observed else 1
+            rows.append(Row(number, prompt, response, positions, is_sampled, (refs, observed)))
+    return as_batch(rows)
+
+
+def _read(tiny: Tiny, loader: MediaLoader, refs: dict[str, list[str]]) -> tuple[Tensor, MediaShape]:
+    decoded, shape = loader.decode(refs), loader.measure(refs)
+    parts: list[Part] = [*decoded.images, *(Clip(*video) for video in decoded.videos), "What colour?"]
+    raw = tiny.processor.tokenizer.encode(render(tiny, parts), add_special_tokens=False)
+    return torch.tensor(loader.expand(raw, shape)), shape
 
 
 def _difference(found: Tensor, expected: Tensor) -> Error:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed training of a family's tiny model against the model's own padded forward, in one process or several.
 
-A group is a prompt, in the parts of `tests.helpers.families`, and the lengths of its responses. For example::
+A group is a prompt, in the parts of `tests.helpers.families`, and its responses: each the number of its
+tokens or, of a conversation, such numbers and what was observed between them. For example::
 
-    groups = [(["look:\\n", image, "?"], (5, 8)), (["How many?"], (4,))]
+    groups = [(["look:\\n", image, "?"], (5, 8)), (["How many?"], (4, [3, ["see:\\n", image], 6]))]
     tiny = load_tiny("internvl")
     assert_small(training_errors(tiny, groups, share_prompt=True))
     for found in run_distributed(errors_on_ranks, 2, tiny.folder, groups):
@@ -13,7 +14,7 @@ A group is a prompt, in the parts of `tests.helpers.families`, and the lengths o
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,78 +28,107 @@ from tests.helpers.families import Part, Tiny, expanded, media_of, media_shape_o
 from verl.data.media.loader import references_in_order
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
-from verl.models.families.mrope import continue_positions
 from verl.models.hub_names import meta_model
 from verl.models.registry import prepare_model
-from verl.protocol import DataProto
+from verl.protocol import DataProto, objects
 from verl.utils.quiet import no_weight_bars
 from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.media_inputs import media_in_packing_order
 
-Group = tuple[Sequence[Part], Sequence[int]]
+Response = int | Sequence[int | Sequence[Part]]
+Group = tuple[Sequence[Part], Sequence[Response]]
 Errors = tuple[float, float]  # largest of a log-prob or entropy; relative one of all gradients
 TEMPERATURE = 0.8
 LARGEST = 1e-5
 
 
 class HeldMedia:
-    """Stands for the media loader: references are numbers of prompts, and of media in them."""
+    """Stands for the media loader: references are numbers of media."""
 
-    def __init__(self, tiny: Tiny, groups: Sequence[Group]) -> None:
-        self.processor = tiny.processor
-        self.prompts = [media_of(tiny, row) for row, _ in groups]
+    def __init__(self, tiny: Tiny) -> None:
+        self.tiny, self.processor = tiny, tiny.processor
+        self.held: list[Medium] = []
 
-    def row(self, number: int) -> dict[str, Any] | None:
-        """Return the references of a prompt's media."""
+    def hold(self, parts: Sequence[Part]) -> dict[str, Any] | None:
+        """Keep the media of a row and return their references."""
         refs: dict[str, list[str]] = {"images": [], "videos": [], "order": []}
-        for index, medium in enumerate(self.prompts[number]):
-            refs[f"{medium.kind}s"].append(f"{number} {index}")
+        for medium in media_of(self.tiny, parts):
+            refs[f"{medium.kind}s"].append(str(len(self.held)))
             refs["order"].append(medium.kind)
-        return refs if self.prompts[number] else None
+            self.held.append(medium)
+        return refs if refs["order"] else None
 
     def media(self, multi_modal_data: Mapping[str, Sequence[str]]) -> list[Medium]:
-        return [self._medium(str(ref)) for _, ref in references_in_order(multi_modal_data)]
+        return [self.held[int(str(ref))] for _, ref in references_in_order(multi_modal_data)]
 
-    def _medium(self, ref: str) -> Medium:
-        number, index = map(int, ref.split())
-        return self.prompts[number][index]
+
+class Row(NamedTuple):
+    """A prompt and a response."""
+
+    group: int
+    prompt: Tensor
+    response: Tensor
+    positions: Tensor  # of both
+    is_sampled: Tensor  # of the response
+    media: tuple[Any, Any]  # references of the prompt's, of the observations'
 
 
 def batch_of(tiny: Tiny, groups: Sequence[Group]) -> tuple[DataProto, HeldMedia]:
     """Return random responses to prompts as the collector has them, groups taking turns, and their media."""
-    held, generator = HeldMedia(tiny, groups), torch.Generator().manual_seed(0)
-    vocabulary = min(300, tiny.config.get_text_config().vocab_size)
+    held, generator = HeldMedia(tiny), torch.Generator().manual_seed(0)
     rows = []
-    for number, (parts, lengths) in enumerate(groups):
-        prompt = expanded(tiny, parts)
-        positions = tiny.family.positions(tiny.config, prompt, media_shape_of(tiny, parts))
-        positions = torch.arange(len(prompt)) if positions is None else positions
-        for length in lengths:
-            answer = torch.randint(20, vocabulary, (length,), generator=generator)
-            after = continue_positions(positions[..., -1], length)
-            rows.append((number, prompt, answer, torch.cat([positions, after], -1)))
+    for number, (parts, responses) in enumerate(groups):
+        prompt, media = expanded(tiny, parts), held.hold(parts)
+        for response in responses:
+            steps = [response] if isinstance(response, int) else response
+            observed = [part for step in steps if not isinstance(step, int) for part in step]
+            tokens, is_sampled = response_of(tiny, steps, generator)
+            positions = tiny.family.positions(
+                tiny.config, torch.cat([prompt, tokens]), media_shape_of(tiny, [*parts, *observed])
+            )
+            if positions is None:
+                positions = torch.arange(len(prompt) + len(tokens))
+            rows.append(Row(number, prompt, tokens, positions, is_sampled, (media, held.hold(observed))))
     order = np.random.default_rng(0).permutation(len(rows))
-    return as_batch([rows[index] for index in order], held), held
+    return as_batch([rows[index] for index in order]), held
 
 
-def as_batch(rows: list[tuple[int, Tensor, Tensor, Tensor]], held: Any) -> DataProto:
-    """Pad rows of prompt number, prompt, answer and positions; `held.row` names a prompt's media."""
-    widths = max(len(row[1]) for row in rows), max(len(row[2]) for row in rows)
+def response_of(
+    tiny: Tiny, steps: Sequence[int | Sequence[Part]], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a response, random ones for each number, and which of them are sampled."""
+    vocabulary = min(300, tiny.config.get_text_config().vocab_size)
+    tokens, is_sampled = [], []
+    for step in steps:
+        if isinstance(step, int):
+            tokens.append(torch.randint(20, vocabulary, (step,), generator=generator))
+        else:
+            tokens.append(expanded(tiny, step))
+        is_sampled.append(torch.full((len(tokens[-1]),), int(isinstance(step, int))))
+    return torch.cat(tokens), torch.cat(is_sampled)
+
+
+def as_batch(rows: Sequence[Row]) -> DataProto:
+    """Pad rows as the collector does."""
+    widths = max(len(row.prompt) for row in rows), max(len(row.response) for row in rows)
     columns: dict[str, list[Tensor]] = {}
-    for _, prompt, answer, positions in rows:
-        sides = widths[0] - len(prompt), widths[1] - len(answer)
-        row = torch.cat([prompt, answer])
-        ids, mask = pad(row, sides), pad(torch.ones_like(row), sides)
+    for row in rows:
+        sides = widths[0] - len(row.prompt), widths[1] - len(row.response)
+        tokens = torch.cat([row.prompt, row.response])
+        ids, mask = pad(tokens, sides), pad(torch.ones_like(tokens), sides)
         parts = {
-            "input_ids": ids, "attention_mask": mask, "position_ids": pad(positions, sides),
-            "responses": ids[widths[0] :], "loss_mask": mask[widths[0] :],
+            "input_ids": ids, "attention_mask": mask, "position_ids": pad(row.positions, sides),
+            "responses": ids[widths[0] :], "loss_mask": pad(row.is_sampled, (0, sides[1])),
         }  # fmt: skip
         for name, value in parts.items():
             columns.setdefault(name, []).append(value)
-    media = np.empty(len(rows), dtype=object)
-    for index, (number, *_) in enumerate(rows):
-        media[index] = held.row(number)
-    objects = {"multi_modal_data": media, "uid": np.array([f"u{row[0]}" for row in rows], dtype=object)}
-    return DataProto.from_dict({name: torch.stack(values) for name, values in columns.items()}, objects)
+    prompts, observations = zip(*(row.media for row in rows), strict=True)
+    arrays = {
+        "multi_modal_data": objects(prompts),
+        "observation_media": objects(observations),
+        "uid": objects([f"u{row.group}" for row in rows]),
+    }
+    return DataProto.from_dict({name: torch.stack(values) for name, values in columns.items()}, arrays)
 
 
 def load_model(tiny: Tiny, prepared: bool) -> Any:
@@ -117,8 +147,11 @@ def load_model(tiny: Tiny, prepared: bool) -> Any:
 def own_forward(tiny: Tiny, model: Any, batch: DataProto, held: HeldMedia) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies (B, R) of the model's own padded forward."""
     keys, family = batch.batch, tiny.family
-    rows = [int(uid.removeprefix("u")) for uid in batch.non_tensor_batch["uid"]]
-    media = [medium for number in rows for medium in held.prompts[number]]
+    media = [
+        medium
+        for refs in media_in_packing_order(batch, [[row] for row in range(len(batch))])
+        for medium in held.media(refs)
+    ]
     inputs = family.own_inputs(media) if media else {}
     positions = keys["position_ids"]
     logits = model(

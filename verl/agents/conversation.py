@@ -31,6 +31,7 @@ class TurnRequest(NamedTuple):
     token_ids: list[int]  # one placeholder for each image or video
     media: MediaData  # of the prompt and all observations
     max_tokens: int
+    number: int  # turns before it
 
 
 class FinishedConversation(NamedTuple):
@@ -110,7 +111,7 @@ class Conversation:
         assert not self.is_done, "a conversation that has ended has no further turn"
         limit = self.rules.options.max_tokens_per_turn
         tokens = self._room if limit is None else min(self._room, limit)
-        return TurnRequest(list(self._row.token_ids), self._row.media, tokens)
+        return TurnRequest(list(self._row.token_ids), self._row.media, tokens, len(self._turns))
 
     def add_turn(
         self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str, at: float = 0.0

@@ -58,6 +58,23 @@ class Trajectory:
     position_ids: Any = None  # (R,) or (4, R) int64 for its R tokens; None counts on from the prompt's last
     is_masked: bool = False  # it takes no part in training: a tool failed, and `on_tool_error` says so
 
+    def plain_turns(self) -> list[dict[str, Any]]:
+        """Turns as plain data, for files and people; without images, of which only the number is kept."""
+        return [
+            {
+                "start": turn.start,
+                "stop": turn.stop,
+                "calls": [{"name": call.name, "arguments": call.arguments} for call in turn.calls],
+                "observations": [
+                    {"text": one.text, "images": len(one.images), "failed": one.failed}
+                    for one in turn.observations
+                ],
+                "seconds": turn.seconds,
+                "reward": turn.reward,
+            }
+            for turn in self.turns
+        ]
+
 
 class Tool(Protocol):
     """A tool that the policy may call; a plain function with type hints and a docstring becomes one.

@@ -11,6 +11,7 @@ from verl.config.schema import option
 FORMATS = ("auto", "hermes", "qwen3_coder", "json")
 ON_TOOL_ERROR = ("show", "end", "stop")
 SIDES = ("left", "middle", "right")
+SHIPPED_TOOLS = ("calculator", "python", "search", "zoom")
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,10 @@ class MultiTurnConfig:
     enable: bool = option(False, "Let the policy call tools and read their answers, over several turns.")
     tools: tuple[str, ...] = option(
         (),
-        "Tools by file, `file.py:NAME`: a function with type hints and a docstring, or a class.",
-        example=None,
+        "Tools that the policy may call: shipped ones by name, others by `file.py:NAME`, a function with type"
+        " hints and a docstring, or a class.",
+        choices=SHIPPED_TOOLS,
+        extension="tool",
     )
     tool_kwargs: dict[str, Any] = option(dict, "Arguments of a tool's class, by the tool's name.")
     tool_config_path: str | None = option(

@@ -24,6 +24,7 @@ class ChatTemplate:
         template: None uses the tokenizer's.
         variables: Further variables of the template, each of which it must read.
         override: Path of the file (`data.override_chat_template`) that replaced the model's, for errors.
+        tools: Schemas of the tools that the model may call.
     """
 
     def __init__(
@@ -33,13 +34,22 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         override: str | None = None,
         timeout_s: float = RENDER_TIMEOUT_S,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        source = str(template or tokenizer.chat_template)
         for name in variables:
-            if name not in str(template or tokenizer.chat_template):
+            if name not in source:
                 raise ValueError(
                     f"`data.apply_chat_template_kwargs` sets {name!r}, which the chat template does not read:"
                     " correct or remove it"
                 )
+        if tools:
+            if "tools" not in source:
+                raise ValueError(
+                    f"`worker.rollout.multi_turn.enable=true` needs a chat template that shows tools:"
+                    f" {OTHER_TEMPLATE}"
+                )
+            variables = {**variables, "tools": list(tools)}
         self._file = override or _template_file(str(tokenizer.name_or_path))
         limit = partial(limit_memory, RENDER_MEMORY)
         self._render = IsolatedCalls(

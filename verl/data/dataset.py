@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import date, time, timedelta
@@ -87,6 +87,7 @@ class RowDataset(Dataset, ABC):
         option: The option that named the files, for errors.
         row_timeout_s: Seconds for reading the media of a row; None is unlimited.
         report: Lists the rows that cannot be used.
+        tools: Schemas of the tools, for the chat template.
     """
 
     tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
@@ -105,6 +106,7 @@ class RowDataset(Dataset, ABC):
         option: str = "data.train_files",
         row_timeout_s: float | None = ROW_TIMEOUT_S,
         report: BadRowReport | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
@@ -113,7 +115,7 @@ class RowDataset(Dataset, ABC):
         self.prompt_format = PromptFormat(config.format_prompt)
         template = None if processor is None else processor.chat_template
         self.chat_template = ChatTemplate(
-            tokenizer, template, config.apply_chat_template_kwargs, config.override_chat_template
+            tokenizer, template, config.apply_chat_template_kwargs, config.override_chat_template, tools=tools
         )
         self.rows = self.open_rows(files, option)
         self.notes = self._check_columns(option)  # on columns that nothing reads

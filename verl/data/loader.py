@@ -215,16 +215,21 @@ def _order(num_rows: int, epoch: int, position: int, seed: int | None, read_on: 
 
 
 class Readers(NamedTuple):
-    """The tokenizer and processor of a model, and its media loader and position ids."""
+    """The tokenizer and processor of a model, its media loader and position ids, and the tools it calls."""
 
     tokenizer: Any
     processor: Any | None  # None for a text model, which has no media
     media: MediaLoader | None
     position_ids: PositionIds | None
+    tools: Sequence[Mapping[str, Any]] = ()  # schemas, for chat templates
 
 
 def load_readers(
-    model: ModelConfig, template: str | None, options: MediaOptions, cache: MediaCache | None
+    model: ModelConfig,
+    template: str | None,
+    options: MediaOptions,
+    cache: MediaCache | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Readers:
     """Load the tokenizer of a model, and its processor if it reads media.
 
@@ -235,13 +240,14 @@ def load_readers(
     arguments = (model.tokenizer_path, template, model.trust_remote_code)
     tokenizer, processor = load_tokenizer(*arguments), load_processor(*arguments)
     if processor is None:
-        return Readers(tokenizer, None, None, None)
+        return Readers(tokenizer, None, None, None, tools)
     model_config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
     family = family_of(model_config)
     if not isinstance(family, VisionFamily):
-        return Readers(tokenizer, None, None, None)
+        return Readers(tokenizer, None, None, None, tools)
     media = MediaLoader(processor, options, cache, family)
-    return Readers(tokenizer, processor, media, partial(family.positions, model_config))
+    positions = partial(family.positions, model_config)
+    return Readers(tokenizer, processor, media, positions, tools)
 
 
 def media_options(data: RowsConfig, frames: RolloutConfig | SFTDataConfig) -> MediaOptions:
@@ -309,6 +315,7 @@ def _open_loaders(
         report=BadRowReport(run_folder / REPORT_NAME),
         media=readers.media,
         position_ids=readers.position_ids,
+        tools=readers.tools,
     )
     open_loader = partial(PromptLoader, seed=data.seed, num_workers=data.num_workers)
     train = val = None

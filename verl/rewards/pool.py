@@ -10,11 +10,9 @@ import asyncio
 import os
 import pickle
 import re
-import socket
-import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,13 +26,13 @@ from verl.config.worker import RewardConfig
 from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec, timeout_message
 from verl.rewards.worker_process import Answer, Failure, Ready, serve
 from verl.utils.child_process import ChildProcess, describe_exit
+from verl.utils.processes.child_channel import BadMessageError, ChildChannel, run_together
 from verl.utils.rank_logger import get_logger
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine
 LATE_GRACE_S = 2.0  # an `async def` call times out inside its process first, where the reason is known
 EXIT_WAIT_S = 1.0  # between the end of its connection and that of a process
 EXIT_POLL_S = 0.01
-SIZE, LONG_SIZE = struct.Struct("!i"), struct.Struct("!iQ")  # of a message, as `Connection` sends it
 HOPELESS = 5  # calls of a batch that hang or die, none having succeeded, that end the run
 MAX_ANSWER = 64 << 20  # bytes; the scores of 100,000 responses have some 10 MiB
 
@@ -88,7 +86,7 @@ class RewardPool:
         self._loop = asyncio.new_event_loop()
         self._queue: asyncio.PriorityQueue[tuple[int, int, Call]] = asyncio.PriorityQueue()
         keepers = [self._keep_process() for _ in range(config.num_cpus)]
-        self._main = self._loop.create_task(_run_together(*keepers))
+        self._main = self._loop.create_task(run_together(*keepers))
         self._thread = threading.Thread(target=self._run_loop, name="reward-pool", daemon=True)
         self._thread.start()
 
@@ -150,7 +148,7 @@ class RewardPool:
             process = RewardProcess(self._serve, suspects)
             self._processes.append(process)
             try:
-                await _run_together(process.watch(), self._work(process))
+                await run_together(process.watch(), self._work(process))
             except ProcessEndedError as end:
                 self._settle(process, end)
             finally:
@@ -162,7 +160,7 @@ class RewardPool:
         while process.suspects:
             await self._score(process, process.suspects.popleft())
         num_calls = self.config.max_concurrency if ready.is_async else 1
-        await _run_together(*(self._score_queued(process) for _ in range(num_calls)))
+        await run_together(*(self._score_queued(process) for _ in range(num_calls)))
 
     async def _load(self, process: "RewardProcess") -> Ready:
         limit_s = max(LOAD_TIMEOUT_S, self.config.timeout_s)
@@ -286,29 +284,23 @@ class RewardProcess:
         self.grace_s = 0.0  # that a call may take beyond its time limit
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = count()
-        # Reads and writes wait in the event loop: a process that stops amid a message stops no other.
-        self._socket = socket.socket(fileno=os.dup(self.child.connection.fileno()))
-        self._socket.setblocking(False)
-        self._sending = asyncio.Lock()
+        self._channel = ChildChannel(self.child.connection.fileno(), MAX_ANSWER)
 
     async def ask(self, call: Call) -> Answer:
         number = next(self._numbers)
         answer = self._answers[number] = self._loop.create_future()
         self.calls[number] = call
-        message = pickle.dumps((number, call.payload))
-        size = len(message)
-        with suppress(OSError):  # it has died: `watch` raises the reason
-            async with self._sending:
-                head = SIZE.pack(size) if size < 1 << 31 else LONG_SIZE.pack(-1, size)
-                await self._loop.sock_sendall(self._socket, head)
-                await self._loop.sock_sendall(self._socket, message)
-        return await answer
+        await self._channel.send(pickle.dumps((number, call.payload)))
+        return await answer  # if it has died, `watch` raises the reason
 
     async def watch(self) -> None:
         """Receive messages, and raise when the process ends."""
-        with suppress(EOFError, OSError):
-            while True:
-                self._take(await self._receive())
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    self._take(await self._channel.receive())
+        except BadMessageError as error:
+            raise ProcessEndedError(str(error)) from error
         try:
             async with asyncio.timeout(EXIT_WAIT_S):
                 while not self.child.has_ended():
@@ -322,27 +314,8 @@ class RewardProcess:
 
     def close(self) -> int:
         """Kill the process and return its exit code. Safe to call twice."""
-        self._socket.close()
+        self._channel.close()
         return self.child.kill()
-
-    async def _receive(self) -> Any:
-        (size,) = SIZE.unpack(await self._read(SIZE.size))
-        if not 0 <= size <= MAX_ANSWER:
-            raise ProcessEndedError(f"sent a message of more than {MAX_ANSWER >> 20} MiB")
-        message = await self._read(size)
-        try:
-            return pickle.loads(message)
-        except Exception as error:  # the function wrote to the connection
-            raise ProcessEndedError(f"sent a message that cannot be read ({error!r:.200})") from error
-
-    async def _read(self, size: int) -> bytes:
-        content = bytearray()
-        while len(content) < size:
-            part = await self._loop.sock_recv(self._socket, min(size - len(content), 1 << 20))
-            if not part:
-                raise EOFError
-            content += part
-        return bytes(content)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Answer):
@@ -368,17 +341,6 @@ class PoolBrokenError(Exception):
     """No process can load the function."""
 
     failure: Failure
-
-
-async def _run_together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines until one raises, then cancel the others and raise its error."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _where_it_hangs(stacks: str, path: str) -> str:

@@ -7,8 +7,9 @@ To add a metric of the batch: one line in `compute_batch_metrics`.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,28 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     fresh = sampled & (staleness == 0).unsqueeze(-1)  # (B, R)
     if fresh.any():
         metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
+    if "turns" in batch.non_tensor_batch:
+        metrics |= agent_metrics(batch.non_tensor_batch["turns"])
     return metrics
+
+
+def agent_metrics(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Metrics:
+    """Statistics of conversations, each the plain data of its turns: turns, calls, failures, seconds.
+
+    `agent/tool_calls` is the mean of a conversation, `agent/tool_failures` the share of the calls,
+    `agent/tool_s` the mean time between a turn with calls and their answers.
+    """
+    turns = [list(conversation) for conversation in conversations]
+    calling = [turn for each in turns for turn in each if turn["calls"]]
+    calls = sum(len(turn["calls"]) for turn in calling)
+    failures = sum(one["failed"] for turn in calling for one in turn["observations"])
+    return {
+        "agent/turns_mean": sum(map(len, turns)) / len(turns),
+        "agent/turns_max": float(max(map(len, turns))),
+        "agent/tool_calls": calls / len(turns),
+        "agent/tool_failures": failures / max(1, calls),
+        "agent/tool_s": sum(turn["seconds"] for turn in calling) / max(1, len(calling)),
+    }
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

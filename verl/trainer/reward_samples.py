@@ -5,6 +5,7 @@ import itertools
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from verl.agents.setup import schemas_of
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.ppo import PPOConfig
@@ -76,6 +77,7 @@ def open_unchecked(kind: type[D], data: RowsConfig, readers: Readers, **own: Any
         position_ids=readers.position_ids,
         option=f"data.{option}",
         row_timeout_s=data.row_timeout_s,
+        tools=readers.tools,
         **own,
     )
 
@@ -120,5 +122,6 @@ def check_reward(config: PPOConfig) -> None:
 
 def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:
     media = media_options(data, worker.rollout)
-    readers = load_readers(worker.actor.model, data.override_chat_template, media, None)
+    tools = schemas_of(worker.rollout.multi_turn)
+    readers = load_readers(worker.actor.model, data.override_chat_template, media, None, tools)
     return RowColumns(open_unchecked(dataset_class(data, RLHFDataset), data, readers, reserved=BATCH_KEYS))

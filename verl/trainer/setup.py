@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from verl.agents.setup import schemas_of
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import FULL
 from verl.config.algorithm import AlgorithmConfig
@@ -85,7 +86,8 @@ def running_trainer(
             cache = open_cache(stack)
             reward = open_reward(stack, worker.reward, folder)
             media = media_options(data, worker.rollout)
-            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+            tools = schemas_of(worker.rollout.multi_turn)
+            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
             loaders = make_loaders(data, readers, folder)
             origin = origin_of(config, planned_ppo(config).models)
             checkpoint = check_resume(config, origin, loaders.train)
@@ -186,6 +188,7 @@ def ppo_options(
     has_full_kl = use_reference and algorithm.kl_penalty == FULL
     return RunOptions(
         **vars(shared),
+        template_variables=data.apply_chat_template_kwargs,
         max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_response_length=data.max_response_length,
         use_reference=use_reference,

@@ -281,6 +281,13 @@ def _run_forked(serve: Serve, connection: Connection, parent_pid: int) -> NoRetu
 
 
 def _run_fresh(connection_fd: int, report_fd: int, parent_pid: int) -> None:
+    connection = become_child(connection_fd, report_fd, parent_pid)
+    serve: Serve = pickle.loads(connection.recv_bytes())
+    serve(connection)
+
+
+def become_child(connection_fd: int, report_fd: int, parent_pid: int) -> Connection:
+    """Guard this process, just started or forked by `parent_pid`; return its connection."""
     for fd in (connection_fd, report_fd):
         os.set_inheritable(fd, False)  # programs that the function starts need neither
     if sys.platform == "linux":
@@ -290,9 +297,7 @@ def _run_fresh(connection_fd: int, report_fd: int, parent_pid: int) -> None:
     outlive_readers()
     faulthandler.enable(report_fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)
-    connection = Connection(connection_fd)
-    serve: Serve = pickle.loads(connection.recv_bytes())
-    serve(connection)
+    return Connection(connection_fd)
 
 
 def _guard(parent_pid: int, connection_fd: int) -> None:

@@ -30,6 +30,7 @@ from verl.single_controller.worker import Worker
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
+from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 logger = get_logger(__name__)
@@ -208,7 +209,7 @@ class ModelWorker(Worker):
 
         Models with a frozen vision tower also hold the features of the batch's media.
         """
-        media = batch.non_tensor_batch.get("multi_modal_data", ())
+        media = [row for key in MEDIA_KEYS for row in batch.non_tensor_batch.get(key, ())]
         with ExitStack() as stack:
             for number, model in enumerate(dict.fromkeys(models)):
                 if model is not None:

@@ -6,10 +6,13 @@ uses onto the device; the work itself is in `roles/`, `rollout/` and `model_buil
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from verl.agents.pool import ToolPool
+from verl.agents.setup import conversation_rules, schemas_of
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
 from verl.config.algorithm import RolloutCorrectionConfig
@@ -36,6 +39,7 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
+from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
 from verl.workers.sharded_model import ShardedModel
@@ -56,6 +60,7 @@ class RunOptions(ModelRunOptions):
     rollout_correction: RolloutCorrectionConfig
     accuracy_key: str  # key of the reward function that `prime` learns from
     corrects_in_update: bool = False  # nothing computes the log-probs before
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
 
 class ActorUpdate(NamedTuple):
@@ -94,6 +99,7 @@ class FSDPWorker(ModelWorker):
         self.must_check_engine = self.media is not None and not is_named(self.policy.model.config)
         with refusing_engine(self.config.rollout.name, self.must_check_engine):
             self.engine = build_rollout_engine(self.config.rollout, self._engine_setup())
+        self.conversations = self._conversation_driver()
         self.engine.sleep()  # training has the device until the first `sync_weights`
         self.tower_is_synced = False
 
@@ -228,7 +234,14 @@ class FSDPWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Sample responses to this engine's prompts (`raw_prompt_ids`, `multi_modal_data`) as they finish."""
+        """Sample responses to this engine's prompts (`raw_prompt_ids`, `multi_modal_data`) as they finish.
+
+        With tools, a response is a whole conversation; they read every column.
+        """
+        if self.conversations is not None:
+            rows = [prompts[row].non_tensor_batch for row in range(len(prompts))]
+            yield from self.conversations.run(rows, sampling)
+            return
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         requests = [
             RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
@@ -333,6 +346,26 @@ class FSDPWorker(ModelWorker):
                 return EmbeddedMedia(known["image"], known["video"])
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
+
+    def _conversation_driver(self) -> ConversationDriver | None:
+        multi_turn, config, positions = self.config.rollout.multi_turn, self.policy.model.config, None
+        if not multi_turn.enable:
+            return None
+        if self.media is not None:
+            positions = partial(vision_family_of(config).positions, config)
+        rules = conversation_rules(
+            self.tokenizer,
+            self.media,
+            positions,
+            multi_turn,
+            schemas_of(multi_turn),
+            max_tokens=self.options.max_response_length,
+            template_variables=self.options.template_variables,
+            override_chat_template=self.options.override_chat_template,
+        )
+        leads = self.rank % self.config.rollout.tensor_parallel_size == 0
+        pool = ToolPool(multi_turn) if leads else None
+        return ConversationDriver(self.engine, pool, rules, self._media_of)
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model

@@ -20,7 +20,7 @@ from tests.workers.rollout.reference import (
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.hf_rollout import sample_tokens
+from verl.workers.rollout.hf_batches import sample_tokens
 
 pytestmark = pytest.mark.heavy
 
@@ -128,11 +128,14 @@ def test_top_p_top_k_and_banned_tokens_limit_the_choice_and_not_the_log_probs():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(512, 1)
     generator = torch.Generator().manual_seed(0)
 
+    def draw(probabilities):
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
     chosen = {
-        "all": sample_tokens(logits, SamplingOptions(), [], generator),
-        "top two": sample_tokens(logits, SamplingOptions(top_k=2), [], generator),
-        "top 0.6": sample_tokens(logits, SamplingOptions(top_p=0.6), [], generator),
-        "not 0": sample_tokens(logits, SamplingOptions(temperature=0.0), [0], generator),
+        "all": sample_tokens(logits, SamplingOptions(), [], draw),
+        "top two": sample_tokens(logits, SamplingOptions(top_k=2), [], draw),
+        "top 0.6": sample_tokens(logits, SamplingOptions(top_p=0.6), [], draw),
+        "not 0": sample_tokens(logits, SamplingOptions(temperature=0.0), [0], draw),
     }
 
     assert {name: set(tokens.tolist()) for name, (tokens, _) in chosen.items()} == {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl.agents.setup import schemas_of
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.data.loader import load_readers, make_loaders, media_options
@@ -104,7 +105,8 @@ def running_evaluator(
         cache = open_cache(stack)
         reward = open_reward(stack, worker.reward, folder)
         media = media_options(data, worker.rollout)
-        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+        tools = schemas_of(worker.rollout.multi_turn)
+        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
         val = make_loaders(data, readers, folder).val
         assert val is not None, "the config was checked"
         if question.by is not None:

@@ -7,8 +7,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from verl.agents.interface import Trajectory
 from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
 from verl.models.families.mrope import continue_positions
@@ -44,6 +47,7 @@ class Sampler:
         self.encodes_first = worker.actor.model.freeze_vision_tower
         self.skip_special_tokens = worker.reward.skip_special_tokens
         rollout = worker.rollout
+        self.converses = rollout.multi_turn.enable  # tools may read every column
         self.options = SamplingOptions(
             n=rollout.n,
             temperature=rollout.temperature,
@@ -65,7 +69,8 @@ class Sampler:
         unfinished = dict.fromkeys(row_of, n)
         if self.encodes_first and any(prompts.non_tensor_batch["multi_modal_data"]):
             list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
-        for finished in self.workers.generate(prompts.select([], SAMPLED_FROM), options):
+        sampled_from = prompts.select([], None if self.converses else SAMPLED_FROM)
+        for finished in self.workers.generate(sampled_from, options):
             for response in finished:
                 row = row_of[response.uid]
                 responses[row * n + response.sample] = response
@@ -96,6 +101,7 @@ class Sampler:
         inputs = [
             columns
             | {"response": self.decode(response.token_ids), "response_length": len(response.token_ids)}
+            | conversation_columns(response)
             for response in responses
         ]
         job.submit(index, inputs)
@@ -117,12 +123,29 @@ def reward_columns(prompts: DataProto) -> list[dict[str, Any]]:
     ]
 
 
+def conversation_columns(response: FinishedResponse) -> dict[str, Any]:
+    """The reward function's view of a conversation; nothing for a response of one turn without tools."""
+    trajectory = response.trajectory
+    if trajectory is None:
+        return {}
+    turns = trajectory.turns
+    return {
+        "messages": list(trajectory.messages),
+        "num_turns": len(turns),
+        "tool_calls": [
+            {"name": call.name, "arguments": call.arguments} for turn in turns for call in turn.calls
+        ],
+        "tool_rewards": [turn.reward for turn in turns],
+    }
+
+
 def join_responses(
     prompts: DataProto, responses: list[FinishedResponse], n: int, response_length: int, pad_token_id: int
 ) -> DataProto:
     """Join prompts and their n responses each into sequences, with the keys that `rollout` writes.
 
-    Prompts are padded on the left, responses on the right, to `response_length`.
+    Prompts are padded on the left, responses on the right, to `response_length`. Conversations also have the
+    keys of `join_conversations`.
     """
     shape = (len(responses), response_length)
     tokens = torch.full(shape, pad_token_id, dtype=torch.int64)  # (B, R)
@@ -140,7 +163,7 @@ def join_responses(
     response_positions = continue_positions(position_ids[..., -1], response_length)  # (B, R) or (B, 4, R)
     kept = sorted(set(sequences.batch.keys()) - PROMPT_ONLY)
     kept_objects = sorted(set(sequences.non_tensor_batch) - PROMPT_ONLY)
-    return sequences.select(kept, kept_objects).merge({
+    joined = sequences.select(kept, kept_objects).merge({
         "responses": tokens,
         "response_mask": mask,
         "loss_mask": mask.clone(),
@@ -150,3 +173,34 @@ def join_responses(
         "rollout_log_probs": log_probs,
         "finish_reason": objects([response.finish_reason for response in responses]),
     })  # fmt: skip
+    trajectories = [response.trajectory for response in responses]
+    if not any(trajectories):
+        return joined
+    return joined.merge(join_conversations(trajectories, joined), replace=["loss_mask", "position_ids"])
+
+
+def join_conversations(
+    trajectories: Sequence[Trajectory | None], joined: DataProto
+) -> dict[str, Tensor | np.ndarray]:
+    """Mask the observations of conversations, and add their media, positions and turns."""
+    mask = joined.batch["response_mask"]  # (B, R)
+    observed, position_ids = torch.zeros_like(mask), joined.batch["position_ids"].clone()
+    loss_mask, start = mask.clone(), position_ids.shape[-1] - mask.shape[-1]
+    for row, trajectory in enumerate(trajectories):
+        if trajectory is None:
+            continue
+        length = len(trajectory.is_sampled)
+        observed[row, :length] = 1 - torch.tensor(trajectory.is_sampled, dtype=torch.int64)
+        if trajectory.is_masked:
+            loss_mask[row] = 0
+        if trajectory.position_ids is not None:
+            position_ids[row, ..., start : start + length] = trajectory.position_ids
+            after = continue_positions(trajectory.position_ids[..., -1], mask.shape[-1] - length)
+            position_ids[row, ..., start + length :] = after
+    return {
+        "observation_mask": observed,
+        "loss_mask": loss_mask * (1 - observed),
+        "position_ids": position_ids,
+        "observation_media": objects([dict(one.media) if one else {} for one in trajectories]),
+        "turns": objects([one.plain_turns() if one else [] for one in trajectories]),
+    }

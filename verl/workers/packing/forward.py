@@ -35,10 +35,12 @@ from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import (
     BLANK,
+    MEDIA_KEYS,
     MediaFeatures,
     MediaRow,
     WholeRows,
     has_media,
+    media_in_packing_order,
     media_inputs,
 )
 from verl.workers.packing.micro_batches import rows_by_prompt
@@ -57,7 +59,7 @@ logger = get_logger(__name__)
 
 # what `PackedForward` reads of a batch
 FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "loss_mask"]
-OBJECT_KEYS = ["uid", "multi_modal_data"]
+OBJECT_KEYS = ["uid", *MEDIA_KEYS]
 
 
 class ModelInputs(NamedTuple):
@@ -71,7 +73,7 @@ class ModelInputs(NamedTuple):
 class PackedForward:
     """Runs micro batches through a prepared model.
 
-    Reads `input_ids`, `attention_mask`, `position_ids`, and `multi_modal_data` if present; to share
+    Reads `input_ids`, `attention_mask`, `position_ids`, and `MEDIA_KEYS` if present; to share
     prompts `responses` and `uid` too. Tensors of micro batches are on CPU, results on the device.
 
     Example::
@@ -299,8 +301,7 @@ class PackedForward:
 
     def _with_media(self, packed: PackedBatch, micro: DataProto) -> tuple[PackedBatch, dict[str, Any]]:
         # a dummy row is appended where FSDP needs something to run
-        column = micro.non_tensor_batch.get("multi_modal_data")
-        rows = [] if column is None else [column[row] for row in packed.prompt_rows if has_media(column[row])]
+        rows = media_in_packing_order(micro, packed.rows)
         if rows and self._has_features:
             assert self.tower is not None, "it provides the features"
             return packed, {"media_features": self.tower.features(rows)}

@@ -9,6 +9,7 @@ from verl.models.families.interface import Kind, Medium
 from verl.protocol import DataProto
 
 MediaRow = dict[str, Any]  # `images` and `videos` of a row
+MEDIA_KEYS = ("multi_modal_data", "observation_media")  # of prompts, of responses
 BLANK: MediaRow = {}  # a blank image, encoded where a rank's rows have no media
 
 
@@ -36,6 +37,16 @@ class WholeRows:
 
 def has_media(row: MediaRow | None) -> bool:
     return bool(row) and any(row.values())
+
+
+def media_in_packing_order(batch: DataProto, groups: Iterable[Sequence[int]]) -> list[MediaRow]:
+    """List the media of packed rows: of the prompt that a group shares, then of each row's observations."""
+    prompts, observations = (batch.non_tensor_batch.get(key) for key in MEDIA_KEYS)
+    found: list[MediaRow] = []
+    for rows in groups:
+        found += [] if prompts is None else [prompts[rows[0]]]
+        found += [] if observations is None else [observations[row] for row in rows]
+    return [row for row in found if has_media(row)]
 
 
 def media_inputs(

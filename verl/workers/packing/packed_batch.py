@@ -31,7 +31,7 @@ class PackedBatch(NamedTuple):
     position_ids: Tensor  # (1 or 4, N): four for M-RoPE
     positions: Tensor  # (B, T): packed position of each token; on padding, of the row's token before it
     groups: tuple[SequenceGroup, ...]  # a row that shares its prompt with no other is one prompt as a whole
-    prompt_rows: tuple[int, ...]  # the row that each group's prompt was taken from
+    rows: tuple[tuple[int, ...], ...]  # of each group; its prompt was taken from the first
 
     @property
     def is_shared(self) -> bool:
@@ -92,7 +92,7 @@ def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBa
     """Pack rows (B, T), position ids (1 or 4, B, T), each row with its own prompt."""
     packed = pack(input_ids, mask)
     groups = tuple(SequenceGroup(length) for length in mask.sum(-1).tolist())
-    rows = tuple(range(len(groups)))
+    rows = tuple((row,) for row in range(len(groups)))
     return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
 
 
@@ -124,7 +124,7 @@ def pack_shared_prompts(
         position_ids[:, order][:, keep],
         positions[order.argsort()],
         _groups(keep, members, prompt_width),
-        tuple(rows[0] for rows in members),
+        tuple(map(tuple, members)),
     )
 
 

@@ -11,7 +11,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, has_media
+from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, media_in_packing_order
 from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
 from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, StrategyPlan
 
@@ -98,10 +98,7 @@ def forward_in_micro_batches(
 
 def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[MediaRow, ...] | None:
     # a blank image for a rank without media; None if no rank has any
-    column = batch.non_tensor_batch.get("multi_modal_data")
-    if column is None:
-        return None
-    shown = [[column[row] for row in rows if has_media(column[row])] for rows in parts]
+    shown = [media_in_packing_order(batch, [[row] for row in rows]) for rows in parts]
     if not any(shown):
         return None
     return tuple(row for rows in shown for row in rows or [BLANK])

@@ -24,6 +24,7 @@ from verl.models.scalar_head import is_scalar
 from verl.protocol import DataProto
 from verl.workers.model_builder import load_model_config
 from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.media_inputs import MEDIA_KEYS, has_media
 from verl.workers.packing.schedule import forward_in_micro_batches
 
 OPTION = "worker.reward_model.model"
@@ -82,7 +83,7 @@ class RewardModelScorer:
         return scores
 
     def _policy_sequences(self, batch: DataProto) -> DataProto:
-        rows = batch.select(MODEL_KEYS, ["multi_modal_data"])
+        rows = batch.select(MODEL_KEYS, MEDIA_KEYS)
         if rows.batch["position_ids"].ndim == 2 or family_of(self.forward.config).position_rows > 1:
             return rows
         # a text model cannot read the policy's M-RoPE positions
@@ -97,10 +98,10 @@ class RewardModelScorer:
         return encode_conversations(prompts, texts, self.tokenizer)
 
     def _check_media(self, batch: DataProto) -> None:
-        media = batch.non_tensor_batch.get("multi_modal_data", ())
+        media = [row for key in MEDIA_KEYS for row in batch.non_tensor_batch.get(key, ())]
         model_type = self.forward.config.model_type
         readable = self.reads_policy_tokens and model_type == self.policy_model_type
-        if not readable and any(row and any(row.values()) for row in media):
+        if not readable and any(map(has_media, media)):
             raise NotImplementedError(
                 f"`{OPTION}.model_path` ({self.config.model.model_path}, {model_type}): rows hold images or"
                 " videos, which a reward model can only score with the tokens, the chat template and the"

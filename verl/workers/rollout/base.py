@@ -5,7 +5,7 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -41,6 +41,11 @@ class SamplingOptions:
         """True if the most likely token is taken instead of sampled."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def logit_temperature(self) -> float:
+        """Divisor of the logits for log-probs; greedy sampling counts as temperature 1."""
+        return 1.0 if self.is_greedy else self.temperature
+
     def override(self, values: Mapping[str, Any]) -> "SamplingOptions":
         """Replace some options, as `val_override_config` does; unknown names go to `extra`."""
         own = {entry.name for entry in fields(self)} - {"extra"}
@@ -64,6 +69,14 @@ class RolloutRequest:
     uid: Any  # returned with each response
     prompt_token_ids: list[int]  # one pad token for each image or video, not expanded
     media: Any = None  # decoded `images` and `videos`; `EmbeddedMedia` if the engine takes embeddings
+    max_tokens: int | None = None  # longest response; None: that of the sampling options
+    seed_offset: int = 0  # added to `SamplingOptions.seed`: another turn draws other random numbers
+
+    def response_limit(self, sampling: SamplingOptions) -> int:
+        """Return the longest response that this request may get."""
+        limit = sampling.max_tokens if self.max_tokens is None else self.max_tokens
+        assert limit >= 1, f"a response has at least one token, got a limit of {limit} for {self.uid}"
+        return limit
 
 
 @dataclass(frozen=True)
@@ -88,20 +101,50 @@ class RolloutEngine(Protocol):
     takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
     keeps_weights: bool  # during `sleep`; then a later sync leaves out weights that are never trained
 
+    @property
+    def num_unfinished(self) -> int:
+        """Number of submitted responses that `step` has not returned yet."""
+        ...
+
+    def submit(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
+        """Start sampling `sampling.n` responses to each request, while earlier requests continue.
+
+        Uids are unique among unfinished requests, and all unfinished requests have the same temperature.
+        Every rank of a tensor-parallel group submits, steps and aborts in the same order.
+        """
+        ...
+
+    def step(self, at_most: int = 1) -> list[FinishedResponse]:
+        """Advance all requests by about one token and return the responses that it finished.
+
+        Args:
+            at_most: Steps to make; it returns after the first one that finishes a response.
+        """
+        ...
+
+    def abort(self, uids: Iterable[Any]) -> None:
+        """Drop requests without a response; finished and unknown ones are skipped."""
+        ...
+
+    def agree(self, value: Any) -> Any:
+        """Return the value of the engine's first rank; a collective call with tensor parallelism."""
+        ...
+
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
         """Sample `sampling.n` responses to each request and yield them as they finish, in any order.
 
-        Every rank of a tensor-parallel group passes the same requests in the same order and consumes all
-        responses.
+        The engine has no other requests. Every rank of a tensor-parallel group passes the same requests in
+        the same order and consumes all responses.
         """
         ...
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by full tensors under their hub names, one at a time.
 
-        Every rank consumes all tensors, since producing one gathers it from all shards.
+        Every rank consumes all tensors, since producing one gathers it from all shards. No request is
+        unfinished: a response comes from one set of weights.
         """
         ...
 
@@ -114,7 +157,10 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free device memory for training until `wake`; without `keeps_weights` a sync has to follow."""
+        """Free device memory for training until `wake`, and abort unfinished requests.
+
+        Without `keeps_weights` a sync has to follow.
+        """
         ...
 
     def rng_state(self) -> dict[str, Any]:

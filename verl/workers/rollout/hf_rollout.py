@@ -3,16 +3,18 @@
 
 Each process holds a whole copy of the model. It does not sample with the policy's own FSDP2 module, whose
 attention takes packed rows and no cache, and whose collectives would tie every rank to the longest response
-of all. Prompts are padded on the left, run once, and their cache is repeated for their `n` responses.
+of all. `hf_batches.py` generates.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoProcessor, AutoTokenizer, DynamicCache
 
 from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
@@ -28,25 +30,21 @@ from verl.workers.rollout.base import (
     SamplingOptions,
     media_token_ids,
 )
+from verl.workers.rollout.hf_batches import PreparedPrompt, RunningBatch, padded_tokens
+from verl.workers.rollout.stepwise import StepwiseEngine
 
 
-class PreparedPrompt(NamedTuple):
-    """One prompt as the model reads it."""
-
-    uid: Any
-    input_ids: Tensor  # (L,), media tokens expanded
-    position_ids: Tensor  # (L,), or (4, L) for M-RoPE
-    media: list[Medium]  # in the order of their tokens
-
-
-class HFRollout:
+class HFRollout(StepwiseEngine):
     """The rollout engine `worker.rollout.name=hf`.
+
+    Waiting prompts are prefilled together, and each such batch advances by itself.
 
     Not supported: tensor parallelism, and fields of vLLM's `SamplingParams` beyond those of
     `SamplingOptions`.
     """
 
     def __init__(self, config: Any, setup: EngineSetup) -> None:
+        super().__init__()
         if config.tensor_parallel_size != 1:
             raise NotImplementedError(
                 "`worker.rollout.name` hf holds the whole model in each process:"
@@ -70,44 +68,22 @@ class HFRollout:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, **trust)
         self.end_ids = end_token_ids(tokenizer, self.model.generation_config)
         self.generator = torch.Generator(self.device).manual_seed(config.seed + setup.dp_rank)
-
-    @torch.inference_mode()
-    def generate(
-        self, requests: list[RolloutRequest], sampling: SamplingOptions
-    ) -> Iterator[list[FinishedResponse]]:
-        """Sample responses and yield them as they finish; with `sampling.seed` a call has its own stream."""
-        if sampling.extra:
-            raise ValueError(
-                f"`worker.rollout.name` hf cannot sample with {sorted(sampling.extra)}: vllm can"
-            )
-        self.wake()
-        generator = self.generator
-        if sampling.seed is not None:
-            generator = torch.Generator(self.device).manual_seed(sampling.seed)
-        prompts = [self._prepare(request) for request in requests]
-        for batch in self._batches(prompts):
-            yield from self._generate_batch(batch, sampling, generator)
+        self.waiting: deque[PreparedPrompt] = deque()
+        self.batches: list[RunningBatch] = []
 
     @torch.inference_mode()
     def stream(self, request: RolloutRequest, sampling: SamplingOptions) -> Iterator[int]:
         """Sample one response and yield each token at once, the one that ends it included."""
         self.wake()
-        generator = self.generator
-        if sampling.seed is not None:
-            generator = torch.Generator(self.device).manual_seed(sampling.seed)
-        prompt, cache = self._prepare(request), DynamicCache(config=self.hf_config)
-        input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left([prompt]))
-        logits = self._forward(input_ids, mask, position_ids, cache, prompt.media)
-        for step in range(1, min(sampling.max_tokens, self.max_length - len(prompt.input_ids)) + 1):
-            tokens, _ = sample_tokens(logits, sampling, self.banned, generator)
-            token = int(tokens)
-            yield token
-            if token in self.end_ids and not sampling.ignore_eos:
-                return
-            mask = torch.cat([mask, mask.new_ones(1, 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, position_ids[..., -1:] + step, cache)
+        [prompt] = self._prepare_all([request], replace(sampling, n=1))
+        batch = self._prefill([prompt])
+        [row] = batch.rows
+        while not row.finished:
+            batch.advance()
+            yield row.response.token_ids[-1]
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._check_idle()
         weights = {
             name: tensor.detach().to(self.device, self.dtype, copy=True) for name, tensor in named_tensors
         }
@@ -129,6 +105,7 @@ class HFRollout:
         self.model.to(self.device)
 
     def sleep(self) -> None:
+        self._abort_all()
         self.model.to("cpu")
 
     def rng_state(self) -> dict[str, Any]:
@@ -144,7 +121,67 @@ class HFRollout:
         self.family.repair(model)
         return model.to(self.device).eval().requires_grad_(False)
 
-    def _prepare(self, request: RolloutRequest) -> PreparedPrompt:
+    def _sampling(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
+
+    @torch.inference_mode()
+    def _accept(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
+        self.wake()
+        self.waiting += self._prepare_all(requests, sampling)
+
+    def _advance(self) -> list[FinishedResponse]:
+        prompts = self._next_prompts()
+        if prompts:
+            self.batches.append(self._prefill(prompts))
+        finished = [response for batch in self.batches for response in batch.advance()]
+        self._forget_done()
+        return finished
+
+    def _drop(self, uids: set[Any]) -> None:
+        self.waiting = deque(prompt for prompt in self.waiting if prompt.uid not in uids)
+        with torch.inference_mode():
+            for batch in self.batches:
+                batch.drop(uids)
+        self._forget_done()
+
+    def _forget_done(self) -> None:
+        self.batches = [batch for batch in self.batches if not batch.is_done]
+
+    def _next_prompts(self) -> list[PreparedPrompt]:
+        # at most `max_num_batched_tokens` tokens of prompts at once with padding, but always one prompt
+        room = self.max_prompt_tokens - sum(batch.num_prompt_tokens for batch in self.batches)
+        prompts: list[PreparedPrompt] = []
+        while self.waiting and self.waiting[0].joins((prompts or self.waiting)[0]):
+            is_first = not self.batches and not prompts
+            if not is_first and padded_tokens([*prompts, self.waiting[0]]) > room:
+                break
+            prompts.append(self.waiting.popleft())
+        return prompts
+
+    def _prefill(self, prompts: list[PreparedPrompt]) -> RunningBatch:
+        cache = DynamicCache(config=self.hf_config)
+        return RunningBatch(prompts, cache, self._forward, self.end_ids, self.banned, self.device)
+
+    def _prepare_all(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingOptions
+    ) -> list[PreparedPrompt]:
+        if sampling.extra:
+            raise ValueError(
+                f"`worker.rollout.name` hf cannot sample with {sorted(sampling.extra)}: vllm can"
+            )
+        offsets = {request.seed_offset for request in requests}
+        if sampling.seed is None:
+            generators = dict.fromkeys(offsets, self.generator)
+        else:
+            seed = sampling.seed
+            generators = {
+                offset: torch.Generator(self.device).manual_seed(seed + offset) for offset in offsets
+            }
+        return [self._prepare(request, sampling, generators[request.seed_offset]) for request in requests]
+
+    def _prepare(
+        self, request: RolloutRequest, sampling: SamplingOptions, generator: torch.Generator
+    ) -> PreparedPrompt:
         media, shape, ids = [], MediaShape(), list(request.prompt_token_ids)
         if request.media:
             family = vision_family_of(self.hf_config)
@@ -162,56 +199,8 @@ class HFRollout:
             position_ids = self.family.positions(self.hf_config, input_ids, shape)
         if position_ids is None:
             position_ids = torch.arange(len(ids))
-        return PreparedPrompt(request.uid, input_ids, position_ids, media)
-
-    def _batches(self, prompts: list[PreparedPrompt]) -> Iterator[list[PreparedPrompt]]:
-        # at most `max_num_batched_tokens` tokens with padding, but always one prompt
-        batch: list[PreparedPrompt] = []
-        for prompt in prompts:
-            longest = max(len(one.input_ids) for one in [*batch, prompt])
-            if batch and longest * (len(batch) + 1) > self.max_prompt_tokens:
-                yield batch
-                batch = []
-            batch.append(prompt)
-        if batch:
-            yield batch
-
-    def _generate_batch(
-        self, prompts: list[PreparedPrompt], sampling: SamplingOptions, generator: torch.Generator
-    ) -> Iterator[list[FinishedResponse]]:
-        n, cache = sampling.n, DynamicCache(config=self.hf_config)
-        input_ids, mask, position_ids = (tensor.to(self.device) for tensor in pad_left(prompts))
-        media = [medium for prompt in prompts for medium in prompt.media]
-        logits = self._forward(input_ids, mask, position_ids, cache, media)  # (B, V)
-        # Layers with a state have no `batch_repeat_interleave`.
-        rows: Any = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
-        cache.reorder_cache(rows)
-        logits = logits.repeat_interleave(n, 0)  # (B * n, V)
-        mask = mask.repeat_interleave(n, 0)
-        last_positions = position_ids[..., -1:].repeat_interleave(n, -2)  # (B * n, 1) or (4, B * n, 1)
-        limits, responses = [], []
-        for prompt in prompts:
-            limits += [min(sampling.max_tokens, self.max_length - len(prompt.input_ids))] * n
-            responses += [FinishedResponse(prompt.uid, sample, [], [], "") for sample in range(n)]
-        running = set(range(len(responses)))
-        for step in range(1, max(limits) + 1):
-            tokens, log_probs = sample_tokens(logits, sampling, self.banned, generator)
-            token_ids, log_prob_values = tokens.tolist(), log_probs.tolist()
-            finished = []
-            for row in sorted(running):
-                response, token = responses[row], token_ids[row]
-                response.token_ids.append(token)
-                response.log_probs.append(log_prob_values[row])
-                is_end = token in self.end_ids and not sampling.ignore_eos
-                if is_end or step == limits[row]:
-                    running.remove(row)
-                    finished.append(replace(response, finish_reason="stop" if is_end else "length"))
-            if finished:
-                yield finished
-            if not running:
-                return
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, last_positions + step, cache)
+        limit = min(request.response_limit(sampling), self.max_length - len(ids))
+        return PreparedPrompt(request.uid, input_ids, position_ids, media, sampling, limit, generator)
 
     def _forward(
         self,
@@ -219,7 +208,7 @@ class HFRollout:
         mask: Tensor,
         position_ids: Tensor,
         cache: Any,
-        media: list[Medium] | None = None,  # with a prompt
+        media: list[Medium],  # of prompts
     ) -> Tensor:
         """Logits of the last position, (B, V) float32."""
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
@@ -235,41 +224,3 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
     ends = generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return frozenset(end for end in [tokenizer.eos_token_id, *ends] if end is not None)
-
-
-def pad_left(prompts: list[PreparedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad prompts to one length P: `input_ids`, mask (B, P), position ids (B, P) or (4, B, P)."""
-    longest = max(len(prompt.input_ids) for prompt in prompts)
-    input_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(input_ids)
-    position_ids = torch.zeros(*prompts[0].position_ids.shape[:-1], *input_ids.shape, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        start = longest - len(prompt.input_ids)
-        input_ids[row, start:] = prompt.input_ids
-        mask[row, start:] = 1
-        position_ids[..., row, start:] = prompt.position_ids
-    return input_ids, mask, position_ids
-
-
-def sample_tokens(
-    logits: Tensor, sampling: SamplingOptions, banned: list[int], generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Sample the next token of each row of `logits` (B, V) float32, never one of `banned`.
-
-    Returns:
-        Tokens (B,), and their log-probs (B,) before top-p, top-k and banned tokens.
-    """
-    scaled = logits if sampling.is_greedy else logits / sampling.temperature
-    all_log_probs = scaled.log_softmax(-1)  # (B, V)
-    scores: Any = scaled.clone()
-    scores[:, banned] = -torch.inf
-    if sampling.is_greedy:
-        tokens = scores.argmax(-1)
-    else:
-        previous: Any = None  # the warpers do not read the previous tokens
-        if sampling.top_k > 0:
-            scores = TopKLogitsWarper(sampling.top_k)(previous, scores)
-        if sampling.top_p < 1:
-            scores = TopPLogitsWarper(sampling.top_p)(previous, scores)
-        tokens = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
-    return tokens, all_log_probs.gather(-1, tokens[:, None]).squeeze(-1)

@@ -151,14 +151,19 @@ def embedded_data(media: EmbeddedMedia, family: VisionFamily) -> dict[str, Any]:
     return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}
 
 
-def sampling_params(sampling: SamplingOptions, banned: list[int], sample: int) -> Any:
-    """Convert options to vLLM's `SamplingParams` for one of a prompt's responses."""
+def sampling_params(sampling: SamplingOptions, banned: list[int], max_tokens: int, seed_offset: int) -> Any:
+    """Convert options to vLLM's `SamplingParams` for one response.
+
+    Args:
+        max_tokens: Longest response, instead of that of the options.
+        seed_offset: Added to the seed of the options, if they have one.
+    """
     from vllm import SamplingParams  # noqa: PLC0415 - after its environment
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
     # vLLM gets temperature 1, because the logits are divided already (`vllm_patches.scale_logits`); so
     # penalties and biases, which it adds to logits before its temperature, are divided here
-    temperature = 1.0 if sampling.is_greedy else sampling.temperature
+    temperature = sampling.logit_temperature
     extra = dict(sampling.extra)
     for added in ("presence_penalty", "frequency_penalty"):
         if added in extra:
@@ -174,15 +179,15 @@ def sampling_params(sampling: SamplingOptions, banned: list[int], sample: int) -
         temperature=0.0 if sampling.is_greedy else 1.0,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        max_tokens=max_tokens,
         ignore_eos=sampling.ignore_eos,
-        seed=None if sampling.seed is None else sampling.seed + sample,
+        seed=None if sampling.seed is None else sampling.seed + seed_offset,
         logit_bias=bias or None,
         logprobs=0,  # only the sampled token's
         flat_logprobs=True,
         detokenize=bool(extra.get("stop")),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # all prompts share it; vLLM adds the same to it for all
+        skip_clone=True,  # prompts share it; vLLM adds the same to it for all
     )
     fields |= extra
     return SamplingParams(**fields)

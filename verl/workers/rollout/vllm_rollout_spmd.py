@@ -5,8 +5,9 @@ With tensor parallelism every rank of a group makes the same calls in the same o
 random stream, and so computes the same responses.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from verl.workers.rollout.base import (
     media_token_ids,
 )
 from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
+from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm_inputs import engine_arguments, reads_embeddings, sampling_params, vllm_prompt
 
 
@@ -33,7 +35,7 @@ def import_engine(device: str) -> None:
     assert vllm_patches.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
 
 
-class VLLMRollout:
+class VLLMRollout(StepwiseEngine):
     """The rollout engine `worker.rollout.name=vllm`.
 
     Example::
@@ -47,6 +49,7 @@ class VLLMRollout:
     """
 
     def __init__(self, config: Any, setup: EngineSetup) -> None:
+        super().__init__()
         vllm = vllm_patches.import_vllm(setup.device)
         vllm_patches.choose_device(setup.device)
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
@@ -78,23 +81,12 @@ class VLLMRollout:
         self.frozen_parts = engine_encoder_of(self.hf_config) if setup.takes_embeddings else ()
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
+        self.numbers = count()  # of requests
+        self.running: dict[str, tuple[Any, int]] = {}  # uid and sample, by vLLM's name of the request
 
-    def generate(
-        self, requests: list[RolloutRequest], sampling: SamplingOptions
-    ) -> Iterator[list[FinishedResponse]]:
-        """Sample responses and yield them as they finish; closing the iterator early aborts the others."""
-        assert self.synced, "weights must be synced before a rollout: the engine has random or discarded ones"
-        self.wake()
-        self.scale.temperature = 1.0 if sampling.is_greedy else sampling.temperature
-        pending: dict[str, tuple[Any, int]] = {}  # uid and sample of each unfinished request
-        try:
-            self._add(requests, sampling, pending)
-            while pending:
-                with self.rng.active():
-                    finished = self._step_until_finished()
-                yield [self._response(output, *pending.pop(output.request_id)) for output in finished]
-        finally:
-            self.engine.abort_request(list(pending))
+    def agree(self, value: Any) -> Any:
+        """Return the value of the engine's first rank; a collective call with tensor parallelism."""
+        return vllm_patches.broadcast_from_first(value)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._new_weights():
@@ -113,7 +105,8 @@ class VLLMRollout:
         self._wake("kv_cache")
 
     def sleep(self) -> None:
-        """Free the cache and the weights, which are lost unless `keeps_weights`; no effect on CPU."""
+        """Free the cache and the weights, which are lost unless `keeps_weights`; on CPU all stay."""
+        self._abort_all()
         if not is_gpu(self.device) or self.asleep:
             return
         vllm_patches.drain(self.engine)
@@ -145,25 +138,51 @@ class VLLMRollout:
 
     @contextmanager
     def _new_weights(self) -> Iterator[None]:
+        self._check_idle()
         self._wake("weights")
         vllm_patches.drain(self.engine)
         yield
         weight_sync.clear_caches(self.engine)
         self.synced = True
 
-    def _add(
-        self, requests: list[RolloutRequest], sampling: SamplingOptions, pending: dict[str, tuple[Any, int]]
-    ) -> None:
+    def _sampling(self) -> AbstractContextManager[Any]:
+        return self.rng.active()
+
+    def _accept(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
         # Each prompt is prepared once and added `n` times: vLLM's own `n` would hold a prompt's responses
         # back until the last one finishes, and refuses greedy sampling.
-        parameters = [sampling_params(sampling, self.banned, sample) for sample in range(sampling.n)]
+        assert self.synced, "weights must be synced before a rollout: the engine has random or discarded ones"
+        self.wake()
+        self.scale.temperature = sampling.logit_temperature
+        shared: dict[tuple[int, int], Any] = {}  # parameters, by longest response and offset of the seed
         adapter = lora_sync.adapter_request() if self.takes_adapter else None
-        for index, request in enumerate(requests):
-            prompt = self._prepare(request)
-            for sample in range(sampling.n):
-                request_id = f"{index}.{sample}"
-                self.engine.add_request(request_id, prompt, parameters[sample], lora_request=adapter)
-                pending[request_id] = (request.uid, sample)
+        added: dict[str, tuple[Any, int]] = {}
+        try:
+            for request in requests:
+                prompt, number = self._prepare(request), next(self.numbers)
+                limit = request.response_limit(sampling)
+                for sample in range(sampling.n):
+                    key = limit, request.seed_offset + sample
+                    if key not in shared:
+                        shared[key] = sampling_params(sampling, self.banned, *key)
+                    name = f"{number}.{sample}"
+                    self.engine.add_request(name, prompt, shared[key], lora_request=adapter)
+                    added[name] = request.uid, sample
+        except BaseException:
+            self.engine.abort_request(list(added))
+            raise
+        self.running |= added
+
+    def _advance(self) -> list[FinishedResponse]:
+        assert self.engine.has_unfinished_requests(), "vLLM lost requests"
+        finished = [output for output in self.engine.step() if output.finished]
+        return [self._response(output, *self.running.pop(output.request_id)) for output in finished]
+
+    def _drop(self, uids: set[Any]) -> None:
+        names = [name for name, (uid, _) in self.running.items() if uid in uids]
+        self.engine.abort_request(names)
+        for name in names:
+            del self.running[name]
 
     def _prepare(self, request: RolloutRequest) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt  # noqa: PLC0415 - after vLLM's environment
@@ -177,13 +196,6 @@ class VLLMRollout:
         prompt = vllm_prompt(request, self.hf_config)
         parsed = parse_model_prompt(self.engine.model_config, prompt)
         return self.engine.renderer.render_cmpl([parsed])[0]
-
-    def _step_until_finished(self) -> list[Any]:
-        finished: list[Any] = []
-        while not finished:
-            assert self.engine.has_unfinished_requests(), "vLLM lost requests"
-            finished = [output for output in self.engine.step() if output.finished]
-        return finished
 
     def _response(self, output: Any, uid: Any, sample: int) -> FinishedResponse:
         completion = output.outputs[0]

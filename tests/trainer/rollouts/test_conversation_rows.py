@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations become rows: observations are masked, have positions and media, and earn no gradient."""
+
+import torch
+
+from verl.agents.interface import Observation, ToolCall, Trajectory, Turn
+from verl.protocol import DataProto, objects
+from verl.trainer.metrics import agent_metrics
+from verl.trainer.rollouts.sampler import conversation_columns, join_responses
+from verl.workers.rollout.base import FinishedResponse
+
+CALL = ToolCall("add", {"a": 1, "b": 2})
+TURNS = (
+    Turn(0, 2, (CALL,), (Observation("3", reward=0.5),), seconds=0.25, reward=0.5),
+    Turn(4, 5),
+)
+
+
+def prompts():
+    return DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 8, 9], [4, 5, 6]]),
+            "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+            "prompt_position_ids": torch.tensor([[0, 0, 1], [0, 1, 2]]),
+        },
+        {"uid": objects(["a", "b"]), "raw_prompt_ids": objects([[8, 9], [4, 5, 6]])},
+    )
+
+
+def conversation(**changes):
+    fields = {
+        "is_sampled": [True, True, False, False, True],
+        "turns": TURNS,
+        "messages": ({"role": "user", "content": "1 + 2?"},),
+        "media": {"images": [{"bytes": b"png"}]},
+    }
+    trajectory = Trajectory(**fields | changes)
+    return FinishedResponse("a", 0, [5, 6, 30, 31, 7], [-0.5, -0.25, 0.0, 0.0, -1.0], "stop", trajectory)
+
+
+def one_turn():
+    return FinishedResponse("b", 0, [5, 6], [-0.5, -0.25], "stop")
+
+
+def joined(*responses):
+    rows = join_responses(prompts(), list(responses), n=1, response_length=7, pad_token_id=0)
+    rows.check()
+    return rows
+
+
+def test_observations_belong_to_the_response_and_not_to_the_loss():
+    rows = joined(conversation(), one_turn())
+
+    assert rows.batch["response_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
+    assert rows.batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
+    assert rows.batch["observation_mask"].tolist() == [[0, 0, 1, 1, 0, 0, 0], [0] * 7]
+    assert rows.batch["attention_mask"][0].tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert rows.non_tensor_batch["observation_media"].tolist() == [{"images": [{"bytes": b"png"}]}, {}]
+    assert rows.non_tensor_batch["turns"][0][0]["calls"] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
+
+
+def test_without_conversations_a_batch_has_none_of_their_keys():
+    rows = joined(one_turn(), one_turn())
+
+    assert rows.batch["loss_mask"].equal(rows.batch["response_mask"])
+    assert not {"observation_mask", "observation_media", "turns"} & set(rows.keys())
+
+
+def test_positions_are_those_of_the_whole_conversation_and_padding_continues_them():
+    positions = torch.tensor([2, 3, 4, 4, 9])  # an image's tokens share positions
+
+    rows = joined(conversation(position_ids=positions), one_turn())
+
+    assert rows.batch["position_ids"].tolist() == [
+        [0, 0, 1, 2, 3, 4, 4, 9, 10, 11], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+    ]  # fmt: skip
+
+
+def test_a_masked_conversation_counts_in_no_loss_and_keeps_its_response():
+    rows = joined(conversation(is_masked=True), one_turn())
+
+    assert rows.batch["loss_mask"].sum(-1).tolist() == [0, 2]
+    assert rows.batch["response_mask"].sum(-1).tolist() == [5, 2]
+
+
+def test_the_reward_function_gets_messages_turns_and_calls():
+    assert conversation_columns(one_turn()) == {}
+    assert conversation_columns(conversation()) == {
+        "messages": [{"role": "user", "content": "1 + 2?"}],
+        "num_turns": 2,
+        "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}],
+        "tool_rewards": [0.5, None],
+    }
+
+
+def test_metrics_count_turns_calls_and_failures():
+    failing = Trajectory(
+        [True], (Turn(0, 1, (CALL, CALL), (Observation("3"), Observation("no", failed=True)), 0.75),), ()
+    )
+    conversations = [conversation().trajectory.plain_turns(), failing.plain_turns(), []]
+
+    assert agent_metrics(conversations) == {
+        "agent/turns_mean": 1.0,
+        "agent/turns_max": 2.0,
+        "agent/tool_calls": 1.0,
+        "agent/tool_failures": 1 / 3,
+        "agent/tool_s": 0.5,
+    }

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of processes in which tools run, next to a rollout engine.
+
+    with ToolPool(config.worker.rollout.multi_turn) as pool:
+        pool.start(key, row)                                 # a conversation
+        pool.submit(key, calls)                              # those of one turn; they run at once
+        for key, observations, seconds in pool.ready(0.1):   # in the order of their completion
+            ...
+        pool.end(key)
+
+A tool without a state runs on up to `tool_concurrency` processes. A tool with one has a process for each
+conversation that calls it, forked at its first call. A call that hangs is killed with its process, and
+all that it started: nothing but that state is lost. The next call of that conversation makes a new one.
+
+One thread runs an event loop. It lives as long as the pool, because Linux kills a child when the thread that
+started it ends.
+"""
+
+import asyncio
+import difflib
+import re
+import resource
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from verl.agents.arguments import argument_problem
+from verl.agents.host_link import HostEndedError, ProcessEndedError, ToolHost, ToolProcess
+from verl.agents.interface import Observation, ToolCall
+from verl.agents.tool_host import ToolFacts
+from verl.agents.tool_process import Answer
+from verl.config.multi_turn import MultiTurnConfig
+from verl.utils.rank_logger import get_logger
+
+CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
+MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
+MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
+SHOWN_FRAMES = 5
+MAX_FILES = 1 << 16  # open files: each conversation with a state has two
+
+Finished = tuple[Hashable, list[Observation], float]
+logger = get_logger(__name__, all_ranks=True)
+
+
+@dataclass
+class ToolStatistics:
+    """The calls of a tool since they were last taken."""
+
+    calls: int = 0
+    failures: int = 0
+    seconds: float = 0.0  # sum over the calls, without their wait for a process
+
+
+@dataclass(eq=False)
+class _Conversation:
+    row: Mapping[str, Any]
+    processes: dict[str, ToolProcess] = field(default_factory=dict)  # by the name of a tool with a state
+    locks: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    turns: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class ToolPool:
+    """Runs the calls of many conversations.
+
+    Raises:
+        ValueError: A tool cannot be loaded; the message names file, tool, rule and remedy.
+    """
+
+    def __init__(self, options: MultiTurnConfig) -> None:
+        self.options = options
+        self.tools: dict[str, ToolFacts] = {}
+        self._indices: dict[str, int] = {}
+        self._conversations: dict[Hashable, _Conversation] = {}
+        self._idle: dict[str, list[ToolProcess]] = defaultdict(list)
+        self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = (
+            SimpleQueue()
+        )  # None: the pool has ended
+        self._statistics: dict[str, ToolStatistics] = defaultdict(ToolStatistics)
+        self._reports: Counter[str] = Counter()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._problem: str | None = None
+        self._lock = threading.Lock()  # guards the end of the loop, and the statistics
+        self._is_loaded = threading.Event()
+        self._num_host_ends = 0
+        _raise_file_limit()
+        self._loop = asyncio.new_event_loop()
+        self._is_up = asyncio.Event()
+        self._slots = asyncio.Semaphore(options.tool_concurrency)
+        self._main = self._loop.create_task(self._keep_host())
+        self._thread = threading.Thread(target=self._run_loop, name="tool-pool", daemon=True)
+        self._thread.start()
+        self._is_loaded.wait()
+        if self._problem is not None:
+            raise ValueError(self._problem)
+
+    def __enter__(self) -> "ToolPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self.tools.values()]
+
+    def start(self, key: Hashable, row: Mapping[str, Any]) -> None:
+        """Begin a conversation.
+
+        Args:
+            row: Columns that tools with a state are made from; it is pickled, for each such tool.
+        """
+        if key in self._conversations:
+            raise ValueError(f"conversation {key!r} has started already")
+        self._conversations[key] = _Conversation(row)
+
+    def submit(self, key: Hashable, calls: Sequence[ToolCall]) -> None:
+        """Make the calls of a turn. Calls to the same state run one after another, others at once."""
+        self._do(self._submit, key, self._conversations[key], list(calls))
+
+    def ready(self, timeout_s: float) -> list[Finished]:
+        """Return the turns whose calls have all been answered; wait for one for at most `timeout_s`.
+
+        Each has its key, an observation for each call in order, and the seconds since it was submitted.
+
+        Raises:
+            RuntimeError: The pool has ended.
+        """
+        found: list[Finished] = []
+        with suppress(Empty):
+            item = self._finished.get(timeout=timeout_s) if timeout_s > 0 else self._finished.get_nowait()
+            while item is not None:
+                conversation, finished = item
+                if self._conversations.get(finished[0]) is conversation:  # else it was ended meanwhile
+                    found.append(finished)
+                item = self._finished.get_nowait()
+            self._finished.put(None)
+            if not found:
+                raise RuntimeError(self._problem)
+        return found
+
+    def end(self, key: Hashable) -> None:
+        """End a conversation: release its states and drop its open calls."""
+        self._do(self._end, self._conversations.pop(key))
+
+    def take_statistics(self) -> dict[str, ToolStatistics]:
+        """Return the statistics by tool since the last call."""
+        with self._lock:
+            taken, self._statistics = self._statistics, defaultdict(ToolStatistics)
+        return dict(taken)
+
+    def close(self) -> None:
+        """Kill every process, once ended conversations have released their states. Safe to call twice."""
+        with self._lock:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join()
+
+    def _do(self, function: Callable[..., None], *args: Any) -> None:
+        with self._lock:
+            if self._loop.is_closed():
+                raise RuntimeError(self._problem)
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # Everything below runs on the pool's own thread.
+
+    def _run_loop(self) -> None:
+        problem = "the pool of tools was closed"
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        except ValueError as error:
+            problem = str(error)
+        except BaseException as error:
+            problem = f"the pool of tools stopped: {error!r}"
+            raise
+        finally:
+            with self._lock:
+                self._problem = problem
+                self._loop.close()
+            self._finished.put(None)
+            self._is_loaded.set()
+
+    async def _keep_host(self) -> None:
+        """Start the host of the tools, and another one when it ends."""
+        try:
+            while True:
+                self._host = ToolHost(self.options)
+                try:
+                    facts = await self._host.load()
+                    self.tools = {tool.name: tool for tool in facts}
+                    self._indices = {tool.name: idx for idx, tool in enumerate(facts)}
+                    self._is_loaded.set()
+                    self._is_up.set()
+                    await self._host.watch()
+                except HostEndedError:
+                    self._note_host_end()
+                except asyncio.CancelledError:
+                    await self._cancel_all()  # while the host can still be asked
+                    raise
+                finally:
+                    self._is_up.clear()
+                    self._host.close()
+        finally:
+            await self._cancel_all()
+
+    def _note_host_end(self) -> None:
+        logger.warning("the process that all tools have in common ended; all their states are lost")
+        self._idle.clear()
+        self._num_host_ends += 1
+        if self._num_host_ends >= MAX_HOST_ENDS:
+            raise ValueError(
+                f"the process that all tools have in common ended {MAX_HOST_ENDS} times, and no call was"
+                " answered in between: is a tool killing processes that it did not start, or is memory full?"
+            )
+
+    async def _cancel_all(self) -> None:
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=CLOSE_LIMIT_S)
+        turns = [task for each in list(self._conversations.values()) for task in each.turns]
+        for task in (*turns, *self._ends):
+            task.cancel()
+        await asyncio.gather(*turns, *self._ends, return_exceptions=True)
+
+    def _submit(self, key: Hashable, conversation: _Conversation, calls: list[ToolCall]) -> None:
+        turn = self._loop.create_task(self._answer_turn(key, conversation, calls))
+        conversation.turns.add(turn)
+        turn.add_done_callback(conversation.turns.discard)
+
+    def _end(self, conversation: _Conversation) -> None:
+        for turn in conversation.turns:
+            turn.cancel()
+        if conversation.turns or conversation.processes:
+            end = self._loop.create_task(self._release(conversation))
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
+
+    async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[ToolCall]) -> None:
+        begin = time.monotonic()
+        answers = [self._answer(conversation, call) for call in calls]
+        observations = list(await asyncio.gather(*answers))
+        self._finished.put((conversation, (key, observations, time.monotonic() - begin)))
+
+    async def _answer(self, conversation: _Conversation, call: ToolCall) -> Observation:
+        tool = self.tools.get(call.name)
+        problem = call.problem
+        if problem is None:
+            problem = (
+                self._unknown(call.name) if tool is None else argument_problem(tool.schema, call.arguments)
+            )
+        if problem is not None or tool is None:
+            return Observation(problem or "", failed=True)
+        if tool.is_stateful:
+            async with conversation.locks[tool.name], self._slots:
+                return await self._call_with_state(conversation, tool, call)
+        async with self._slots:
+            return await self._call(tool, call)
+
+    async def _call(self, tool: ToolFacts, call: ToolCall) -> Observation:
+        idle = self._idle[tool.name]
+        while idle and idle[-1].has_ended():  # it was killed while it waited
+            await idle.pop().kill()
+        process = idle.pop() if idle else await self._fork(tool)
+        answer = await self._ask(tool, process, [("call", call.arguments)])
+        if answer.is_memory_full:
+            await process.kill()
+        if not process.is_closed:
+            self._idle[tool.name].append(process)
+        return answer.observation
+
+    async def _call_with_state(
+        self, conversation: _Conversation, tool: ToolFacts, call: ToolCall
+    ) -> Observation:
+        process = conversation.processes.get(tool.name)
+        messages = [("call", call.arguments)]
+        if process is None:
+            process = conversation.processes[tool.name] = await self._fork(tool)
+            messages = [("create", dict(conversation.row)), *messages]
+        answer = await self._ask(tool, process, messages)
+        if answer.observation.failed and len(messages) > 1 and process.num_calls < len(messages):
+            await process.kill()  # there is no state
+        if process.is_closed:
+            conversation.processes.pop(tool.name, None)
+        return answer.observation
+
+    async def _ask(self, tool: ToolFacts, process: ToolProcess, messages: list[tuple[str, Any]]) -> Answer:
+        """Send messages until one fails, and kill a process that hangs or died."""
+        begin, limit_s = time.monotonic(), self.options.tool_timeout_s
+        answer = Answer(Observation())
+        try:
+            async with asyncio.timeout(limit_s):
+                for kind, payload in messages:
+                    answer = await process.ask(kind, payload)
+                    self._num_host_ends = 0
+                    if answer.observation.failed:
+                        break
+        except TimeoutError:
+            where = _place(await process.stacks(), tool.path)
+            answer = self._lost(tool, f"did not answer within {limit_s:g} s", f": {where}")
+            await process.kill()
+        except ProcessEndedError as error:
+            answer = self._lost(tool, str(error), f"\n{process.crash_report()}".rstrip())
+            await process.kill()
+        except asyncio.CancelledError:
+            await process.kill()  # a late answer would be taken for that of the next call
+            raise
+        self._count(tool, answer, time.monotonic() - begin)
+        return answer
+
+    async def _fork(self, tool: ToolFacts) -> ToolProcess:
+        await self._is_up.wait()
+        return await self._host.fork(self._indices[tool.name])
+
+    async def _release(self, conversation: _Conversation) -> None:
+        """Close the states of a conversation and kill its processes."""
+        await asyncio.gather(*conversation.turns, return_exceptions=True)
+        works = [self._close_state(name, process) for name, process in conversation.processes.items()]
+        await asyncio.gather(*works)
+
+    async def _close_state(self, name: str, process: ToolProcess) -> None:
+        if process.is_closed:
+            return
+        try:
+            async with asyncio.timeout(min(CLOSE_LIMIT_S, self.options.tool_timeout_s)):
+                answer = await process.ask("close", None)
+            if answer.report:
+                self._log(name, f"{answer.report}when a conversation ended")
+        except (TimeoutError, ProcessEndedError) as error:
+            how = "did not return in time" if isinstance(error, TimeoutError) else error
+            self._log(name, f"`close` of `{name}` {how}")
+        finally:
+            await process.kill()
+
+    def _unknown(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.tools, n=1)
+        remedy = f"; did you mean {close[0]}?" if close else ""
+        return f"There is no tool {name[:100]!r}; the tools are {', '.join(self.tools)}{remedy}"
+
+    def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
+        state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
+        return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
+
+    def _count(self, tool: ToolFacts, answer: Answer, seconds: float) -> None:
+        with self._lock:
+            statistics = self._statistics[tool.name]
+            statistics.calls += 1
+            statistics.failures += answer.observation.failed
+            statistics.seconds += seconds
+        if answer.report:
+            self._log(tool.name, answer.report)
+
+    def _log(self, name: str, report: str) -> None:
+        self._reports[name] += 1
+        if self._reports[name] <= MAX_REPORTS:
+            last = " (further ones are only counted)" if self._reports[name] == MAX_REPORTS else ""
+            logger.warning("a tool failed%s: %s", last, report)
+
+
+def _place(stacks: str, path: str) -> str:
+    """Find the user's line in the stacks that faulthandler wrote, innermost frame first."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks)
+    own = next((frame for frame in frames if frame[0] == path), None)
+    if own is not None:
+        return "it is at {}:{}, in {}".format(*own)
+    shown = "\n".join(f"  {file}:{line}, in {name}" for file, line, name in frames[:SHOWN_FRAMES])
+    return f"it is outside of {path}, at\n{shown}"
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

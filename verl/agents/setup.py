@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build what all conversations of a run share, from its options and the files of its model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.agents.conversation import ConversationRules
+from verl.agents.media import ConversationMedia, PositionIds
+from verl.agents.parsers.registry import call_format
+from verl.agents.rendering import ObservationRenderer
+from verl.agents.tools import tool_schemas
+from verl.config.multi_turn import MultiTurnConfig
+from verl.data.chat_template import ChatTemplate
+from verl.data.media.loader import MediaLoader
+
+Schemas = Sequence[Mapping[str, Any]]
+
+
+def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
+    """Return the schemas of a run's tools; none if its responses have one turn."""
+    return tool_schemas(options) if options.enable else []
+
+
+def conversation_rules(
+    tokenizer: Any,
+    media: MediaLoader | None,  # None for a text model
+    position_ids: PositionIds | None,
+    options: MultiTurnConfig,
+    schemas: Schemas,  # of the tools
+    *,
+    max_tokens: int,
+    template_variables: Mapping[str, Any],
+    override_chat_template: str | None,
+) -> ConversationRules:
+    """Build the rules of conversations, and check that the chat template can show them.
+
+    Raises:
+        ValueError: The template writes no calls or renders observations in ways that differ; or the
+            tokenizer does not split them alone as it does within a conversation.
+    """
+    template = None if media is None else media.processor.chat_template
+    reader = None
+    if media is not None and position_ids is not None:
+        reader = ConversationMedia(media, position_ids)
+    source = template or tokenizer.chat_template
+    renderer = ObservationRenderer(
+        tokenizer,
+        ChatTemplate(tokenizer, template, template_variables, override_chat_template, tools=schemas),
+        source,
+        {} if reader is None else reader.placeholders,
+    )
+    renderer.check(options.max_parallel_calls)
+    form = call_format(options.format, source)
+    return ConversationRules(tokenizer, renderer, form, schemas, options, max_tokens, reader)

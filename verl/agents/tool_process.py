@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of a tool's process: make the state of a conversation, answer its calls, release it.
+
+Messages on the connection, each with one answer:
+
+    in    ("create", row), ("call", arguments), ("close", None)
+    out   Answer
+"""
+
+import asyncio
+import inspect
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.agents.answers import AnswerLimits, BadAnswerError, as_observation
+from verl.agents.interface import Observation
+from verl.utils.child_process import limit_memory
+from verl.utils.user_file import describe_error, shorten
+
+HEADING = "Traceback in the tool (most recent call last):"
+MAX_REASON = 1000  # characters of an error that the policy reads
+
+
+class Answer(NamedTuple):
+    """The answer to one message."""
+
+    observation: Observation
+    report: str = ""  # for the log: the error with its line and traceback
+    is_memory_full: bool = False
+
+
+class ToolServer:
+    """Answers the calls of one tool, of one conversation if the tool has a state."""
+
+    def __init__(
+        self, name: str, tool: Any, path: Path, *, is_stateful: bool, limits: AnswerLimits, memory_bytes: int
+    ) -> None:
+        self.name, self.tool, self.path, self.is_stateful = name, tool, path, is_stateful
+        self.limits, self.memory_bytes = limits, memory_bytes
+        self.state: Any = None
+
+    def serve(self, connection: Connection) -> None:
+        """Answer until the connection closes."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self._loop = asyncio.new_event_loop()  # one for all calls: a client of a tool stays usable
+        asyncio.set_event_loop(self._loop)
+        self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+        limit_memory(self.memory_bytes)
+        self._limited = resource.getrlimit(resource.RLIMIT_DATA)
+        answers = {"create": self._create, "call": self._call, "close": self._close}
+        with suppress(EOFError, ConnectionError):
+            while True:
+                kind, payload = connection.recv()
+                connection.send(self._answer(answers[kind], payload))
+
+    def _answer(self, function: Callable[[Any], Observation], payload: Any) -> Answer:
+        try:
+            return Answer(function(payload))
+        except BadAnswerError as error:
+            reason = f"{self.name} returned {error}"
+            return Answer(Observation(reason, failed=True), f"`{self.name}` of {self.path} returned {error}")
+        except BaseException as error:  # noqa: BLE001 (a user's code raises anything)
+            with self._more_memory():
+                is_full = isinstance(error, MemoryError)
+                report = f"`{self.name}` raised {describe_error(error, self.path, HEADING)}"
+                return Answer(Observation(self._reason(error), failed=True), report, is_full)
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, MemoryError):
+            limit = self.memory_bytes / (1 << 30)
+            return f"{self.name} failed: it needs more than the {limit:g} GiB of memory that it may use"
+        what = shorten(f"{type(error).__name__}: {error}", MAX_REASON // 2, MAX_REASON // 2)
+        return f"{self.name} failed: {what}"
+
+    def _create(self, row: Any) -> Observation:
+        self.state = self._run(self.tool.create, row)
+        return Observation()
+
+    def _call(self, arguments: dict[str, Any]) -> Observation:
+        state = (self.state,) if self.is_stateful else ()
+        return as_observation(self._run(self.tool, *state, **arguments), self.limits)
+
+    def _close(self, _: None) -> Observation:
+        if hasattr(self.tool, "close"):
+            self._run(self.tool.close, self.state)
+        return Observation()
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        return self._loop.run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
+
+    @contextmanager
+    def _more_memory(self) -> Iterator[None]:
+        """Lift the limit, because describing an error takes memory."""
+        resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, self._limited)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the tools that a config names: functions and classes of files, shipped ones, those of verl's YAML.
+
+    async def weather(city: str) -> str:         a function: its docstring describes it and its arguments
+        ...
+
+    class Search:                                 a class without `create`: made once, called like a function
+        name = "search"
+        def __init__(self, endpoint): ...         from `tool_kwargs.search`
+        def __call__(self, query: str) -> str: ...
+
+    class Notebook:                               a class with `create`: a state for each conversation
+        def create(self, row): ...
+        def __call__(self, state, code: str): ...
+        def close(self, state): ...
+
+Nothing here imports torch. A file is run here, when the run starts, and once more in each pool of tools.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.agents.tool_schema import function_schema
+from verl.agents.verl_tools import read_verl_tools
+from verl.config.multi_turn import SHIPPED_TOOLS, MultiTurnConfig
+from verl.utils.user_file import import_file
+
+OPTION = "worker.rollout.multi_turn.tools"
+KWARGS_OPTION = "worker.rollout.multi_turn.tool_kwargs"
+HEADING = "Traceback in the tool (most recent call last):"
+NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")  # as OpenAI allows
+
+
+@dataclass(frozen=True)
+class LoadedTool:
+    """A tool whose file was imported."""
+
+    name: str
+    schema: Mapping[str, Any]
+    path: Path  # of its file
+    is_stateful: bool
+    build: Callable[[], Any]  # what is called: the function, or an instance of the class
+
+
+def load_tools(options: MultiTurnConfig) -> list[LoadedTool]:
+    """Import the tools of a config and check them.
+
+    Raises:
+        ValueError: A file cannot be imported, or a tool breaks a rule; the message names file, tool, rule and
+            remedy.
+    """
+    modules: dict[Path, ModuleType] = {}
+    loaded = [_load_tool(spec, options.tool_kwargs, modules) for spec in options.tools]
+    if options.tool_config_path is not None:
+        for entry in read_verl_tools(Path(options.tool_config_path)):
+            path = Path(inspect.getsourcefile(entry.tool_class) or options.tool_config_path)
+            loaded.append(LoadedTool(entry.name, entry.schema, path, True, entry.build))
+    _check_names(loaded, options)
+    return loaded
+
+
+def tool_schemas(options: MultiTurnConfig) -> list[dict[str, Any]]:
+    """Return the schemas of a config's tools, for chat templates."""
+    return [dict(tool.schema) for tool in load_tools(options)]
+
+
+def _check_names(loaded: Sequence[LoadedTool], options: MultiTurnConfig) -> None:
+    by_name: dict[str, LoadedTool] = {}
+    for tool in loaded:
+        if not NAME.fullmatch(tool.name):
+            raise ValueError(
+                f"`{OPTION}`: {tool.path}: a tool's name must be letters, digits, `_` and `-`, at most 64,"
+                f" got {tool.name!r}"
+            )
+        if tool.name in by_name:
+            other = by_name[tool.name].path
+            raise ValueError(
+                f"`{OPTION}`: two tools are named `{tool.name}`, of {other} and of {tool.path}: rename the"
+                " function, or give one of the classes another `name`"
+            )
+        by_name[tool.name] = tool
+    for name in options.tool_kwargs:
+        if name not in by_name:
+            raise ValueError(f"`{KWARGS_OPTION}.{name}`: no tool has that name; there are {sorted(by_name)}")
+
+
+def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, ModuleType]) -> LoadedTool:
+    if spec in SHIPPED_TOOLS:
+        spec = f"{Path(__file__).parent / 'shipped' / spec}.py:{spec}"
+    file, _, attribute = spec.rpartition(":")
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise ValueError(f"`{OPTION}`: no file {path}")
+    if path not in modules:
+        modules[path] = import_file(path, OPTION, "tool_file", HEADING)
+    found = _find(modules[path], path, attribute)
+    line = _line_of(found)
+    where = f"{path}{f':{line}' if line else ''}: `{attribute}`"
+    try:
+        if inspect.isclass(found):
+            return _load_class(found, attribute, path, all_kwargs)
+        if all_kwargs.get(attribute):
+            raise ValueError(f"is a function and takes no `{KWARGS_OPTION}.{attribute}`: make it a class")
+        schema = function_schema(found, attribute)
+        return LoadedTool(attribute, schema, path, False, partial(_same, found))
+    except ValueError as error:
+        raise ValueError(f"`{OPTION}`: {where} {error}") from error
+
+
+def _find(module: ModuleType, path: Path, attribute: str) -> Any:
+    found = getattr(module, attribute, None)
+    if inspect.isclass(found) or inspect.isroutine(found):
+        return found
+    own = [
+        name
+        for name, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isroutine(value))
+        and value.__module__ == module.__name__
+        and name[0] != "_"
+    ]
+    what = "is missing" if found is None else f"is a {type(found).__name__}, not a function or class"
+    raise ValueError(f"`{OPTION}`: `{attribute}` {what} in {path}; it defines {own or 'none'}")
+
+
+def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mapping[str, Any]) -> LoadedTool:
+    call = tool_class.__call__ if "__call__" in dir(tool_class) else None
+    if call is None:
+        raise ValueError("has no method `__call__`: it is what the policy calls")
+    is_stateful = hasattr(tool_class, "create")
+    arguments = list(inspect.signature(call).parameters)
+    if is_stateful and len(arguments) < 2:
+        raise ValueError(
+            "has a method `create`, so `__call__` must take its result first: `__call__(self, state, ...)`"
+        )
+    declared = getattr(tool_class, "schema", None)
+    name = str(getattr(tool_class, "name", attribute))
+    if declared is None:
+        schema = function_schema(call, name, skipped=2 if is_stateful else 1)
+    else:
+        schema = _checked_schema(declared)
+        name = schema["function"]["name"]
+    kwargs = dict(all_kwargs.get(name) or {})
+    try:
+        inspect.signature(tool_class).bind(**kwargs)
+    except TypeError as error:
+        raise ValueError(f"cannot be made with `{KWARGS_OPTION}.{name}` ({kwargs}): {error}") from error
+    return LoadedTool(name, schema, path, is_stateful, partial(tool_class, **kwargs))
+
+
+def _checked_schema(schema: Any) -> Mapping[str, Any]:
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            'must have a class attribute `schema` like {"type": "function", "function": {"name": ...,'
+            ' "description": ..., "parameters": {...}}}, or none, and a docstring at `__call__`'
+        )
+    return schema
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _line_of(found: Any) -> int:
+    try:
+        return inspect.getsourcelines(found)[1]
+    except (OSError, TypeError):  # it was not written in a file
+        return 0

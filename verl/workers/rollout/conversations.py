@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations beside a rollout engine: each goes on at its own pace while the tools of others work.
+
+Turns and answers arrive in any order. With tensor parallelism the first rank of an engine runs the tools and
+tells the others what came and when, so that all make the same calls of the engine.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from verl.agents.conversation import Conversation, ConversationRules
+from verl.agents.interface import Observation
+from verl.agents.pool import ToolPool
+from verl.agents.row import Prompt
+from verl.data.media.loader import MediaData
+from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
+
+WAIT_S = 0.05  # for an answer, while the engine has nothing to do
+TOOL_FAILED = "tool"  # the reason for which a conversation ends with `on_tool_error=end`
+
+Row = Mapping[str, Any]  # of a prompt, with its columns
+
+
+class Key(NamedTuple):
+    """A conversation: one of the samples of a prompt."""
+
+    uid: Any
+    sample: int
+
+
+class ConversationDriver:
+    """Leads the conversations of a batch of prompts.
+
+    Example::
+
+        driver = ConversationDriver(engine, pool, rules, decode_media)
+        for finished in driver.run(rows, SamplingOptions(n=8)):
+            ...
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        pool: ToolPool | None,  # None on a rank that follows another one's
+        rules: ConversationRules,
+        decode_media: Callable[[MediaData], Any],  # to what the engine reads
+    ) -> None:
+        self.engine, self.pool, self.rules, self.decode_media = engine, pool, rules, decode_media
+        self.on_tool_error = rules.options.on_tool_error
+        self.idle_s = 0.0  # in which the engine waited for tools, of the last `run`
+        self._open: dict[Key, Conversation] = {}
+        self._calling: set[Key] = set()  # their calls are not answered
+        self._started = self._now = 0.0
+
+    def run(self, rows: Sequence[Row], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
+        self._open, self._calling, self.idle_s = {}, set(), 0.0
+        self._started, self._now = time.monotonic(), 0.0
+        try:
+            for row in rows:
+                for sample in range(sampling.n):
+                    self._start(Key(row["uid"], sample), row)
+            # the samples of a prompt have the same first request
+            self.engine.submit([self._request(Key(row["uid"], 0), row["uid"]) for row in rows], sampling)
+            yield from self._lead(sampling.override({"n": 1}))
+        finally:
+            self.engine.abort([*(row["uid"] for row in rows), *self._open])
+            for key in list(self._open):
+                self._close(key)
+
+    def _lead(self, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        while self._open:
+            touched: list[Key] = []
+            for turn in self.engine.step() if self.engine.num_unfinished else []:
+                touched.append(self._take(turn))
+            for key, observations, _ in self._answers():
+                self._observe(key, observations)
+                touched.append(key)
+            waiting = [key for key in touched if key not in self._calling and not self._open[key].is_done]
+            if waiting:
+                self.engine.submit([self._request(key, key) for key in waiting], sampling)
+            ended = [self._finish(key) for key in touched if self._open[key].is_done]
+            if ended:
+                yield ended
+
+    def _take(self, turn: FinishedResponse) -> Key:
+        key = turn.uid if isinstance(turn.uid, Key) else Key(turn.uid, turn.sample)
+        calls = self._open[key].add_turn(turn.token_ids, turn.log_probs, turn.finish_reason, self._now)
+        if calls:
+            self._calling.add(key)
+            if self.pool is not None:
+                self.pool.submit(key, calls)
+        return key
+
+    def _observe(self, key: Key, observations: list[Observation]) -> None:
+        self._calling.discard(key)
+        failed = [one.text for one in observations if one.failed]
+        if failed and self.on_tool_error == "stop":
+            raise RuntimeError(
+                "a tool failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
+                f" {failed[0]}"
+            )
+        conversation = self._open[key]
+        conversation.observe(observations, self._now)
+        if failed and self.on_tool_error == "end":
+            conversation.end(TOOL_FAILED, is_masked=True)
+
+    def _answers(self) -> list[tuple[Key, list[Observation], float]]:
+        # equal on all ranks of the engine, as is the clock
+        answers: list[Any] = []
+        if self.pool is not None and self._calling:
+            start, is_idle = time.monotonic(), not self.engine.num_unfinished
+            answers = list(self.pool.ready(WAIT_S if is_idle else 0.0))
+            self.idle_s += time.monotonic() - start if is_idle else 0.0
+        answers, self._now = self.engine.agree((answers, time.monotonic() - self._started))
+        return answers
+
+    def _request(self, key: Key, uid: Any) -> RolloutRequest:
+        turn = self._open[key].request()
+        media = self.decode_media(turn.media)
+        return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=turn.number)
+
+    def _start(self, key: Key, row: Row) -> None:
+        prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
+        self._open[key] = Conversation(self.rules, prompt)
+        if self.pool is not None:
+            self.pool.start(key, row)
+
+    def _close(self, key: Key) -> Conversation:
+        if self.pool is not None:
+            self.pool.end(key)
+        return self._open.pop(key)
+
+    def _finish(self, key: Key) -> FinishedResponse:
+        done = self._close(key).finish()
+        return FinishedResponse(
+            key.uid, key.sample, done.token_ids, done.log_probs, done.finish_reason, done.trajectory
+        )
