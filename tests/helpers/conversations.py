@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from tests.helpers.tool_templates import tool_tokenizer
 from verl.agents.conversation import Conversation, ConversationRules
 from verl.agents.interface import Message, ToolCall
@@ -21,10 +23,13 @@ def template_of(tokenizer: Any, source: str | None = None, **variables: Any) -> 
     """Return a renderer of messages like `ChatTemplate`, in this process."""
 
     def render(messages: Sequence[Message], add_generation_prompt: bool, name: str) -> str:
-        return tokenizer.apply_chat_template(
-            list(messages), chat_template=source, add_generation_prompt=add_generation_prompt,
-            tokenize=False, **variables,
-        )  # fmt: skip
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages), chat_template=source, add_generation_prompt=add_generation_prompt,
+                tokenize=False, **variables,
+            )  # fmt: skip
+        except TemplateError as error:
+            raise ValueError(str(error)) from error
 
     return render
 

@@ -119,6 +119,29 @@ GEMMA = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
 """
 
+# Of Gemma 4: answers of tools are within the model's turn, which stops where they start.
+GEMMA_4 = """{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if messages[loop.index0 - 1].role == 'tool' -%}{{ '<|tool_response>' }}{%- endif -%}
+{{ 'response:' + message.name + '{value:<|"|>' + message.content + '<|"|>}<tool_response|>' }}
+{%- else -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
+{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{%- endif -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+{{ '<|tool_call>call:' + call.function.name + '{' }}
+{%- for name, value in call.function.arguments | items -%}
+{{ name + ':<|"|>' }}{{ value }}{{ '<|"|>' }}
+{%- endfor -%}
+{{ '}<tool_call|>' }}
+{%- endfor -%}
+{{ '<|tool_response>' if message.tool_calls else '<turn|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<|turn>model\\n' }}{%- endif -%}
+"""
+
 TEMPLATES = {
     "hermes": _chatml(HERMES_CALL),
     "qwen3": _chatml(HERMES_CALL, EMPTY_THOUGHTS),
@@ -127,10 +150,20 @@ TEMPLATES = {
     "glm": GLM,
     "llama": LLAMA,
     "gemma": GEMMA,
+    "gemma4": GEMMA_4,
 }
 SPECIAL_TOKENS = {
     "glm": ["[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>"],
     "llama": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "gemma4": [
+        "<|turn>",
+        "<turn|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    ],
     "gemma": ["<start_of_turn>", "<end_of_turn>", "<start_of_image>"],
 }
 WORDS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]

@@ -10,12 +10,14 @@ tokenized alone. So a turn that was sampled is never rendered or tokenized again
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from verl.agents.interface import Message, Observation, ToolCall
 from verl.data.chat_template import OTHER_TEMPLATE
 from verl.models.families.interface import Kind
+from verl.utils.rank_logger import get_logger
 
 Template = Callable[[Sequence[Message], bool, str], str]  # as `verl.data.chat_template.ChatTemplate`
 MARK = "zq17"  # a text that templates and names of tools do not contain
@@ -24,6 +26,8 @@ TOOL_ROLE = re.compile(r"""["']tool["']""")
 RESPONSE, END_OF_RESPONSE = "<tool_response>\n", "\n</tool_response>"  # in a user's message
 PART = re.compile(r"""\{["']type["']:""")  # of a list of parts that a template wrote as it is
 SHOWN = 60  # characters of two texts from their first difference
+
+logger = get_logger(__name__)
 
 
 class Style(NamedTuple):
@@ -66,6 +70,8 @@ class ObservationRenderer:
         self._special = _any_of(special)
         self._reserved = _any_of(special | set(tokenizer.convert_ids_to_tokens(list(placeholders))))
         self.style = self._find_style(bool(TOOL_ROLE.search(source)))
+        # Some templates refuse a turn of several calls, whose answers then become one message.
+        self._has_parallel_calls = self._problem_of(self.style, num_calls=2) is None
 
     def is_end(self, token: int) -> bool:
         """Return whether a sampled token ended the turn: a special one."""
@@ -77,8 +83,8 @@ class ObservationRenderer:
         return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def messages(self, calls: Sequence[ToolCall], observations: Sequence[Observation]) -> list[Message]:
-        """Return the messages of the observations to calls; without calls, of one of the environment."""
-        return _messages(self.style if calls else Style("user", self.style.has_parts), calls, observations)
+        """Return the messages of the observations to a turn's calls."""
+        return _messages(self.style, *self._shown(calls, observations))
 
     def tokens(
         self, last_token: int, calls: Sequence[ToolCall], observations: Sequence[Observation]
@@ -87,7 +93,8 @@ class ObservationRenderer:
 
         Texts must be `plain`. Each image and video is one placeholder.
         """
-        following = self._following(calls, self.messages(calls, observations))
+        calls, observations = self._shown(calls, observations)
+        following = self._after(_short(calls, self.style), _messages(self.style, calls, observations))
         tokens = self._encode(following.text)
         leading = list(takewhile(self.is_end, tokens))
         if last_token in leading:
@@ -95,13 +102,23 @@ class ObservationRenderer:
         # The policy ended its turn with another special token, or a stop text ended it.
         return tokens[int(following.is_closed and self.is_end(last_token)) :]
 
+    def _shown(
+        self, calls: Sequence[ToolCall], observations: Sequence[Observation]
+    ) -> tuple[Sequence[ToolCall], Sequence[Observation]]:
+        calls = [replace(call, name=self.plain(call.name)) for call in calls]
+        if self._has_parallel_calls or len(calls) == 1:
+            return calls, observations
+        joined = Observation(
+            "\n".join(observation.text for observation in observations),
+            [image for observation in observations for image in observation.images],
+            [video for observation in observations for video in observation.videos],
+        )
+        return calls[:1], [joined]
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     # --- the difference of two renderings
-
-    def _following(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> Following:
-        return self._after(_short(calls, self.style), messages)
 
     def _after(self, base: Sequence[Message], messages: Sequence[Message]) -> Following:
         """Return what follows the last message of `base`, whose last `MARK` ends what is not its form."""
@@ -109,7 +126,7 @@ class ObservationRenderer:
         after = self._render([*base, *messages], True, NAME)
         marks = before.count(MARK)
         if marks == 0:
-            raise ValueError(f"the chat template does not show the assistant's text: {OTHER_TEMPLATE}")
+            raise ValueError("the assistant's text is not shown")
         end, seen = self._special.split(before.split(MARK)[-1]), after.split(MARK, marks)[-1]
         common = _shared_start(end, self._special.split(seen))
         while common and not common[-1].strip():
@@ -118,10 +135,7 @@ class ObservationRenderer:
         turn = "".join(common[:-1] if is_closed else common)
         text = seen[len(turn) :]
         if not self._special.match(text):
-            raise ValueError(
-                "the chat template must end the assistant's turn with a special token, so that the policy"
-                f" can stop there, got {text[:SHOWN]!r}: {OTHER_TEMPLATE}"
-            )
+            raise ValueError(f"no special token ends the assistant's turn before {text[:SHOWN]!r}")
         return Following(text, is_closed, turn)
 
     # --- checks at the start
@@ -130,28 +144,30 @@ class ObservationRenderer:
         has_media = bool(self.placeholders)
         styles = [Style("tool", has_media), Style("tool", False), Style("user", has_media)]
         reasons = []
-        for style in styles if knows_tools else styles[2:]:
-            try:
-                reason = self._problem_of(style)
-            except ValueError as error:
-                reason = str(error)
+        for style in dict.fromkeys(styles if knows_tools else styles[2:]):
+            reason = self._problem_of(style)
             if reason is None:
+                for other in reasons:
+                    logger.warning("observations are messages of the role %r: %s", style.role, other)
                 return style
-            reasons.append(f"messages of the role {style.role!r}: {reason}")
+            reasons.append(f"in messages of the role {style.role!r} {reason}")
         raise ValueError(
-            f"the chat template shows no observations: {'; '.join(reasons)}. {OTHER_TEMPLATE.capitalize()}"
+            f"the chat template cannot show observations: {'; '.join(reasons)}: {OTHER_TEMPLATE}"
         )
 
-    def _problem_of(self, style: Style) -> str | None:
+    def _problem_of(self, style: Style, num_calls: int = 1) -> str | None:
         """Return why a template cannot show observations so; None if it can."""
         kinds = sorted(set(self.placeholders.values()))
         seen = Observation("seen", images=["one"] * ("image" in kinds), videos=["one"] * ("video" in kinds))
-        calls = [ToolCall("look", {})]
-        text = self._after(_short(calls, style), _messages(style, calls, [seen])).text
-        if seen.text not in text or PART.search(text):
+        calls = [ToolCall("look", {})] * num_calls
+        try:
+            text = self._after(_short(calls, style), _messages(style, calls, [seen] * num_calls)).text
+        except ValueError as error:
+            return f"it fails ({error})"
+        if text.count(seen.text) != num_calls or PART.search(text):
             return f"it renders the text {seen.text!r} as {text!r}"
         shown = [self.placeholders[token] for token in self._encode(text) if token in self.placeholders]
-        if sorted(shown) != kinds:
+        if sorted(shown) != sorted(kinds * num_calls):
             return f"it renders one of each of {kinds} with tokens of {sorted(shown)}"
         return None
 
@@ -165,9 +181,11 @@ class ObservationRenderer:
         image = ["one"] * ("image" in self.placeholders.values())
         messages = [_user("hello", self.style)]
         for images, count in (([], 1), (image, max_parallel_calls)):
-            calls = [ToolCall("look", {})] * count
-            shown = self.messages(calls, [Observation("seen", images=images)] * count)
-            piece = self._following(calls, shown)
+            calls, observations = self._shown(
+                [ToolCall("look", {})] * count, [Observation("seen", images=images)] * count
+            )
+            shown = _messages(self.style, calls, observations)
+            piece = self._after(_short(calls, self.style), shown)
             messages.append(_assistant(calls, self.style))
             self._compare(self._render([*messages, *shown], True, NAME), piece)
             messages += shown
@@ -210,7 +228,7 @@ def _user(text: str, style: Style) -> Message:
 def _assistant(calls: Sequence[ToolCall], style: Style) -> Message:
     """Return a turn whose form ends with the form of its last call, if the template writes any."""
     message: Message = {"role": "assistant", "content": _content([_text(MARK)], style)}
-    if calls and style.role == "tool":
+    if style.role == "tool":
         message["tool_calls"] = [
             {
                 "id": call_id(number), "type": "function",
@@ -227,9 +245,6 @@ def call_id(number: int) -> str:
 
 
 def _messages(style: Style, calls: Sequence[ToolCall], observations: Sequence[Observation]) -> list[Message]:
-    if not calls:
-        parts = [part for observation in observations for part in _parts(observation)]
-        return [{"role": "user", "content": _content(parts, style)}]
     if style.role == "tool":
         return [
             {

@@ -8,10 +8,12 @@ import re
 
 from verl.agents.parsers.hermes import HERMES
 from verl.agents.parsers.interface import CallFormat
+from verl.agents.parsers.plain_json import PLAIN_JSON
+from verl.agents.parsers.qwen3_coder import QWEN3_CODER
 
 OPTION = "worker.rollout.multi_turn.format"
 # The first whose sign a template has is that of its model.
-CALL_FORMATS: dict[str, CallFormat] = {"hermes": HERMES}
+CALL_FORMATS: dict[str, CallFormat] = {"qwen3_coder": QWEN3_CODER, "hermes": HERMES, "json": PLAIN_JSON}
 
 
 def call_format(name: str, chat_template: str) -> CallFormat:
