@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformers engine: the same tokens and log-probs as vLLM, from another implementation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoProcessor
@@ -18,9 +20,9 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import SamplingOptions, media_token_ids
+from verl.workers.rollout.base import RolloutRequest, SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.hf_batches import sample_tokens
+from verl.workers.rollout.hf_batches import RunningBatch, sample_tokens
 
 pytestmark = pytest.mark.heavy
 
@@ -152,3 +154,111 @@ def test_unsupported_options_are_refused_by_name(qwen2, tmp_path):
         collect(engine, text_requests(), OPTIONS.override({"min_p": 0.1}))
     with pytest.raises(NotImplementedError, match="tensor_parallel_size` must be 1, got 2"):
         hf_engine(tmp_path, tensor_parallel_size=2)
+
+
+class ForwardShapes:
+    """The engine's forward, which notes the shape of each of its inputs."""
+
+    def __init__(self, engine, monkeypatch):
+        self.forward, self.shapes = engine._forward, []
+        monkeypatch.setattr(engine, "_forward", self)
+
+    def __call__(self, input_ids, *rest):
+        self.shapes.append(tuple(input_ids.shape))
+        return self.forward(input_ids, *rest)
+
+    def of_prompts(self):
+        return [shape for shape in self.shapes if shape[1] > 1]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_leaving_out_finished_rows_changes_nothing_but_the_work(qwen2, monkeypatch, seed):
+    engine, _ = qwen2
+    options = SamplingOptions(n=8, temperature=0.8, top_p=0.95, max_tokens=60, seed=seed)
+    requests = [
+        replace(request, seed_offset=place, max_tokens=limit)
+        for place, (request, limit) in enumerate(zip(text_requests(), (10, 20, 60), strict=True))
+    ]
+    state, shapes = engine.rng_state(), ForwardShapes(engine, monkeypatch)
+
+    found = collect(engine, requests, options)
+    rows = [rows for rows, length in shapes.shapes if length == 1]
+    engine.set_rng_state(state)
+    monkeypatch.setattr(RunningBatch, "_leave_out_finished", lambda batch: None)
+    whole = collect(engine, requests, options)
+
+    assert_same_responses(found, whole)
+    lengths = [len(response.token_ids) for response in found.values()]
+    for step, rows_of_step in enumerate(rows, start=1):
+        assert rows_of_step < 2 * sum(length > step for length in lengths)
+    assert rows[0] == 24 > 8 >= rows[-1]
+
+
+def test_a_model_with_states_and_sliding_windows_leaves_out_rows_too(tmp_path):
+    for family in ("gemma3", "qwen3_5"):
+        path = tmp_path / family
+        path.mkdir()
+        save_tiny_model(path, family)
+        engine, model = hf_engine(path), load_model(path)
+        requests = [
+            replace(request, max_tokens=limit)
+            for request, limit in zip(text_requests(), (3, 5, 40), strict=True)
+        ]
+
+        responses = collect(engine, requests, replace(GREEDY, n=1, ignore_eos=True))
+
+        assert len(responses["prompt 2", 0].token_ids) == 40
+        assert largest_difference(model, requests, responses) < 1e-4
+
+
+def test_prompts_wait_until_running_ones_leave_room(qwen2, monkeypatch):
+    engine, _ = qwen2
+    options = replace(GREEDY, n=1, ignore_eos=True)
+    first, second, third = (
+        RolloutRequest(name, [*range(40, 40 + length)], max_tokens=limit)
+        for name, length, limit in (("first", 10, 4), ("second", 10, 9), ("third", 12, 9))
+    )
+    expected = collect(engine, [first, second, third], options)
+    monkeypatch.setattr(engine, "max_prompt_tokens", 23)
+    shapes = ForwardShapes(engine, monkeypatch)
+
+    engine.submit([first, second, third], options)
+    starts = []
+    responses = {}
+    while engine.num_unfinished:
+        responses |= {(one.uid, one.sample): one for one in engine.step()}
+        starts.append(len(shapes.of_prompts()))
+
+    # 2 x 10 tokens fit at once; the third prompt follows when the first is left out after its 4 tokens
+    assert shapes.of_prompts() == [(2, 10), (1, 12)]
+    assert starts[:6] == [1, 1, 1, 1, 2, 2]
+    assert_same_responses(responses, expected)
+
+
+def test_a_prompt_larger_than_the_room_runs_alone(qwen2, monkeypatch):
+    engine, _ = qwen2
+    monkeypatch.setattr(engine, "max_prompt_tokens", 1)
+    shapes = ForwardShapes(engine, monkeypatch)
+
+    responses = collect(engine, text_requests(), GREEDY)
+
+    assert len(responses) == 6
+    assert shapes.of_prompts() == [(1, 3), (1, 6), (1, 2)]
+
+
+def test_prompts_of_other_sampling_options_get_a_batch_of_their_own(qwen2, monkeypatch):
+    engine, model = qwen2
+    first, second, third = text_requests()
+    shapes = ForwardShapes(engine, monkeypatch)
+
+    engine.submit([first], GREEDY)
+    engine.submit([second], replace(GREEDY, max_tokens=3, seed=1))  # neither of these keeps them apart
+    engine.submit([third], SamplingOptions(n=5, top_k=3, max_tokens=8))
+    responses = {}
+    while engine.num_unfinished:
+        responses |= {(one.uid, one.sample): one for one in engine.step()}
+
+    assert shapes.of_prompts() == [(2, 6), (1, 2)]
+    assert len(responses) == 2 + 2 + 5
+    assert {len(responses[second.uid, sample].token_ids) for sample in range(2)} == {3}
+    assert largest_difference(model, text_requests(), responses) < 1e-4
