@@ -3,7 +3,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from tests.helpers.closeness import assert_values_close
 from tests.helpers.families import (
-    Clip,
     assert_tokens_are_the_processors,
     expanded,
     features_of,
@@ -21,7 +19,6 @@ from tests.helpers.families import (
     media_shape_of,
     random_clip,
     random_image,
-    random_row,
 )
 from tests.helpers.media import save_image
 from verl.config.ppo import DataConfig
@@ -30,8 +27,6 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.glm_v import _with_sizes_on_device, tiny_processor
-
-SIZES = 30, 200
 
 
 @pytest.fixture(params=["glm4v", "glm4v_moe", "glm46v"])
@@ -63,45 +58,6 @@ def test_rows_with_both_kinds_run_through_the_models_own_forward(tiny):
         expected = tiny.model(inputs_embeds=embeddings[None], position_ids=positions[:, None]).logits
 
     assert_values_close(found, expected)
-
-
-def vllm_positions(tiny, input_ids, row):
-    """Return what vLLM makes of the prompt; it knows where each medium lies."""
-    from vllm.model_executor.models import glm4_1v
-    from vllm.multimodal.inputs import PlaceholderRange
-
-    model: Any = glm4_1v.Glm4vForConditionalGeneration
-    config, shape = tiny.config, media_shape_of(tiny, row)
-    is_image = input_ids == config.image_token_id
-    following = torch.cat([is_image[1:], torch.tensor([False])])
-    begins = (input_ids == config.image_start_token_id) & following
-    starts = (begins.nonzero()[:, 0] + 1).tolist()  # of each image and each frame
-    images, videos = iter(shape.images), iter(shape.videos)
-    features = []
-    for part in row:
-        if isinstance(part, str):
-            continue
-        kind, medium = ("video", next(videos)) if isinstance(part, Clip) else ("image", next(images))
-        first = starts[0] - 2 if kind == "video" else starts[0]  # from the begin of the video
-        length = len(medium.tokens) + (2 if kind == "video" else 0)
-        place = PlaceholderRange(first, length, is_image[first : first + length])
-        grid = SimpleNamespace(data=torch.tensor(medium.facts["grid_thw"]))
-        starts = [start for start in starts if start >= first + length]
-        features.append(SimpleNamespace(modality=kind, data={f"{kind}_grid_thw": grid}, mm_position=place))
-    engine = SimpleNamespace(config=config)
-    engine.iter_mm_grid_thw = partial(model.iter_mm_grid_thw, engine)
-    return model.get_mrope_input_positions(engine, input_ids.tolist(), features)[0]
-
-
-def test_positions_are_vllms_on_random_mixes_of_text_images_and_videos(tiny):
-    for seed in range(8):
-        row = random_row(np.random.default_rng(seed), *SIZES)
-        input_ids = expanded(tiny, row)
-
-        ours = tiny.family.positions(tiny.config, input_ids, media_shape_of(tiny, row))
-
-        assert ours[0].tolist() == list(range(len(input_ids)))
-        assert ours[1:].tolist() == vllm_positions(tiny, input_ids, row).tolist()
 
 
 def test_each_frame_has_a_grid_of_positions_and_its_time_as_text_after_it():

@@ -3,24 +3,19 @@
 
 import numpy as np
 import pytest
-import torch
 
 from tests.helpers.families import (
     assert_positions_are_the_models,
     assert_tokens_are_the_processors,
     expanded,
     load_tiny,
-    media_shape_of,
     random_clip,
     random_image,
-    random_size,
 )
 from tests.helpers.family_training import (
     assert_nothing_is_read_back,
 )
-from verl.models.families.minicpm_v import MARKERS
 
-SIZES = 30, 400  # what has more than 112 x 112 pixels is sliced
 RNG = np.random.default_rng(1)
 IMAGES = [random_image(RNG, 60, 90), random_image(RNG, 200, 90)]  # the second in slices
 CLIP = random_clip(RNG, 2, 60, 60)
@@ -79,25 +74,3 @@ def test_frames_that_the_processor_would_join_are_refused(tiny, monkeypatch):
 
 def test_the_tower_reads_no_length_back_from_the_device(tiny):
     assert_nothing_is_read_back(tiny, [*IMAGES, CLIP])
-
-
-def test_positions_on_a_canvas_are_vllms():
-    vllm = pytest.importorskip("vllm.model_executor.models.minicpmv4_7")
-    tiny, rng = load_tiny("minicpmv4_7"), np.random.default_rng(5)
-    config, names = tiny.config, ("im_start_id", "im_end_id", "slice_start_id", "slice_end_id", "newline_id")
-    markers = dict(zip(names, (getattr(config, name) for name in MARKERS), strict=True))
-
-    for count in range(1, 4):
-        row = [
-            part
-            for _ in range(count)
-            for part in (random_image(rng, *random_size(rng, *SIZES)), "the answer\n")
-        ]
-        ids, shape = expanded(tiny, row), media_shape_of(tiny, row)
-        sizes = torch.tensor([size for image in shape.images for size in image.facts["target_sizes"]])
-        bounds = vllm.build_image_bounds(ids, markers)
-        theirs = vllm._compute_canvas_single(ids, torch.arange(len(ids)), bounds, sizes, markers)
-
-        ours = tiny.family.positions(config, ids, shape)
-        assert ours is not None
-        assert ours[1:].tolist() == theirs.tolist()
