@@ -123,7 +123,10 @@ def prepare_model(model: PreTrainedModel) -> None:
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is
     `lambda logits: logits.values(rows)`.
+    A prepared model stays as it is.
     """
+    if isinstance(model.get_output_embeddings(), DeferringHead):
+        return
     obstacle = _obstacle(model)
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
@@ -158,7 +161,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return "takes no keyword arguments for attention, so sequences cannot be packed"
     head = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, DeferringHead):
+    if type(head) is not nn.Linear:
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
     return None
 
