@@ -131,13 +131,15 @@ def prepare_model(model: PreTrainedModel) -> None:
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
+    family = family_of(model.config)
+    family.repair(model)
     set_packed_attention(model)
     pack_linear_layers(model)
     if _layer_types(model.config.get_text_config()) & STATE_TYPES:
         run_whole_rows(model)
     defer_head(model)
     record_block_inputs(model)
-    add_packed_forward(model, family_of(model.config))
+    add_packed_forward(model, family)
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
