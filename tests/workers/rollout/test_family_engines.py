@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models in vLLM: log-probs are the model's own, in bfloat16 up to the noise that this type makes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -33,7 +35,9 @@ ROWS = [
 ]
 # Rounding in bfloat16 sends some tokens to other experts, which moves single log-probs by up to 1, and the
 # ratio would count such tokens. A token that takes all experts has the noise of its numbers alone.
-ALL_EXPERTS = {kind: {"num_experts_per_tok": MOE["num_experts"]} for kind in ("qwen3_5_moe", "qwen3_next")}
+ALL_EXPERTS: dict[str, dict[str, Any]] = {
+    kind: {"num_experts_per_tok": MOE["num_experts"]} for kind in ("qwen3_5_moe", "qwen3_next")
+}
 
 
 def without_encoder(tiny, model=None):
