@@ -25,6 +25,7 @@ from verl.checkpoint.manifest import MANIFEST, write_manifest
 from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import save_huggingface_files
 from verl.checkpoint.storage import load_metadata
+from verl.checkpoint.unread_tensors import unread_tensors
 from verl.cli.merge import main
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import make_mesh
@@ -141,6 +142,14 @@ def test_a_merged_model_keeps_the_draft_head_that_training_does_not_load(
         merged = load_file(merge_checkpoint(folder, base_model=str(moved), dtype=dtype) / "model.safetensors")
         assert merged.keys() == load_file(models["qwen3_5"] / "model.safetensors").keys() | head.keys()
         assert all(torch.equal(merged[name], head[name].to(dtype or torch.float32)) for name in head)
+
+
+def test_a_base_model_without_safetensors_files_loses_nothing_in_silence(tmp_path, caplog):
+    torch.save({"mtp.fc.weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+
+    assert not list(unread_tensors(tmp_path, ("mtp.",), str(tmp_path)))
+
+    assert f"(mtp.*) are not exported, because the base model {tmp_path} has no safetensors" in caplog.text
 
 
 def test_a_checkpoint_names_the_model_that_its_draft_head_comes_from(models, checkpoints, tmp_path, caplog):

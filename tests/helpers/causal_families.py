@@ -117,6 +117,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({}, "builds an attention mask of its own"),
     "mamba2": ({"num_heads": 8, "n_groups": 1}, "does not use transformers' attention interface"),
     "mpt": ({}, "does not use transformers' attention interface"),
+    "recurrent_gemma": (
+        {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+        "convolves tokens in RecurrentGemmaDecoderLayer",
+    ),
 }
 
 

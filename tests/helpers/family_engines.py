@@ -70,8 +70,8 @@ def rounding_ratio(
     engine.sync_weights(hub_tensors(model))
     rough = type(model).from_pretrained(folder, dtype=torch.bfloat16).eval()
     rough.load_state_dict(model.state_dict())  # rounds
-    given = [embedded(model, processor, each) for each in requests] if as_features else requests
     model.load_state_dict(rough.state_dict())
+    given = [embedded(model, processor, each) for each in requests] if as_features else requests
     by_uid = {request.uid: request for request in requests}
     errors, noise = [], []
     for response in collect(engine, given, SamplingOptions(n=2, max_tokens=12)).values():

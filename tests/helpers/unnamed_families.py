@@ -313,8 +313,8 @@ NO_FEATURES = {"mllama": "has no `get_image_features`", "phi4_multimodal": "is n
 # In vLLM 0.32 on a CPU: whether log-probs after images equal the trainer's.
 VLLM: dict[str, bool] = {
     "llava": True, "llava_next": True, "idefics3": True, "video_llama_3": True,
-    "lighton_ocr": True, "vipllava": True, "aya_vision": False,
-    "cohere2_vision": False, "deepseek_vl": False,
+    "lighton_ocr": True, "vipllava": True, "aya_vision": True,
+    "cohere2_vision": True, "deepseek_vl": False,
 }  # fmt: skip
 PAGE = ROOT / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- without a file -->\n).*?(?=<!-- end of those -->)", re.DOTALL)

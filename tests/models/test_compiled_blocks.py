@@ -6,9 +6,12 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
+from tests.helpers.causal_families import FAMILIES, build_family
 from tests.helpers.distributed import run_distributed
+from tests.helpers.families import load_tiny
+from tests.helpers.family_training import load_model
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.distributed.fsdp import full_named_tensors, make_mesh
+from verl.distributed.fsdp import fsdp_blocks, full_named_tensors, make_mesh
 from verl.models import monkey_patch
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.hub_names import auto_class
@@ -67,6 +70,36 @@ def test_compiled_blocks_equal_eager_ones_and_are_not_compiled_again_for_other_l
 
     assert graphs[0] > 0, "blocks were compiled"
     assert graphs[len(KINDS) - 1 :] == [graphs[-1]] * (1 + len(LENGTHS))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "modernbert-decoder", "llama4_text"])
+def test_blocks_are_found_where_fsdp_finds_them(model_type, monkeypatch):
+    model = build_family(model_type, FAMILIES[model_type])  # whose decoder has no list of `layers`
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward.__self__) or forward)
+
+    monkey_patch.compile_blocks(model)
+
+    assert compiled == fsdp_blocks(model)
+    assert len(compiled) == model.config.num_hidden_layers
+
+
+def test_blocks_of_a_vision_tower_are_not_compiled(monkeypatch):
+    tiny = load_tiny("llava_onevision")
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward.__self__) or forward)
+
+    monkey_patch.compile_blocks(load_model(tiny, prepared=True))
+
+    assert {type(block).__name__ for block in compiled} == {"Qwen2DecoderLayer"}
+
+
+def test_a_model_that_names_no_blocks_is_refused():
+    model = build_family("llama", {})
+    model._no_split_modules = []
+
+    with pytest.raises(ValueError, match="`compile_blocks` must be false for LlamaForCausalLM"):
+        monkey_patch.compile_blocks(model)
 
 
 def sharded_differences(rank, world_size, folder):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.causal_families import FAMILIES, build_family
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import VisionFamily
 from verl.models.families.registry import family_of
@@ -112,6 +113,18 @@ def test_a_prepared_model_keeps_its_class_name_parameters_and_own_config():
     assert list(first.state_dict()) == names
     assert second.config._attn_implementation == "sdpa"
     assert second(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 128)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "bamba", "qwen3_next"])  # attention, a state, a delta rule
+def test_a_model_that_is_prepared_twice_is_prepared_once(model_type):
+    model = build_family(model_type, FAMILIES[model_type])
+    prepare_model(model)
+    once = [(type(module), len(module._forward_pre_hooks)) for module in model.modules()]
+
+    prepare_model(model)
+
+    assert [(type(module), len(module._forward_pre_hooks)) for module in model.modules()] == once
+    assert check_model(model) < 1e-4
 
 
 def test_vision_language_models_are_recognized_by_their_config(tmp_path):

@@ -2,9 +2,13 @@
 """Whole runs that train adapters: the engine has them, and checkpoints hold nothing else."""
 
 import peft
+import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.helpers.quickstart import make_folder
 from tests.helpers.training import (
@@ -31,6 +35,8 @@ ADAPTED = [
     "trainer.max_steps=3",
     "trainer.save_freq=2",
 ]
+
+ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +108,7 @@ def test_adapters_of_experts_train_with_a_balanced_and_frozen_router(folder):
     model = save_tiny_model(folder / "experts", "qwen3_moe")
     section = "worker.actor.model"
     arguments = quickstart_arguments(
-        folder, model, *ADAPTED, "worker.rollout.lora_sync=auto",
+        folder, model, *ADAPTED, "worker.rollout.lora_sync=auto", "worker.actor.global_batch_size=4",
         f"{section}.lora.target_parameters=[experts.gate_up_proj,experts.down_proj]",
         f"{section}.router_aux_loss_coef=0.1", f"{section}.freeze_router=true",
     )  # fmt: skip
@@ -114,16 +120,36 @@ def test_adapters_of_experts_train_with_a_balanced_and_frozen_router(folder):
     metrics = read_metrics(folder / "balanced")
     for step in (1, 2, 3):
         assert metrics[step]["rollout/log_probs_diff_max"] < 1e-4
-        assert 1.0 < metrics[step]["moe/load_max"] <= 2.0  # of 4 experts, two for each token
-        assert 1.0 < metrics[step]["actor/router_aux_loss"] < 3.0
-    actor = folder / "balanced" / "global_step_3" / "actor"
     base = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         plain = logits(base)
+        check_balance(metrics[1], base, folder / "balanced", 1)
+        trained = peft.PeftModel.from_pretrained(base, folder / "balanced/global_step_2/actor/lora_adapter")
+        check_balance(metrics[3], trained, folder / "balanced", 3)
+        actor = folder / "balanced" / "global_step_3" / "actor"
         merged = AutoModelForCausalLM.from_pretrained(merge_checkpoint(actor, dtype=torch.float32))
+        base = AutoModelForCausalLM.from_pretrained(model)  # the other has adapters in its layers now
+        assert torch.equal(merged.state_dict()[ROUTER], base.state_dict()[ROUTER])
         adapted = peft.PeftModel.from_pretrained(base, actor / "lora_adapter")
         torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=0)
     assert (logits(merged) - plain).abs().max() > 0.1
+
+
+def check_balance(metrics, policy, output, step):
+    """Compare a step of one update with transformers' loss on its rows, by the weights before the step."""
+    rows = pq.read_table(output / "rollouts" / f"step_{step}.parquet").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(output.parent / "experts")
+    ids = [torch.tensor(tokenizer.encode(row["prompt"]) + row["token_ids"]) for row in rows]
+    assert [len(each) for each in ids] == [row["prompt_length"] + row["response_length"] for row in rows]
+    mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+    padded = pad_sequence(ids, batch_first=True)
+    routed = policy(input_ids=padded, attention_mask=mask, output_router_logits=True).router_logits
+    experts, top_k = policy.config.num_experts, policy.config.num_experts_per_tok
+    expected = load_balancing_loss_func(routed, experts, top_k, mask)
+    assert metrics["actor/router_aux_loss"] == pytest.approx(float(expected), rel=1e-4)
+    chosen = torch.stack([each.topk(top_k).indices[mask.flatten() == 1] for each in routed])  # (L, T, k)
+    shares = functional.one_hot(chosen, experts).sum((1, 2)) / mask.sum()
+    assert metrics["moe/load_max"] == pytest.approx(shares.max().item() * experts / top_k, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -24,20 +24,21 @@ def unread_tensors(
     starts: tuple[str, ...],  # of the tensors' names
     base_model: str | None = None,  # folder or hub name, if that model has moved since
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base model's tensors of these names; warn if the base model is not there."""
+    """Yield the base model's tensors of these names; warn if its files are not there."""
     if not starts:
         return
     base = base_model or _base_of(local_dir)
     folder = None if base is None else _folder_of(base)
-    if folder is None:
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if not files:
         logger.warning(
-            "tensors that training does not load (%s) are not exported, because the base model %s is not on"
-            " this machine: give it as `--base_model` to keep them",
+            "tensors that training does not load (%s) are not exported, because the base model %s %s: give it"
+            " as `--base_model` to keep them",
             ", ".join(f"{start}*" for start in starts),
             base or "",
+            "is not on this machine" if folder is None else "has no safetensors files",
         )
-        return
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dictionary
                 if name.startswith(starts):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.distributed.fsdp import fsdp_blocks
 from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.families.interface import Family, Kind, Medium, VisionFamily
-from verl.models.families.registry import family_of
+from verl.models.families.interface import Family, Kind, Medium, VisionFamily, is_part
+from verl.models.families.registry import encoder_of, family_of
 from verl.models.vision import (
     Features,
     MediaRows,
@@ -67,8 +68,13 @@ def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:
     The forward is compiled rather than the block, so that FSDP's hooks and checkpointing stay outside. Sizes
     are symbolic, and attention runs between the compiled parts: neither depends on the sequences' lengths.
     """
-    blocks = model.get_decoder().layers
-    assert isinstance(blocks, nn.ModuleList), "a language model has a list of blocks"
+    encoder = encoder_of(model.config)
+    in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
+    blocks = [block for block in fsdp_blocks(model) if block not in in_tower]
+    if not blocks:
+        raise ValueError(
+            f"`compile_blocks` must be false for {type(model).__name__}, which does not name its blocks"
+        )
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
 

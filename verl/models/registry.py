@@ -123,18 +123,23 @@ def prepare_model(model: PreTrainedModel) -> None:
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is
     `lambda logits: logits.values(rows)`.
+    A prepared model stays as it is.
     """
+    if isinstance(model.get_output_embeddings(), DeferringHead):
+        return
     obstacle = _obstacle(model)
     if obstacle is not None:
         raise NotImplementedError(f"{type(model).__name__} {obstacle}")
     own_config(model)
+    family = family_of(model.config)
+    family.repair(model)
     set_packed_attention(model)
     pack_linear_layers(model)
     if _layer_types(model.config.get_text_config()) & STATE_TYPES:
         run_whole_rows(model)
     defer_head(model)
     record_block_inputs(model)
-    add_packed_forward(model, family_of(model.config))
+    add_packed_forward(model, family)
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -154,12 +159,25 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
     if not (model._supports_attention_backend or _calls_attention_interface(model)):
         return "does not use transformers' attention interface, so sequences cannot be packed"
+    convolving = None if _layer_types(text) & STATE_TYPES else _convolving_layer(model)
+    if convolving is not None:
+        return (
+            f"convolves tokens in {type(convolving).__name__}, and its config names no `layer_types` with a"
+            " state, so sequences cannot be packed"
+        )
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return "takes no keyword arguments for attention, so sequences cannot be packed"
     head = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, DeferringHead):
+    if type(head) is not nn.Linear:
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
+    return None
+
+
+def _convolving_layer(model: PreTrainedModel) -> nn.Module | None:
+    for layer in row_layers(model):
+        if any(isinstance(part, nn.Conv1d) for part in layer.modules()):
+            return layer
     return None
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.architecture.source import ROOT
 from tests.helpers.families import (
@@ -242,3 +242,27 @@ def test_the_file_of_the_page_adds_the_projector_that_llama_4_leaves_out(tmp_pat
 
     assert check_model(load_model(tiny, prepared=True), tiny.processor) < 1e-5
     assert not is_named(tiny.config), "it is still compared with the engine"
+
+
+@pytest.mark.parametrize("kind", ["aya_vision", "cohere2_vision"])
+def test_logits_have_the_scale_of_their_text_model(kind):
+    tiny = load_tiny(kind, logit_scale=0.5)
+    text, model = tiny.config.get_text_config(), load_model(tiny, prepared=True)
+    alone = AutoModelForCausalLM.from_config(text, attn_implementation="eager").eval()
+    alone.model.load_state_dict(tiny.model.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(tiny.model.lm_head.state_dict())
+    ids = torch.arange(40, 52)
+
+    with torch.no_grad():
+        expected = alone(ids[None]).logits[0]
+        own = tiny.model(ids[None]).logits[0]
+        packed = model(
+            input_ids=ids[None],
+            position_ids=torch.arange(len(ids))[None],
+            cu_seqlens=torch.tensor([0, len(ids)]),
+            read=lambda logits: logits.log_probs(ids.roll(-1), torch.arange(len(ids)), 1.0).log_probs,
+        )
+
+    assert torch.allclose(own, expected, atol=1e-5)
+    log_probs = expected.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[:, 0]
+    assert (packed - log_probs).abs().max() < 1e-5

@@ -84,6 +84,16 @@ def test_frames_and_parts_of_a_video_have_an_effect_in_every_family(name, tmp_pa
     assert tokens_of(loader, "video", {"path": path, "nframes": 4}) < tokens_of(loader, "video", path)
 
 
+# The tokens of a frame of the tiny models whose frames are tiles.
+@pytest.mark.parametrize(("name", "tokens"), [("internvl", 4), ("llava_onevision", 9)])
+def test_a_frame_of_one_size_takes_no_limit_below_its_tokens(name, tokens):
+    loader = loader_of(name)
+
+    assert loader.family.smallest_frame(loader.processor) == tokens
+    with pytest.raises(ValueError, match=f"`tokens_per_frame` must be at least {tokens}"):
+        loader_of(name, tokens_per_frame=tokens - 1)
+
+
 class FixedSize(GenericFamily):
     """Images of any size have two tokens."""
 

@@ -199,6 +199,7 @@ class MiniCPMV47(MiniCPMV46):
     processors = ("MiniCPMV4_7Processor",)
     numbers_videos = False
     position_rows = 4
+    engine_patches = ("slice_images_as_the_processor_does",)
     tiny: ClassVar = {
         "minicpmv4_7": replace(
             MiniCPMV46.tiny["minicpmv4_6"],

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from verl.models.families.cohere import CohereVision
 from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily
 from verl.models.families.glm_v import GlmV
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     GlmV(),
     Gemma3(),
     Gemma4(),
+    CohereVision(),
 )
 TEXT, GENERIC = Family(), GenericFamily()
 

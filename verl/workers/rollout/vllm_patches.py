@@ -175,6 +175,19 @@ def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> 
     return [index / metadata["fps"] for index in metadata["frames_indices"][::step]]
 
 
+def slice_images_as_the_processor_does() -> None:
+    """Have vLLM expand images of MiniCPM-V 4.7 by the largest number of slices that its processor makes."""
+    # vLLM 0.32 takes that of the config, or 9, so that the engine would read another prompt than training
+    info = _replaceable(
+        "vllm.model_executor.models.minicpmv4_7:MiniCPMV4_7ProcessingInfo", "get_image_max_slice_num"
+    )
+    info.get_image_max_slice_num = _slices_of_processor
+
+
+def _slices_of_processor(self: Any) -> int:
+    return self.get_image_processor().max_slice_nums
+
+
 def take_features_of_any_length(schema: str) -> None:
     """Let a schema `module:class` of vLLM hold features of images with different numbers of tokens."""
     hints = typing.get_type_hints(_replaceable(schema, "validate"), include_extras=True)

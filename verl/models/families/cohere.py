@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aya Vision and Command A Vision, whose classes in transformers leave out the scale of their logits."""
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from verl.models.families.generic import GenericFamily
+from verl.models.scalar_head import is_scalar
+
+
+class LogitScale(NamedTuple):
+    """A forward hook of a head."""
+
+    factor: float
+
+    def __call__(self, head: nn.Module, args: tuple, logits: Any) -> Any:
+        return logits * self.factor
+
+
+class CohereVision(GenericFamily):
+    """Everything but the logits is found as for a model without a file."""
+
+    model_types = ("aya_vision", "cohere2_vision")
+
+    def repair(self, model: Any) -> None:
+        # Cohere's text models and vLLM multiply logits by `logit_scale`; the forward of transformers 5.19
+        # around them, modeling_cohere2_vision.py:334 and modeling_aya_vision.py:391, does not.
+        head: nn.Module = model.get_output_embeddings()
+        is_repaired = any(isinstance(hook, LogitScale) for hook in head._forward_hooks.values())
+        if not is_repaired and not is_scalar(model.config):
+            head.register_forward_hook(LogitScale(model.config.get_text_config().logit_scale))
