@@ -92,7 +92,7 @@ def test_code_that_ends_its_program_ends_the_session(monkeypatch, code):
 
 def test_processor_time_is_limited_over_all_cells():
     with Session(replace(LIMITS, cpu_s=2)) as session, pytest.raises(SessionEndedError, match="too long"):
-        for _ in range(20):
+        for _ in range(200):  # a busy machine gives a cell little of its time
             session.run("while True: pass", limit_s=0.5)
 
 
