@@ -35,7 +35,7 @@ OPTION = "worker.rollout.multi_turn.tools"
 KWARGS_OPTION = "worker.rollout.multi_turn.tool_kwargs"
 HEADING = "Traceback in the tool (most recent call last):"
 # Names of `multi_turn.SHIPPED_TOOLS`, and of their function or class in `shipped/`.
-SHIPPED = {"calculator": "calculator", "search": "Search", "zoom": "Zoom"}
+SHIPPED = {"calculator": "calculator", "python": "Python", "search": "Search", "zoom": "Zoom"}
 NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")  # as OpenAI allows
 
 

@@ -91,9 +91,7 @@ def _entries(path: Path, entries: list[Any]) -> Iterator[VerlEntry]:
         try:
             tool_class = getattr(importlib.import_module(module), attribute)
         except Exception as error:
-            remedy = (
-                "; write verl's shipped tools as `tools=[...]` here" if module.startswith("verl.") else ""
-            )
+            remedy = "; verl's own tools are not part of this package" if module.startswith("verl.") else ""
             raise ValueError(f"{where}: {class_name} cannot be imported: {error!r}{remedy}") from error
         missing = [name for name in ("create", "execute", "release") if not hasattr(tool_class, name)]
         if missing:

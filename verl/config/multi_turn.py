@@ -11,7 +11,7 @@ from verl.config.schema import option
 FORMATS = ("auto", "hermes", "qwen3_coder", "json")
 ON_TOOL_ERROR = ("show", "end", "stop")
 SIDES = ("left", "middle", "right")
-SHIPPED_TOOLS = ("calculator", "search", "zoom")
+SHIPPED_TOOLS = ("calculator", "python", "search", "zoom")
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,11 @@ def run(
         folder = "/"
         if isolation is not Isolation.NAMESPACES:  # there it has a folder of its own, and no other
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-        job = _job(source, limits, call, isolation) | {"folder": folder, "preludes": list(preludes)}
+        job = job_of(source, limits, call, isolation) | {"folder": folder, "preludes": list(preludes)}
         kept = limits.output_bytes if kept_bytes is None else kept_bytes
-        run = stack.enter_context(_started(job, stdin.encode(errors="surrogateescape"), kept))
+        run = stack.enter_context(started(job, stdin.encode(errors="surrogateescape"), kept))
         _watch(run, limits, job)
-    return _outcome(run, limits)
+    return outcome_of(run, limits)
 
 
 @cache
@@ -118,7 +118,7 @@ def detect() -> tuple[Isolation, str]:
     return Isolation.NONE, "; ".join(causes)
 
 
-def _job(source: str, limits: Limits, call: Call | None, isolation: Isolation) -> dict:
+def job_of(source: str, limits: Limits, call: Call | None, isolation: Isolation) -> dict:
     is_root = os.geteuid() == 0
     namespaces = isolation is Isolation.NAMESPACES
     user, threads = os.geteuid(), limits.threads
@@ -164,7 +164,9 @@ class _Stream:
 
 
 @dataclass
-class _Run:
+class Run:
+    """A program that was started, and what it has written so far."""
+
     popen: subprocess.Popen
     lifeline: int
     confined: bool
@@ -179,7 +181,13 @@ class _Run:
 
 
 @contextmanager
-def _started(job: dict, stdin: bytes, kept: int) -> Iterator[_Run]:
+def started(job: dict, stdin: bytes, kept: int, connection: int | None = None) -> Iterator[Run]:
+    """Start a program; kill it at the end.
+
+    Args:
+        kept: The first bytes of stdout and of the value that are kept.
+        connection: File descriptor of a socket that replaces the pipe of the value.
+    """
     limit = job["limits"]["output_bytes"]
     limits = {
         "stdout": (limit, kept),
@@ -191,13 +199,16 @@ def _started(job: dict, stdin: bytes, kept: int) -> Iterator[_Run]:
         contents = {"job": marshal.dumps(job), "stdin": stdin}
         theirs = {name: _memory_file(name, content, passed) for name, content in contents.items()}
         streams = {}
+        if connection is not None:
+            theirs["value"] = connection
+            del limits["value"]
         for name, bounds in limits.items():
             ours, theirs[name] = _pipe(files, passed)
             streams[name] = _Stream(ours, *bounds)
         theirs["lifeline"], lifeline = _pipe(passed, files)
         popen = _launch(theirs, job["folder"])
         passed.close()
-        run = _Run(popen, lifeline, job["confined"], streams)
+        run = Run(popen, lifeline, job["confined"], streams)
         try:
             yield run
         finally:
@@ -237,7 +248,7 @@ def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-def _watch(run: _Run, limits: Limits, job: dict) -> None:
+def _watch(run: Run, limits: Limits, job: dict) -> None:
     begin = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for stream in run.streams.values():
@@ -250,13 +261,13 @@ def _watch(run: _Run, limits: Limits, job: dict) -> None:
                 elif key.data.num_bytes > key.data.limit:
                     run.killed_for = Status.OUTPUT_LIMIT
                 elif key.data is run.streams["status"]:
-                    _follow(run, job)
+                    follow(run, job)
             if time.monotonic() >= end:
                 run.killed_for = Status.TIMED_OUT
     run.ended_at = time.monotonic()
 
 
-def _follow(run: _Run, job: dict) -> None:
+def follow(run: Run, job: dict) -> None:
     if run.started_at is None and run.reported("started") is not None:
         run.started_at = time.monotonic()
     elif job["namespaces"] and run.reported("unshared") is not None and run.started_at is None:
@@ -278,7 +289,7 @@ def _map_users(pid: int, user: int) -> None:
     Path(f"/proc/{pid}/uid_map").write_text(users)
 
 
-def _end(run: _Run, files: ExitStack) -> None:
+def _end(run: Run, files: ExitStack) -> None:
     files.close()  # the lifeline among them
     if not run.confined:
         _kill_group(run)  # the program may have started others
@@ -289,12 +300,12 @@ def _end(run: _Run, files: ExitStack) -> None:
         run.popen.wait()
 
 
-def _kill_group(run: _Run) -> None:
+def _kill_group(run: Run) -> None:
     with suppress(ProcessLookupError):
         os.killpg(run.popen.pid, signal.SIGKILL)
 
 
-def _outcome(run: _Run, limits: Limits) -> Outcome:
+def outcome_of(run: Run, limits: Limits) -> Outcome:
     if run.started_at is None:
         stderr = run.streams["stderr"].text.strip()[-2000:]
         why = run.reported("failed") or stderr or "it did not start in time"
@@ -309,7 +320,7 @@ def _outcome(run: _Run, limits: Limits) -> Outcome:
         stdout=run.streams["stdout"].text,
         stderr=run.streams["stderr"].text,
         is_stdout_cut=run.streams["stdout"].num_bytes > run.streams["stdout"].kept,
-        value=run.streams["value"].text or None,
+        value=(run.streams["value"].text or None) if "value" in run.streams else None,
         exit_code=code if code >= 0 and not run.killed_for else None,
         signal=-code if code < 0 and not run.killed_for else None,
         wall_s=run.ended_at - run.started_at,
