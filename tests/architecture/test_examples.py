@@ -20,7 +20,9 @@ RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config
 FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path != RUNTIME_ENV)
 FINE_TUNING = {ROOT / "examples" / name for name in ("sft.yaml", "quickstart/cold_start.yaml")}
 TRAINERS = {"main": main, "sft": sft.main}
-TEMPLATES = sorted((ROOT / "examples").rglob("*.jinja"))
+TEMPLATES = sorted(
+    path for path in (ROOT / "examples").rglob("*.jinja") if path.parent.name != "chat_template"
+)
 
 
 def commands_of(script, written=None):
