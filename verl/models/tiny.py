@@ -6,6 +6,7 @@ second and without a network. Text models are listed here, others in the files o
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +163,17 @@ def save_tiny_model(
     *,
     seed: int = 0,
     words: Sequence[str] = (),
+    added_tokens: Sequence[str] = (),
     **overrides: Any,
 ) -> Path:
     """Write the tiny random model of that name in `TINY_MODELS`, with tokenizer and processor.
 
     `words` become single tokens; without any, the tokenizer has a few that tests and demos use.
+    `added_tokens` are texts of any length that become single tokens in addition.
     `overrides` are options of the language model's config, for example `num_hidden_layers=4`.
     """
     chosen = TINY_MODELS[family]
+    chosen = replace(chosen, added_tokens=(*chosen.added_tokens, *added_tokens))
     if words and not chosen.keeps_words:
         raise ValueError(f"a tiny {family} model cannot have words of its own; qwen3 can")
     directory = Path(directory)

@@ -23,7 +23,7 @@ class Zoom:
             `pixels` refer to what it sees.
         min_pixels: The same for smaller images: `data.min_pixels`.
         size: Pixels of the longer side of an enlarged part; a larger part keeps its size.
-        image_key: Column of the images in a row: `data.image_key`.
+        image_key: Column of the images in a row; `images` has those of the prompt.
     """
 
     name = "zoom"

@@ -127,7 +127,15 @@ class ConversationDriver:
         prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
         self._open[key] = Conversation(self.rules, prompt)
         if self.pool is not None:
-            self.pool.start(key, row)
+            self.pool.start(key, self._tool_row(row))
+
+    def _tool_row(self, row: Row) -> dict[str, Any]:
+        """Return a row as tools get it: with the `images` and `videos` of its prompt, as local references."""
+        media = row["multi_modal_data"]
+        if self.rules.media is None or not media:
+            return dict(row)
+        on_disk = self.rules.media.loader.on_disk
+        return {**row, **{name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}}
 
     def _close(self, key: Key) -> Conversation:
         if self.pool is not None:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions of the quickstart with a tool: the color of a dot too small to be seen. Deterministic.
+
+The pictures have 900 x 900 pixels and a dot of 4 x 4 in their center. The policy sees them shrunk to 56 x 56,
+where the dot changes one pixel by a sixteenth; the tool `zoom` shows it the center.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+from shapes import COLORS, save_rows, vary
+
+IMAGE_SIZE, DOT_SIZE = 900, 4  # pixels
+# Boxes in thousandths of the sides, of twice the dot's size.
+CENTER = [496, 496, 504, 504]
+ELSEWHERE = [[100, 100, 108, 108], [900, 100, 908, 108], [500, 900, 508, 908]]
+
+
+def draw(rng: random.Random, color: str) -> Image.Image:
+    """Draw a dot in the center of a random gray; its color varies a little."""
+    gray = rng.randint(0, 255)
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (gray, gray, gray))
+    start = (IMAGE_SIZE - DOT_SIZE) // 2
+    box = (start, start, start + DOT_SIZE - 1, start + DOT_SIZE - 1)
+    ImageDraw.Draw(image).rectangle(box, fill=vary(rng, color))
+    return image
+
+
+def call_of(box: list[int]) -> str:
+    """Return a call of `zoom` as the policy writes it."""
+    call: dict[str, Any] = {"name": "zoom", "arguments": {"box": box}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+CALLS = [call_of(box) for box in (CENTER, *ELSEWHERE)]
+
+
+def write_dots(folder: Path, name: str, count: int, seed: int) -> Path:
+    """Write `count` questions to `<name>.jsonl` and their images to `images/`; returns the file."""
+    rng = random.Random(seed)
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(count):
+        color, path = list(COLORS)[number % len(COLORS)], images / f"{name}_{number:03d}.png"
+        draw(rng, color).save(path)
+        rows.append({"problem": "<image>What colour?", "answer": color, "images": [path.name]})
+    rng.shuffle(rows)
+    return save_rows(rows, folder / f"{name}.jsonl")
