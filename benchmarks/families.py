@@ -24,7 +24,11 @@ from verl.utils.cuda_builds import repair_cuda_builds
 repair_cuda_builds()  # before transformers is imported
 
 # isort: split
+from transformers import AutoConfig, AutoProcessor
+
 from verl.logger.file import read_log
+from verl.models.families.interface import VisionFamily
+from verl.models.families.registry import family_of
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +44,18 @@ def prepare(folder: Path, kind: str, seed: int) -> None:
     with_images = TINY_MODELS[kind].vision is not None
     write_questions(folder, "train", TRAIN, 2 * seed + 1, with_images=with_images)
     write_questions(folder, "val", VAL, 2 * seed + 2, with_images=with_images)
+
+
+def pixel_limits(model: Path) -> list[str]:
+    """Return options that remove the demo's limits of pixels where they have no effect and are refused."""
+    config = AutoConfig.from_pretrained(model)
+    family = family_of(config)
+    if not isinstance(family, VisionFamily):
+        return []
+    processor = AutoProcessor.from_pretrained(model)
+    if not all(family.sized_by(processor, kind) for kind in family.kinds):
+        return []
+    return ["data.min_pixels=null", "data.max_pixels=null"]
 
 
 def train(folder: Path, options: argparse.Namespace, overrides: list[str]) -> Path:
@@ -62,6 +78,7 @@ def train(folder: Path, options: argparse.Namespace, overrides: list[str]) -> Pa
         "trainer.logger=[console, file]",
         f"trainer.n_gpus_per_node={options.processes}",
         f"trainer.max_steps={options.steps}",
+        *pixel_limits(folder / "model"),
         *overrides,
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
+from tests.helpers.causal_families import FAMILIES, build_family
 from verl.models.hub_names import meta_model
 from verl.models.lora import (
     adapted_layers,
@@ -42,6 +43,34 @@ IDS = torch.arange(5, 29).view(2, 12)
 
 def config_of(targets, modules="q_proj,v_proj", **options):
     return AdapterConfig(4, 6, modules, target_parameters=tuple(targets), **options)
+
+
+@pytest.mark.parametrize("targets", [(), (DOWN, GATE_UP)])
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+def test_all_linear_leaves_out_routers_that_return_more_than_a_tensor(model_type, targets):
+    """Llama 4 and Phi-MoE derive their router from `nn.Linear`."""
+    model = build_family(model_type, FAMILIES[model_type])
+    with torch.no_grad():
+        before = model(IDS).logits
+
+    names = attach_adapters(model, config_of(targets, "all-linear" if not targets else "q_proj"), OPTION)
+
+    assert any(name.endswith("q_proj") for name in names)
+    assert not any(name.endswith("router") for name in names)
+    assert torch.allclose(model(IDS).logits, before, atol=1e-6)
+    adapters = {name: param for name, param in model.named_parameters() if is_adapter(name)}
+    with torch.no_grad():
+        for param in adapters.values():
+            param.add_(0.01)
+    model(IDS).logits.square().mean().backward()
+    assert all(param.grad is not None and param.grad.abs().sum() > 0 for param in adapters.values())
+
+
+def test_a_router_that_is_named_alone_is_an_error():
+    model = build_family("llama4_text", FAMILIES["llama4_text"])
+
+    with pytest.raises(ValueError, match=r"target_modules` \(router\) matches no linear module of Llama4"):
+        attach_adapters(model, config_of((), "router"), OPTION)
 
 
 @pytest.fixture(scope="module")

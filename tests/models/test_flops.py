@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from tests.helpers.causal_families import FAMILIES, build_family
 from verl.models.flops import FlopsCounter, causal_pairs, peak_flops
 from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
@@ -45,6 +48,65 @@ def test_qwen2_by_hand(tmp_path):
     assert counter.forward([3, 2]) == 2 * 5 * (weights + head) + attention
     assert counter.forward([3, 2], num_response_tokens=2) == 2 * (5 * weights + 2 * head) + attention
     assert counter.training([3, 2]) == 3 * counter.forward([3, 2])
+
+
+def test_a_layer_of_gated_delta_rule_by_hand(tmp_path):
+    config, _ = load_tiny(tmp_path, "qwen3_5_text", num_hidden_layers=2)
+    text = config.get_text_config()
+    assert text.layer_types == ["linear_attention", "full_attention"]
+    sizes = (text.linear_num_key_heads, text.linear_key_head_dim, text.linear_num_value_heads)
+    assert (*sizes, text.linear_value_head_dim, text.linear_conv_kernel_dim) == (2, 64, 4, 64, 4)
+
+    # Hidden 128, MLP 256 (3 x 256 x 128 = 98,304), vocabulary 512. The linear layer: 2 key heads of 64, 4
+    # value heads of 64. Queries, keys and values are 128 + 128 + 256 = 512 channels, the gate 256, decay and
+    # beta 4 each: (512 + 256 + 8) x 128 = 99,328; out 128 x 256 = 32,768; the convolution 512 x 4 = 2,048.
+    linear = 99_328 + 32_768 + 2_048 + 98_304
+    # The full layer: 4 heads of 32 with a gate (256 x 128), 2 kv heads (2 x 64 x 128), out 128 x 128.
+    full = 32_768 + 16_384 + 16_384 + 98_304
+    # A token and value head: a state of 64 x 64, times 2 for S k, 2 for the outer product, 2 for S q.
+    state = 4 * 6 * 64 * 64
+    # Sequences of 3 and 2 tokens: 6 + 3 pairs in the one full layer, 128 channels.
+    attention = 4 * 128 * (6 + 3)
+
+    expected = 5 * (2 * (linear + full + 512 * 128) + state) + attention
+    assert FlopsCounter(config).forward([3, 2]) == expected
+
+
+# State operations of a token, by hand from the sizes of `causal_families`.
+STATES = {
+    "qwen3_next": (
+        6 * 4 * 16 * 8,
+        {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_value_heads": 4},
+    ),
+    "minimax": (4 * 4 * 16 * 16, {}),  # 4 heads of 16
+    "bamba": (4 * 2 * 64 * 8, {}),  # 2 x hidden 64 channels, each with a state of 8
+    "jamba": (4 * 2 * 64 * 8, {}),
+    "falcon_h1": (2 * 4 * 64 * 8, {}),  # in both layers 64 channels, besides attention
+    "lfm2": (0, {}),  # a convolution only
+}
+
+
+@pytest.mark.parametrize("model_type", STATES)
+def test_layers_with_a_state_cost_each_token_the_same(model_type):
+    states, sizes = STATES[model_type]
+    counter = FlopsCounter(build_family(model_type, FAMILIES[model_type] | sizes).config)
+    attending = 2 if model_type == "falcon_h1" else 1  # of 2 layers
+
+    assert counter.text.states == states
+    # Twice as long: only pairs of attention are more than twice as many. 4 heads of 16.
+    more = counter.forward([20]) - 2 * counter.forward([10])
+    assert more == 4 * attending * 4 * 16 * (causal_pairs(20) - 2 * causal_pairs(10))
+
+
+def test_a_convolution_counts_whole_in_a_mixture_of_experts():
+    config = build_family("qwen3_next", FAMILIES["qwen3_next"]).config
+    wide = copy.deepcopy(config)
+    wide.linear_conv_kernel_dim += 3
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    channels += config.linear_num_value_heads * config.linear_value_head_dim
+
+    more = FlopsCounter(wide).forward([1]) - FlopsCounter(config).forward([1])
+    assert more == 2 * 3 * channels
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek", "llama", "qwen3", "qwen3_moe", "gemma3"])

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.cli.chat_session import Conversation
 from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import MediaLoader
-from verl.data.media.sizes import MediaOptions
+from verl.data.media.sizes import MediaOptions, chosen_limits
 from verl.data.prompt_template import PromptFormat
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import resolve_device
@@ -31,7 +31,8 @@ def open_conversation(model: str, options: argparse.Namespace) -> Iterator[Conve
     processor = load_processor(model, template, options.trust_remote_code)
     media = None
     if processor is not None:
-        media = MediaLoader(processor, MediaOptions(options.min_pixels, options.max_pixels))
+        limits = tuple(f"--{name.replace('_', '-')}" for name in chosen_limits(options))
+        media = MediaLoader(processor, MediaOptions(options.min_pixels, options.max_pixels, limits=limits))
     config = AutoConfig.from_pretrained(model, trust_remote_code=options.trust_remote_code)
     longest = getattr(config.get_text_config(), "max_position_embeddings", LONGEST)
     max_length = min(options.max_length or LONGEST, longest)

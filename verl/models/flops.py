@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
+from verl.models.linear_attention.operations import attending_layers, state_operations
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
 
@@ -33,11 +34,13 @@ class FlopsCounter:
     A product with a weight costs 2 operations per element and token, attention 4 per query-key pair and
     channel:
 
-        forward = 2 N_active tokens + 2 N_head response_tokens + 4 layers heads head_dim pairs + vision
+        forward = 2 N_active tokens + 2 N_head response_tokens + 4 layers heads head_dim pairs
+                  + states + vision
         backward = 2 forward    (a frozen vision tower has none)
 
     `N_active` counts the weight matrices that a token uses: no embeddings, and k of E experts. A sequence of
-    L tokens has L (L + 1) / 2 pairs, fewer with a sliding window.
+    L tokens has L (L + 1) / 2 pairs, fewer with a sliding window. Layers without attention have none; those
+    with a state, such as linear attention, cost every token the same, see `linear_attention/operations.py`.
 
     Source: "Scaling Laws for Neural Language Models", section 2.1 (https://arxiv.org/abs/2001.08361); MFU:
     PaLM, appendix B (https://arxiv.org/abs/2204.02311), which counts attention without the causal mask.
@@ -100,13 +103,20 @@ class TextShape:
         head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
         weights = [weight for weight in matrices(model) if id(weight) not in vision and weight is not head]
         chosen = experts_per_token(config)
+        convolved = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d)}
         # A stack of experts is one weight (experts, in, out).
         self.active = sum(
-            weight.numel() // len(weight) * chosen if weight.ndim == 3 else weight.numel()
+            weight.numel() // len(weight) * chosen
+            if weight.ndim == 3 and id(weight) not in convolved
+            else weight.numel()
             for weight in weights
         )
         self.head = head.numel()
-        self.channels = [heads.queries * heads.dim for heads in layer_heads(config)]
+        self.states = state_operations(model)
+        heads, attends = layer_heads(config), attending_layers(model.get_decoder(), config.num_hidden_layers)
+        self.channels = [
+            each.queries * each.dim * attending for each, attending in zip(heads, attends, strict=True)
+        ]
         self.windows = attention_windows(config)
 
     def forward(self, lengths: Sequence[int], num_response_tokens: int | None) -> float:
@@ -117,7 +127,8 @@ class TextShape:
             for channels, window in zip(self.channels, self.windows, strict=True)
             for length in lengths
         )
-        return 2.0 * (self.active * tokens + self.head * to_head) + 4.0 * attention
+        weights = 2.0 * (self.active * tokens + self.head * to_head)
+        return weights + self.states * tokens + 4.0 * attention
 
 
 class VisionShape:

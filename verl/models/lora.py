@@ -156,7 +156,9 @@ def _adapted_modules(
     head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     modules = {name: module for name, module in modules.items() if module is not head and name != SCORE}
-    linear = [name for name in modules if not name.startswith(parts)]
+    linear = [
+        name for name, module in modules.items() if not name.startswith(parts) and _returns_features(module)
+    ]
     target = _matcher(adapter.target_modules, f"{option}.target_modules")
     names = [name for name in linear if target(name)]
     if not names:
@@ -175,6 +177,15 @@ def _adapted_modules(
             f" `{option}.target_modules` ({adapter.target_modules}): exclude fewer"
         )
     return kept
+
+
+@torch.no_grad()
+def _returns_features(module: nn.Linear) -> bool:
+    """Return False for a router that is a linear module and returns scores too, to which peft cannot add."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    weight = module.weight
+    return torch.is_tensor(module(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)))
 
 
 def _selected_parameters(

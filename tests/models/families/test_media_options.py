@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of single images and videos: every family honors them, or refuses them by name."""
 
+import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.families import pixel_limits
 from tests.helpers.families import load_tiny
 from tests.helpers.media import save_image, save_video
+from verl.config.data import DataConfig
+from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
@@ -67,6 +72,60 @@ def test_a_limit_of_a_videos_pixels_has_an_effect_or_is_refused(name, tmp_path):
             read({"videos": [limited]})
     with pytest.raises(ValueError, match="`tokens_per_frame`, without effect on this model"):
         loader_of(name, tokens_per_frame=64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runs_limits_of_pixels_have_an_effect_or_are_refused_at_the_start(name):
+    tiny = load_tiny(name)
+    data = replace(DataConfig(), min_pixels=784, max_pixels=50176)
+    sized_by = [tiny.family.sized_by(tiny.processor, kind) for kind in tiny.family.kinds]
+
+    def open_loader(data):
+        return MediaLoader(tiny.processor, MediaOptions.from_data(data), MediaCache(None), tiny.family)
+
+    open_loader(replace(data, min_pixels=None, max_pixels=None))
+    open_loader(DataConfig())
+    if not all(sized_by):
+        assert pixel_limits(tiny.folder) == []
+        open_loader(data)
+        return
+    assert pixel_limits(tiny.folder) == ["data.min_pixels=null", "data.max_pixels=null"]
+    for limited, named in (
+        (data, "`data.min_pixels`, `data.max_pixels`"),
+        (replace(data, min_pixels=None), "`data.max_pixels`"),
+        (replace(data, max_pixels=DataConfig().max_pixels), "`data.min_pixels`"),
+        (SFTDataConfig(min_pixels=784), "`data.min_pixels`"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}, without effect on this .*`{sized_by[0][0]}` decide"):
+            open_loader(limited)
+
+
+def test_families_of_one_size_are_refused_a_runs_limits():
+    sized = {
+        name
+        for name in NAMES
+        for tiny in [load_tiny(name)]
+        if all(tiny.family.sized_by(tiny.processor, kind) for kind in tiny.family.kinds)
+    }
+
+    assert sized == {"gemma3_vl", "gemma4", "gemma4_moe"}
+
+
+def test_limits_have_an_effect_if_they_change_the_tokens_of_images_of_any_shape():
+    """With tiles of 448 pixels, only one grid of up to 12 has the shape 2:3, but three are square."""
+    tiny = load_tiny("internvl")
+    processor = copy.deepcopy(tiny.processor)
+    processor.image_processor = type(processor.image_processor)(
+        size={"height": 448, "width": 448}, max_patches=12
+    )
+    tokens = {
+        size: len(tiny.family.image_shape(processor, *size).tokens)
+        for size in ((64, 96), (1024, 1536), (64, 64), (1024, 1024))
+    }
+
+    assert tokens[64, 96] == tokens[1024, 1536]
+    assert tokens[64, 64] < tokens[1024, 1024]
+    assert tiny.family.sized_by(processor, "image") == ()
 
 
 @pytest.mark.parametrize("name", READ_VIDEOS)

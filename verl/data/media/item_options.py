@@ -51,7 +51,7 @@ def without_effect(names: Sequence[str], sized_by: Sequence[str]) -> str:
     ours, theirs = (", ".join(f"`{name}`" for name in each) for each in (names, sized_by))
     return (
         f"{ours}, without effect on this model: its processor's {theirs} decide its number of tokens, not"
-        " the pixels: remove it, or change the processor's configuration"
+        f" the pixels: remove {'it' if len(names) == 1 else 'them'}, or change the processor's configuration"
     )
 
 

@@ -7,6 +7,7 @@ a batch share one decoding.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,12 +81,23 @@ class MediaLoader:
         self._sized_by: dict[Kind, tuple[str, ...]] = {}
         options.check_budget(self.family.smallest_frame(processor))
         if options.tokens_per_frame is not None and self.family.reads_videos:
-            sized_by = self.family.sized_by(processor, "video")
-            if sized_by:
-                raise ValueError(without_effect(["tokens_per_frame"], sized_by))
+            self._check_effect(["tokens_per_frame"], ["video"])
+        if options.limits:
+            self._check_effect(options.limits, self.family.kinds)
         parts = (processor.image_processor, getattr(processor, "video_processor", None))
         settings = "".join(part.to_json_string() for part in parts if part is not None)
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
+
+    def _check_effect(self, names: Sequence[str], kinds: Sequence[Kind]) -> None:
+        """Raise a ValueError if options that limit pixels change the tokens of none of these kinds."""
+        sized_by = [self._sizing_options(kind) for kind in kinds]
+        if all(sized_by):
+            raise ValueError(without_effect(names, list(dict.fromkeys(itertools.chain(*sized_by)))))
+
+    def _sizing_options(self, kind: Kind) -> tuple[str, ...]:
+        if kind not in self._sized_by:
+            self._sized_by[kind] = self.family.sized_by(self.processor, kind)
+        return self._sized_by[kind]
 
     # --- files
 
@@ -147,12 +159,9 @@ class MediaLoader:
 
     def _check_size_options(self, kind: Kind, ref: Reference) -> None:
         names = size_options(ref)
-        if not names:
-            return
-        if kind not in self._sized_by:
-            self._sized_by[kind] = self.family.sized_by(self.processor, kind)
-        if self._sized_by[kind]:
-            raise BadRowError(f"the {kind} has {without_effect(names, self._sized_by[kind])}")
+        sized_by = self._sizing_options(kind) if names else ()
+        if sized_by:
+            raise BadRowError(f"the {kind} has {without_effect(names, sized_by)}")
 
     def _image_size(self, options: SizeOptions, image: Image.Image) -> tuple[int, int]:
         if options.size is None:

@@ -3,14 +3,17 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from verl.config.data import RowsConfig
 from verl.data.media.download_options import DownloadOptions
 from verl.data.media.video import SizeOptions, VideoOptions
+
+LIMITS = ("min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,15 @@ class MediaOptions:
     tokens_per_frame: int | None = None  # upper limit, takes precedence over `min_pixels`
     cache_dir: str | None = None  # keeps decoded videos for later runs
     urls: DownloadOptions | None = None  # None refuses URLs
+    limits: tuple[str, ...] = ()  # names of the bounds of pixels that the user chose
 
     @classmethod
     def from_data(cls, data: Any, **others: Any) -> "MediaOptions":
         """Take them from the `data` section of a config, except for `others`."""
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
         pixels = data.min_pixels or 0, data.max_pixels or sys.maxsize  # null is no bound
-        return cls(*pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, **others)
+        limits = tuple(f"data.{name}" for name in chosen_limits(data))
+        return cls(*pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, limits=limits, **others)
 
     def of_images(self) -> SizeOptions:
         return SizeOptions(self.min_pixels, self.max_pixels)
@@ -50,6 +55,12 @@ class MediaOptions:
                 f"`tokens_per_frame` must be at least {smallest} for this model, got {self.tokens_per_frame}:"
                 " its processor enlarges smaller frames"
             )
+
+
+def chosen_limits(options: Any) -> list[str]:
+    """Return the bounds of pixels that differ from their defaults; null is no bound."""
+    defaults = {field.name: field.default for field in fields(RowsConfig)}
+    return [name for name in LIMITS if getattr(options, name) not in (None, defaults[name])]
 
 
 def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

@@ -25,7 +25,13 @@ WHAT_TO_WRITE = (
     "describe what is different in a file, like those of verl/models/families, and give it as"
     " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
 )
-COMPARED_SIZES = (64, 96), (1024, 1536)
+# A small and a large image of each shape: where an image is cut into tiles, its area decides their number
+# for shapes of several grids only.
+COMPARED_SIZES = (
+    ((64, 96), (1024, 1536)),
+    ((64, 64), (1024, 1024)),
+    ((64, 128), (1024, 2048)),
+)
 # Options of processors that decide the size of images and frames, and so the number of their tokens.
 SIZE_OPTIONS = (
     "max_soft_tokens", "max_patches", "max_image_tiles", "max_slice_nums", "image_seq_length",
@@ -150,6 +156,11 @@ class VisionFamily(Family, ABC):
             kinds[processor.video_token_id] = "video"
         return kinds
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of media that the models read."""
+        return KINDS if self.reads_videos else ("image",)
+
     @abstractmethod
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         """Return the shape of an image of this size in pixels."""
@@ -248,11 +259,12 @@ class VisionFamily(Family, ABC):
     def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
         """Return the processor's options that alone decide the tokens of an image, or of a video's frames.
 
-        None do if a larger image of the same shape has more tokens: then limits of its pixels have an effect.
+        None do if a larger image of some shape has other tokens: then limits of its pixels have an effect.
         """
-        small, large = (self._tokens_of_size(processor, kind, *size) for size in COMPARED_SIZES)
-        if small != large:
-            return ()
+        for sizes in COMPARED_SIZES:
+            small, large = (self._tokens_of_size(processor, kind, *size) for size in sizes)
+            if small != large:
+                return ()
         part = getattr(processor, f"{kind}_processor", None) or processor.image_processor
         return tuple(name for name in SIZE_OPTIONS if getattr(part, name, None) is not None)
 
