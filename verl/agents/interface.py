@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a conversation between the policy and the world: calls, observations, turns, tools.
 
-Token in, token out: the tokens of a turn are those that the engine sampled, never its text tokenized again.
+Token in, token out: a turn keeps the tokens that the engine sampled; its text is never tokenized again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A finished conversation, beside the tokens of its response."""
+    """A finished conversation, in addition to the tokens of its response."""
 
     is_sampled: list[bool]  # of each token: False on those of observations
     turns: tuple[Turn, ...]
@@ -79,7 +79,7 @@ class Trajectory:
 class Tool(Protocol):
     """A tool that the policy may call; a plain function with type hints and a docstring becomes one.
 
-    `schema` is that of a function for chat templates: {"type": "function", "function": {"name": ...}}.
+    `schema` describes a function for chat templates: {"type": "function", "function": {"name": ...}}.
     """
 
     schema: Mapping[str, Any]

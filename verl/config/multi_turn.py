@@ -49,7 +49,7 @@ class MultiTurnConfig:
     )
     max_seconds: float | None = option(None, "Maximum seconds of a conversation; null is any.", minimum=0.01)
     tool_timeout_s: float = option(60.0, "Maximum seconds of a call.", minimum=0.01)
-    tool_concurrency: int = option(8, "Calls that run at once beside each engine.", minimum=1)
+    tool_concurrency: int = option(8, "Calls that run at once next to each engine.", minimum=1)
     tool_memory_limit_gb: float = option(4.0, "Memory that a call may allocate, in GiB.", minimum=0.1)
     on_tool_error: str = option(
         "show",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations beside a rollout engine: each goes on at its own pace while the tools of others work.
+"""Conversations next to a rollout engine: each continues at its own pace while the tools of others work.
 
 Turns and answers arrive in any order. With tensor parallelism the first rank of an engine runs the tools and
 tells the others what came and when, so that all make the same calls of the engine.
