@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations without media: tokens, limits and ends."""
 
+import pickle
+import random
+
 import pytest
 
 from tests.helpers.conversations import CALL, PROMPT, begin, encode, rules_of, say
@@ -261,3 +264,34 @@ def test_calls_in_thoughts_are_not_made():
     assert say(begin(rules), f"I may write {CALL} later{END}") == []  # its template starts with thoughts
     assert say(begin(rules), f"I may write {CALL} later\n</think>\n\n{CALL}{END}") == [ADD]
     assert say(begin(rules_of()), f"<think>{CALL}</think>5{END}") == []
+
+
+def test_each_request_continues_the_tokens_of_the_one_before():
+    rng = random.Random(0)
+    rules = rules_of("qwen3", max_parallel_calls=2)
+    turns = [f"{CALL}{END}", f"a\n{CALL} b {CALL} c{CALL}{END}", f"<tool_call>x{END}", f"{CALL}<|endoftext|>"]
+    for _ in range(30):
+        conversation = begin(rules)
+        before: list[int] = []
+        while not conversation.is_done:
+            request = conversation.request()
+            assert request.token_ids[: len(before)] == before and request.number == len(conversation._turns)
+            assert request.max_tokens == 1000 - len(conversation._row.response)
+            # A turn is kept whatever tokens it has, even such as no text is split into.
+            sampled = [*rng.choices(range(300, 400), k=3), *encode(rules, rng.choice([*turns, f"5{END}"]))]
+            reason = "stop" if len(sampled) <= request.max_tokens else "length"
+            sampled = sampled[: request.max_tokens]
+            before = request.token_ids + sampled
+            calls = conversation.add_turn(sampled, [-1.0] * len(sampled), reason)
+            if calls:
+                answers = [Observation(rng.choice(["5", "", "x" * 50, END, "\n"])) for _ in calls]
+                conversation.observe(answers)
+
+        finished = conversation.finish()
+        trajectory = finished.trajectory
+        assert len(finished.token_ids) == len(finished.log_probs) == len(trajectory.is_sampled) <= 1000
+        for turn in trajectory.turns:
+            assert all(trajectory.is_sampled[turn.start : turn.stop])
+            assert len(turn.observations) in (0, len(turn.calls))
+        assert sum(trajectory.is_sampled) == sum(turn.stop - turn.start for turn in trajectory.turns)
+        assert pickle.loads(pickle.dumps(finished)) == finished

@@ -2,6 +2,7 @@
 """Conversations with images and videos, for the processors of several families."""
 
 import io
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +30,13 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def rules_with_media(kind, template=None, **options):
     """Return rules for a tiny model, with its own template or one of `TEMPLATES` with its image tokens."""
     tiny, recipe = load_tiny(kind), TINY_MODELS[kind]
+    processor = copy(tiny.processor)
+    processor.chat_template = processor.tokenizer.chat_template
     if template is not None:
         source = TEMPLATES[template].replace("<|vision_start|><|image_pad|><|vision_end|>", recipe.image)
         source = source.replace("<|vision_start|><|video_pad|><|vision_end|>", recipe.video)
-        tiny.processor.chat_template = source
-    else:
-        tiny.processor.chat_template = tiny.processor.tokenizer.chat_template
-    loader = MediaLoader(tiny.processor, MediaOptions(0, 1 << 20))
+        processor.chat_template = source
+    loader = MediaLoader(processor, MediaOptions(0, 1 << 20))
     media = ConversationMedia(loader, lambda ids, shape: tiny.family.positions(tiny.config, ids, shape))
     return rules_of(tokenizer=tiny.processor.tokenizer, media=media, max_tokens=5000, **options)
 

@@ -25,6 +25,7 @@ NAME = "an observation"  # in errors of templates
 TOOL_ROLE = re.compile(r"""["']tool["']""")
 RESPONSE, END_OF_RESPONSE = "<tool_response>\n", "\n</tool_response>"  # in a user's message
 PART = re.compile(r"""\{["']type["']:""")  # of a list of parts that a template wrote as it is
+MAX_KEPT = 256  # renderings; the policy may invent names of tools
 SHOWN = 60  # characters of two texts from their first difference
 
 logger = get_logger(__name__)
@@ -64,6 +65,7 @@ class ObservationRenderer:
             )
         self.tokenizer, self.placeholders = tokenizer, placeholders
         self._render = chat_template
+        self._before: dict[tuple[Style, tuple[str, ...]], str] = {}  # renderings of a turn by names of calls
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         special = added | set(tokenizer.all_special_tokens)
         self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(special)))
@@ -94,7 +96,7 @@ class ObservationRenderer:
         Texts must be `plain`. Each image and video is one placeholder.
         """
         calls, observations = self._shown(calls, observations)
-        following = self._after(_short(calls, self.style), _messages(self.style, calls, observations))
+        following = self._after(self.style, calls, observations)
         tokens = self._encode(following.text)
         leading = list(takewhile(self.is_end, tokens))
         if last_token in leading:
@@ -120,10 +122,16 @@ class ObservationRenderer:
 
     # --- the difference of two renderings
 
-    def _after(self, base: Sequence[Message], messages: Sequence[Message]) -> Following:
-        """Return what follows the last message of `base`, whose last `MARK` ends what is not its form."""
-        before = self._render(base, False, NAME)
-        after = self._render([*base, *messages], True, NAME)
+    def _after(
+        self, style: Style, calls: Sequence[ToolCall], observations: Sequence[Observation]
+    ) -> Following:
+        """Return what follows a turn with these calls; its last `MARK` ends what is not its form."""
+        base = [_user("hello", style), _assistant(calls, style)]
+        names = tuple(call.name for call in calls)
+        before = self._before.get((style, names)) or self._render(base, False, NAME)
+        if len(self._before) < MAX_KEPT:
+            self._before[style, names] = before
+        after = self._render([*base, *_messages(style, calls, observations)], True, NAME)
         marks = before.count(MARK)
         if marks == 0:
             raise ValueError("the assistant's text is not shown")
@@ -161,7 +169,7 @@ class ObservationRenderer:
         seen = Observation("seen", images=["one"] * ("image" in kinds), videos=["one"] * ("video" in kinds))
         calls = [ToolCall("look", {})] * num_calls
         try:
-            text = self._after(_short(calls, style), _messages(style, calls, [seen] * num_calls)).text
+            text = self._after(style, calls, [seen] * num_calls).text
         except ValueError as error:
             return f"it fails ({error})"
         if text.count(seen.text) != num_calls or PART.search(text):
@@ -185,7 +193,7 @@ class ObservationRenderer:
                 [ToolCall("look", {})] * count, [Observation("seen", images=images)] * count
             )
             shown = _messages(self.style, calls, observations)
-            piece = self._after(_short(calls, self.style), shown)
+            piece = self._after(self.style, calls, observations)
             messages.append(_assistant(calls, self.style))
             self._compare(self._render([*messages, *shown], True, NAME), piece)
             messages += shown
@@ -215,10 +223,6 @@ def _any_of(tokens: set[str]) -> re.Pattern[str]:
 def _shared_start(first: Sequence[str], second: Sequence[str]) -> list[str]:
     pairs = zip(first, second, strict=False)  # one may be longer
     return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-
-
-def _short(calls: Sequence[ToolCall], style: Style) -> list[Message]:
-    return [_user("hello", style), _assistant(calls, style)]
 
 
 def _user(text: str, style: Style) -> Message:
