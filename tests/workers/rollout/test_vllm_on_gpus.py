@@ -15,6 +15,7 @@ from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout import vllm_patches, vllm_sleep
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm_inputs import engine_arguments
 from verl.workers.rollout.vllm_rollout_spmd import VLLMRollout
 
@@ -138,6 +139,7 @@ class RecordingVllm:
 def engine_on_gpu(monkeypatch, level):
     """An engine whose vLLM is recorded; only sleeping, waking and syncing work."""
     engine = VLLMRollout.__new__(VLLMRollout)
+    StepwiseEngine.__init__(engine)
     engine.llm = RecordingVllm()
     engine.engine = engine.llm.llm_engine
     engine.device, engine.dtype, engine.level = "cuda", torch.float32, level

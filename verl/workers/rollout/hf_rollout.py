@@ -133,6 +133,7 @@ class HFRollout(StepwiseEngine):
         prompts = self._next_prompts()
         if prompts:
             self.batches.append(self._prefill(prompts))
+        assert self.batches, "requests were lost"
         finished = [response for batch in self.batches for response in batch.advance()]
         self._forget_done()
         return finished
