@@ -13,7 +13,6 @@ the output is JSON.
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 

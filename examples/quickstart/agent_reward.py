@@ -6,7 +6,8 @@ A call earns nothing by itself; `called` is logged to show that it is learned.
 
 from typing import Any
 
-from reward import REWARD_TYPE, compute_score as score_answers
+from reward import REWARD_TYPE
+from reward import compute_score as score_answers
 
 REWARD_NAME = "color_of_a_dot"
 

@@ -69,6 +69,7 @@ SCHEMA = pa.schema(
         pa.field("media", pa.list_(_MEDIUM)),
         pa.field("token_ids", pa.list_(pa.int32())),  # of the response, like all lists below
         pa.field("tokens", pa.list_(pa.string())),  # each decoded separately
+        pa.field("is_trained", pa.list_(pa.bool_())),  # false on what tools answered and on masked responses
         pa.field("rollout_log_probs", _FLOATS),
         pa.field("old_log_probs", _FLOATS),  # null in validation
         pa.field("advantages", _FLOATS),  # null in validation

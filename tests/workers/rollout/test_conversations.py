@@ -171,6 +171,26 @@ def test_a_failed_call_is_shown_ends_its_conversation_or_stops_the_run(tiny, eng
     assert engine.num_unfinished == 0  # of the run that was stopped too
 
 
+def calls_what_it_says():
+    """Return a format in which every turn calls `look` with a number that depends on its text only."""
+    return CallFormat(lambda text, schemas: [ToolCall("look", {"number": sum(map(ord, text)) % 12})], "")
+
+
+def test_with_a_seed_the_order_of_answers_changes_no_conversation(tiny, engine, pool, tmp_path):
+    rules, rows = rules_with(tiny, calls_what_it_says()), rows_of(tiny, 3)
+    sampling = SAMPLING.override({"seed": 5, "n": 4})
+
+    first = lead(engine, pool, rules, rows, sampling)
+    options = MultiTurnConfig(enable=True, tools=(f"{tmp_path / 'tools.py'}:look",), tool_concurrency=1)
+    with ToolPool(options) as slower:
+        second = lead(engine, slower, rules, rows[::-1], sampling)
+
+    tokens, again = ({(one.uid, one.sample): one.token_ids for one in found} for found in (first, second))
+    assert [*tokens] != [*again], "they ended in another order"
+    assert tokens == again
+    assert len(set(map(tuple, tokens.values()))) == len(tokens) == 12
+
+
 def responses_on_two_ranks(rank, world_size, folder, path):
     tiny = open_tiny(folder)
     engine = build_rollout_engine(rollout_config(tensor_parallel_size=2, max_model_len=600), setup_of(folder))

@@ -97,6 +97,7 @@ class RolloutLog:
             "response_length": len(token_ids),
             "token_ids": token_ids,
             "tokens": [texts[token] for token in token_ids.tolist()],
+            "is_trained": is_trained[is_response],
             **values,
         }
 

@@ -55,6 +55,8 @@ class Sampler:
             top_k=rollout.top_k,
             max_tokens=data.max_response_length,
             ignore_eos=rollout.ignore_eos,
+            # Tools answer in any order, and one stream of random numbers would go by it: no resume were exact.
+            seed=rollout.seed if self.converses else None,
         )
         # For the one response that `remax` compares the others with.
         self.greedy_options = self.options.override({"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1})

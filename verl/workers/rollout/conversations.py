@@ -5,6 +5,7 @@ Turns and answers arrive in any order. With tensor parallelism the first rank of
 tells the others what came and when, so that all make the same calls of the engine.
 """
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +122,8 @@ class ConversationDriver:
     def _request(self, key: Key, uid: Any) -> RolloutRequest:
         turn = self._open[key].request()
         media = self.decode_media(turn.media)
-        return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=turn.number)
+        offset = seed_offset(key, turn.number)
+        return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)
 
     def _start(self, key: Key, row: Row) -> None:
         prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
@@ -147,3 +149,9 @@ class ConversationDriver:
         return FinishedResponse(
             key.uid, key.sample, done.token_ids, done.log_probs, done.finish_reason, done.trajectory
         )
+
+
+def seed_offset(key: Key, turn: int) -> int:
+    """Return what a turn adds to the seed of the run: it depends neither on other conversations nor on time."""
+    name = repr((key.uid, key.sample, turn)).encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())

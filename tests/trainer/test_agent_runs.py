@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in which the policy calls a tool: the model and the options of the quickstart with a tool."""
+
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from tests.faults.runs import saved_tensors
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from verl.viewer.rollout_store import step_files
+
+sys.path.insert(0, str(QUICKSTART))
+from agent_demo import OPTIONS, save_model
+from dots import CALLS, write_dots
+from shapes import COLORS
+
+pytestmark = pytest.mark.heavy
+UNEQUAL = ("rollout/", "agent/tool_s")  # the last digits of the engine's log-probs; times
+
+# Answers in an order that no two runs share.
+TOOL = """
+import random
+import time
+
+from verl.agents.shipped.zoom import Zoom
+
+
+class LateZoom(Zoom):
+    def __call__(self, images: list, box: list[float], image: int = 1):
+        '''Look closer: show a part of an image enlarged.
+
+        Args:
+            box: Left, top, right and bottom edge of the part.
+            image: Number of the image.
+        '''
+        time.sleep(random.SystemRandom().uniform(0, 0.3))
+        return super().__call__(images, box, image)
+"""
+
+REWARD = """
+REWARD_TYPE = "sequential"
+
+
+def compute_score(entry):
+    last = entry["messages"][-1]["content"]
+    return {
+        "overall": sum(map(ord, last)) % 7 / 7,
+        "turns": entry["num_turns"],
+        "calls": len(entry["tool_calls"]),
+        "zooms": sum(call["name"] == "zoom" and "box" in call["arguments"] for call in entry["tool_calls"]),
+        "roles": sum(message["role"] == "tool" for message in entry["messages"]),
+        "rewards": len(entry["tool_rewards"]),
+    }
+"""
+
+
+def talkative(model):
+    """Make about half of the turns of a random model calls or colors."""
+    file = model / "model.safetensors"
+    tokenizer, weights = AutoTokenizer.from_pretrained(model), load_file(file)
+    [name] = [name for name in weights if name.endswith("embed_tokens.weight")]  # the head's too
+    rows = [tokenizer.encode(text, add_special_tokens=False)[0] for text in (*CALLS, *COLORS)]
+    weights[name][rows] *= 6
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agent")
+    talkative(save_model(folder / "model", seed=0))
+    write_dots(folder, "train", 12, 1)
+    write_dots(folder, "val", 4, 2)
+    (folder / "late_zoom.py").write_text(TOOL)
+    (folder / "count_calls.py").write_text(REWARD)
+    return folder
+
+
+def run(folder, name, *options):
+    arguments = quickstart_arguments(
+        folder,
+        folder / "model",
+        *OPTIONS,
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        f"worker.rollout.multi_turn.tools=[{folder / 'late_zoom.py'}:LateZoom]",
+        "worker.rollout.multi_turn.tool_concurrency=4",
+        "worker.rollout.name=hf",
+        f"worker.reward.reward_function={folder / 'count_calls.py'}:compute_score",
+        "trainer.val_before_train=false",
+        "trainer.max_steps=2",
+        "trainer.save_freq=1",
+        "trainer.save_limit=-1",
+        *options,
+    )
+    return train(folder / name, *arguments)
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder):
+    """The metrics of a run of two steps."""
+    return run(folder, "unbroken")
+
+
+def kept_rows(folder, step):
+    return pq.read_table(step_files(folder / "unbroken")[step]).to_pylist()
+
+
+def test_conversations_are_counted_kept_and_scored(folder, unbroken):
+    for step in (1, 2):
+        rows, metrics = kept_rows(folder, step), unbroken[step]
+        values = [dict(row["reward_values"]) for row in rows]
+        assert len(rows) == 16
+        turns, calls = [value["turns"] for value in values], [value["calls"] for value in values]
+        assert metrics["agent/turns_mean"] == pytest.approx(np.mean(turns)) and max(turns) == 2
+        assert metrics["agent/tool_calls"] == pytest.approx(np.mean(calls)) and sum(calls) > 0
+        assert metrics["agent/tool_failures"] == 0 and metrics["agent/tool_s"] > 0
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["rollout/log_probs_diff_max"] < 1e-4
+        for row, value in zip(rows, values, strict=True):
+            assert value["zooms"] == value["calls"] and value["rewards"] == value["turns"]
+            assert value["roles"] == value["turns"] - 1  # the second turn's call is not made
+            # Each turn is one token, and what the tool answered in between is not trained.
+            expected = [True] if value["turns"] == 1 else [True, *[False] * (len(row["token_ids"]) - 2), True]
+            assert row["is_trained"] == expected
+            observed = ~np.array(expected)
+            assert not np.array(row["rollout_log_probs"])[observed].any()
+            assert not np.array(row["advantages"])[observed].any()
+    assert unbroken[2]["val/turns_reward"] >= 1
+
+
+def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
+    checkpoint = folder / "unbroken" / "global_step_1"
+
+    resumed = run(folder, "resumed", f"trainer.load_checkpoint_path={checkpoint}")
+
+    assert set(resumed) == {2}
+    # The log-probs of the engine depend on which requests shared a batch, in the last digits.
+    ours, theirs = (
+        {key: value for key, value in learned(metrics[2]).items() if not key.startswith(UNEQUAL)}
+        for metrics in (resumed, unbroken)
+    )
+    assert ours == theirs
+    one, other = (saved_tensors(folder / name / "global_step_2") for name in ("unbroken", "resumed"))
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(one[key].equal(other[key]) for key in one)
