@@ -4,8 +4,8 @@
 import pytest
 
 from tests.agents.test_pool import ask, descendants, gone
-from verl.agents.pool import ToolPool
-from verl.agents.shipped.python import Python
+from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.shipped.python import Python
 from verl.config.multi_turn import MultiTurnConfig
 from verl.rewards.sandbox.outcome import Isolation
 from verl.rewards.sandbox.runner import detect

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from verl.agents.interface import ToolCall
-from verl.agents.pool import ToolPool
-from verl.agents.shipped import search
-from verl.agents.shipped.search import Search, SearchError
+from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.shipped import search
+from verl.agents.tools.shipped.search import Search, SearchError
 from verl.config.multi_turn import MultiTurnConfig
 
 INDEX = {

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from verl.agents.tool_schema import function_schema
-from verl.agents.tools import SHIPPED, load_tools, tool_schemas
+from verl.agents.tools.loading import SHIPPED, load_tools, tool_schemas
+from verl.agents.tools.schema import function_schema
 from verl.config.multi_turn import SHIPPED_TOOLS, MultiTurnConfig
 
 
@@ -200,7 +200,8 @@ def test_every_shipped_tool_loads_by_its_name():
 
 def test_tools_are_loaded_without_torch_and_transformers():
     code = (
-        "import sys; from verl.agents.tools import tool_schemas; from verl.config.multi_turn import *;"
+        "import sys; from verl.agents.tools.loading import tool_schemas;"
+        "from verl.config.multi_turn import *;"
         "tool_schemas(MultiTurnConfig(tools=('calculator', 'zoom')));"
         "print(sorted({'torch', 'transformers', 'ray', 'vllm'} & {*sys.modules}))"
     )

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from verl.agents.interface import ToolCall
-from verl.agents.pool import ToolPool
-from verl.agents.tools import tool_schemas
+from verl.agents.tools.loading import tool_schemas
+from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 TOOL = """

@@ -6,8 +6,8 @@ import io
 import pytest
 from PIL import Image
 
-from verl.agents.shipped.calculator import calculator
-from verl.agents.shipped.zoom import Zoom
+from verl.agents.tools.shipped.calculator import calculator
+from verl.agents.tools.shipped.zoom import Zoom
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from verl.config.files.model_files import folder_problem, length_limit, read_model_config, weights_problem
+from verl.config.files.paths import data_source, existing_file, model_source
 from verl.config.hints.missing_paths import missing, nearest_sibling
-from verl.config.model_files import folder_problem, length_limit, read_model_config, weights_problem
-from verl.config.paths import data_source, existing_file, model_source
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 

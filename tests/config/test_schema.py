@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from verl.config.hints.unknown_keys import suggest
-from verl.config.paths import (
+from verl.config.files.paths import (
     data_source,
     existing_file,
     function_in_file,
     model_source,
     writable_folder,
 )
+from verl.config.hints.unknown_keys import suggest
 from verl.config.schema import (
     ConfigError,
     check_config,

@@ -26,7 +26,7 @@ TOOL = """
 import random
 import time
 
-from verl.agents.shipped.zoom import Zoom
+from verl.agents.tools.shipped.zoom import Zoom
 
 
 class LateZoom(Zoom):

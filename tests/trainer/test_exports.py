@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.distributed import run_distributed
-from verl.config.paths import model_source
+from verl.config.files.paths import model_source
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model

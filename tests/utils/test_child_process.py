@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.hostile_images import ACTIONS, ENDINGS, do
-from verl.utils.child_process import ChildEndedError, ChildProcess, IsolatedCalls
+from verl.utils.processes.child_process import ChildEndedError, ChildProcess, IsolatedCalls
 
 PARENT = """
 import os, sys, time
-from verl.utils.child_process import IsolatedCalls
+from verl.utils.processes.child_process import IsolatedCalls
 calls = IsolatedCalls(lambda seconds: time.sleep(seconds) or os.getpid(), None)
 print(calls(0), flush=True)
 calls(1000)
@@ -332,7 +332,7 @@ def test_a_daemon_of_a_fresh_interpreter_ends_when_the_controller_is_killed():
     code = """
 import time
 from tests.utils.test_child_process import start_daemon
-from verl.utils.child_process import ChildProcess
+from verl.utils.processes.child_process import ChildProcess
 child = ChildProcess.start(start_daemon)
 print(child.connection.recv(), child.pid, flush=True)
 time.sleep(1000)

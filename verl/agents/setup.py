@@ -8,7 +8,7 @@ from verl.agents.conversation import ConversationRules
 from verl.agents.media import ConversationMedia, PositionIds
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer
-from verl.agents.tools import tool_schemas
+from verl.agents.tools.loading import tool_schemas
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import MediaLoader

@@ -23,8 +23,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.config.files.paths import model_source
 from verl.config.model import DTYPES
-from verl.config.paths import model_source
 from verl.trainer.command import at_least
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED, FOR_THE_USER, INTERRUPTED, raised_by_us

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.paths import data_sources, existing_file, existing_folder, writable_folder
+from verl.config.files.paths import data_sources, existing_file, existing_folder, writable_folder
 from verl.config.schema import option
 
 SET_BY_US = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")

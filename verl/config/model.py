@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.model_files import folder_problem
-from verl.config.paths import existing_folder, model_source, writable_folder
+from verl.config.files.model_files import folder_problem
+from verl.config.files.paths import existing_folder, model_source, writable_folder
 from verl.config.schema import option
 
 DTYPES = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.paths import existing_file
+from verl.config.files.paths import existing_file
 from verl.config.schema import option
 
 FORMATS = ("auto", "hermes", "qwen3_coder", "json")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.algorithm_rules import algorithm_problems, group_problems
 from verl.config.data import DataConfig
+from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
-from verl.config.model_files import length_limit, read_model_config
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig

@@ -8,9 +8,9 @@ from dataclasses import Field, dataclass
 from typing import Any, ClassVar
 
 from verl.config.data import RowsConfig
+from verl.config.files.paths import checkpoint_folder, writable_file, writable_folder
 from verl.config.hints.unsupported import INERT, REFUSED
 from verl.config.model import FSDPConfig
-from verl.config.paths import checkpoint_folder, writable_file, writable_folder
 from verl.config.schema import option
 
 NEVER = (-1, 0)  # values of `*_freq` and of limits that turn them off

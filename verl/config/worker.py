@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.extensions import is_extension
+from verl.config.files.extensions import is_extension
+from verl.config.files.paths import function_in_file
 from verl.config.model import (
     TINY,
     FSDPConfig,
@@ -16,7 +17,6 @@ from verl.config.model import (
     TrainedModelConfig,
     micro_batch_option,
 )
-from verl.config.paths import function_in_file
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import option
 

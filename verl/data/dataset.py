@@ -41,7 +41,7 @@ from verl.data.messages import Message
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.models.families.interface import MediaShape
-from verl.utils.child_process import IsolatedCalls
+from verl.utils.processes.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.child_process import ChildEndedError, IsolatedCalls, limit_memory
+from verl.utils.processes.child_process import ChildEndedError, IsolatedCalls, limit_memory
 
 FREE_BYTES, MAX_RATIO = 1 << 30, 100  # a file may become 1 GiB and 100 times its size
 MEMORY = 4 << 30  # bytes that decoding a batch may take; a value has at most 2 GiB

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.utils.child_process import ChildEndedError, IsolatedCalls, limit_memory
+from verl.utils.processes.child_process import ChildEndedError, IsolatedCalls, limit_memory
 
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"

@@ -12,7 +12,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl.data.bad_rows import BadRowError
-from verl.utils.child_process import IsolatedCalls, limit_memory
+from verl.utils.processes.child_process import IsolatedCalls, limit_memory
 
 MAX_RENDERED = 10_000_000  # characters of a prompt; tokenizing them takes seconds
 RENDER_TIMEOUT_S = 10.0

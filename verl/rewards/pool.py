@@ -25,8 +25,8 @@ from typing import Any
 from verl.config.worker import RewardConfig
 from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec, timeout_message
 from verl.rewards.worker_process import Answer, Failure, Ready, serve
-from verl.utils.child_process import ChildProcess, describe_exit
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel, run_together
+from verl.utils.processes.child_process import ChildProcess, describe_exit
 from verl.utils.rank_logger import get_logger
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
+from verl.config.files.model_files import weights_problem
 from verl.config.hints.renamed_keys import VERL_KEYS, RenamedKeys
-from verl.config.model_files import weights_problem
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, config_notes
 from verl.config.text import example_yaml, help_text, options_page

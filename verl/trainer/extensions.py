@@ -26,7 +26,7 @@ from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossI
 from verl.algorithms.token_selection import SelectionInputs, TokenSelection, selection_of
 from verl.batch_keys import BATCH_KEYS, BatchError
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.extensions import is_extension
+from verl.config.files.extensions import is_extension
 from verl.config.schema import list_options, value_at
 from verl.config.trainer import RunTree
 from verl.data.bad_rows import BadRow

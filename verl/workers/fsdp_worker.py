@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl.agents.pool import ToolPool
 from verl.agents.setup import conversation_rules, schemas_of
+from verl.agents.tools.pool import ToolPool
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
 from verl.config.algorithm import RolloutCorrectionConfig

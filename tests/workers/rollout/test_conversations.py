@@ -18,7 +18,7 @@ from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_o
 from verl.agents.interface import ToolCall
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.interface import CallFormat
-from verl.agents.pool import ToolPool
+from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions

@@ -10,7 +10,7 @@ import torch
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.references import shown_name
 from verl.models.families.interface import MediaShape
-from verl.utils.child_process import IsolatedCalls
+from verl.utils.processes.child_process import IsolatedCalls
 
 ROW_TIMEOUT_S = 300.0
 

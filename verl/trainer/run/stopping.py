@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from verl.utils.child_process import signal_when_parent_dies
+from verl.utils.processes.child_process import signal_when_parent_dies
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDED_BY = 128  # + the number of the signal: exit status of a process that a signal ended

@@ -23,7 +23,7 @@ from verl.logger.guarded import end_process_if_hung
 from verl.trainer.run.exit_status import FAILED, ExitStatus, report_failure, resume_hint
 from verl.trainer.run.run_lock import locked_by_child
 from verl.trainer.run.stopping import ENDED_BY, handling_signals
-from verl.utils.child_process import end_with_parent
+from verl.utils.processes.child_process import end_with_parent
 from verl.utils.rank_logger import get_logger
 from verl.utils.standard_streams import outlive_readers
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from verl.agents.conversation import Conversation, ConversationRules
 from verl.agents.interface import Observation
-from verl.agents.pool import ToolPool
 from verl.agents.row import Prompt
+from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
 
@@ -152,6 +152,6 @@ class ConversationDriver:
 
 
 def seed_offset(key: Key, turn: int) -> int:
-    """Return what a turn adds to the seed of the run: it depends neither on other conversations nor on time."""
+    """Return what a turn adds to the seed of the run; it depends on no other conversation, and not on time."""
     name = repr((key.uid, key.sample, turn)).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from verl.agents.arguments import argument_problem
-from verl.agents.host_link import HostEndedError, ProcessEndedError, ToolHost, ToolProcess
 from verl.agents.interface import Observation, ToolCall
-from verl.agents.tool_host import ToolFacts
-from verl.agents.tool_process import Answer
+from verl.agents.tools.arguments import argument_problem
+from verl.agents.tools.host import ToolFacts
+from verl.agents.tools.host_link import HostEndedError, ProcessEndedError, ToolHost, ToolProcess
+from verl.agents.tools.process import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.rank_logger import get_logger
 

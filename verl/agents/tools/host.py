@@ -22,11 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from verl.agents.answers import AnswerLimits
-from verl.agents.tool_process import HEADING, ToolServer
-from verl.agents.tools import KWARGS_OPTION, LoadedTool, load_tools
+from verl.agents.tools.answers import AnswerLimits
+from verl.agents.tools.loading import KWARGS_OPTION, LoadedTool, load_tools
+from verl.agents.tools.process import HEADING, ToolServer
 from verl.config.multi_turn import MultiTurnConfig
-from verl.utils.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
+from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
 from verl.utils.user_file import describe_error
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # the pool is the parallelism

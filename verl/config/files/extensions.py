@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from verl.config.paths import existing_file, names_in, parse_file
+from verl.config.files.paths import existing_file, names_in, parse_file
 
 DECORATOR = "needs"
 

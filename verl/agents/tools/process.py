@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.agents.answers import AnswerLimits, BadAnswerError, as_observation
 from verl.agents.interface import Observation
-from verl.utils.child_process import limit_memory
+from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation
+from verl.utils.processes.child_process import limit_memory
 from verl.utils.user_file import describe_error, shorten
 
 HEADING = "Traceback in the tool (most recent call last):"

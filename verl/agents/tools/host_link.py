@@ -12,11 +12,11 @@ from itertools import count
 from multiprocessing import Pipe
 from typing import Any
 
-from verl.agents.tool_host import FORK, KILL, REQUEST, STACKS, Loaded, LoadFailure, ToolFacts, host_of
-from verl.agents.tool_process import Answer
+from verl.agents.tools.host import FORK, KILL, REQUEST, STACKS, Loaded, LoadFailure, ToolFacts, host_of
+from verl.agents.tools.process import Answer
 from verl.config.multi_turn import MultiTurnConfig
-from verl.utils.child_process import STACK_WAIT_S, ChildProcess, describe_exit
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel
+from verl.utils.processes.child_process import STACK_WAIT_S, ChildProcess, describe_exit
 
 LOAD_TIMEOUT_S = 300.0  # to import the files of the tools: they may load an index, or import torch
 EXIT_WAIT_S = 3.0  # between the end of its connection and that of a process

@@ -11,8 +11,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from verl.config.files.model_files import downloaded
 from verl.config.hints.missing_paths import missing, misspelled_folder
-from verl.config.model_files import downloaded
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
 HUB_SUBSET = re.compile(r"\w[\w.-]*/\w[\w.-]*/\w[\w.+-]*")
