@@ -199,3 +199,12 @@ def test_special_tokens_become_text():
         assert plain.replace(" ", "") == text
         assert not set(encode(renderer.tokenizer, plain)) & set(renderer.tokenizer.all_special_ids)
     assert renderer.plain("nothing <b>special</b> | here") == "nothing <b>special</b> | here"
+
+
+def test_a_turn_may_end_with_the_second_of_two_special_tokens():
+    # The template ends a call and then, as the policy does, starts the answer.
+    renderer = changed("gemma4", "if message.tool_calls else", "if message.tool_calls and not loop.last else")
+    end, one, _ = FOLLOWING["gemma4"]
+    (last,) = encode(renderer.tokenizer, end)
+
+    assert renderer.tokens(last, CALLS[:1], ANSWERS[:1]) == encode(renderer.tokenizer, one)
