@@ -152,6 +152,6 @@ class ConversationDriver:
 
 
 def seed_offset(key: Key, turn: int) -> int:
-    """Return what a turn adds to the seed of the run: it depends neither on other conversations nor on time."""
+    """Return the offset of a turn's seed: its own, whatever other conversations do and whenever."""
     name = repr((key.uid, key.sample, turn)).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())
