@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions of the quickstart with a tool: the color of a dot too small to be seen. Deterministic.
 
-The pictures have 900 x 900 pixels and a dot of 4 x 4 in their center. The policy sees them shrunk to 56 x 56,
+The pictures have 448 x 448 pixels and a dot of 2 x 2 in their center. The policy sees them shrunk to 56 x 56,
 where the dot changes one pixel by a sixteenth; the tool `zoom` shows it the center.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from shapes import COLORS, save_rows, vary
 
-IMAGE_SIZE, DOT_SIZE = 900, 4  # pixels
+IMAGE_SIZE, DOT_SIZE = 448, 2  # pixels
 # Boxes in thousandths of the sides, of twice the dot's size.
 CENTER = [496, 496, 504, 504]
 ELSEWHERE = [[100, 100, 108, 108], [900, 100, 908, 108], [500, 900, 508, 908]]

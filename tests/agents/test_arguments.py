@@ -3,7 +3,7 @@
 
 import pytest
 
-from verl.agents.arguments import argument_problem
+from verl.agents.tools.arguments import argument_problem
 
 
 def problem(schema, value):

@@ -55,7 +55,7 @@ class Sampler:
             top_k=rollout.top_k,
             max_tokens=data.max_response_length,
             ignore_eos=rollout.ignore_eos,
-            # Tools answer in any order; tokens from one stream of random numbers would depend on it.
+            # Tools answer in any order, which must not decide the random numbers of each conversation.
             seed=rollout.seed if self.converses else None,
         )
         # For the one response that `remax` compares the others with.

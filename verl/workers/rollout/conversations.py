@@ -152,6 +152,6 @@ class ConversationDriver:
 
 
 def seed_offset(key: Key, turn: int) -> int:
-    """Return what a turn adds to the seed of the run; it depends on no other conversation, and not on time."""
+    """Return what a turn adds to the seed of the run, whatever other conversations do and when."""
     name = repr((key.uid, key.sample, turn)).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())
