@@ -36,10 +36,11 @@ from tests.helpers.unnamed_families import (
 from verl.models import tiny as tiny_models
 from verl.models.families import registry
 from verl.models.families.generic import GenericFamily, join_padded
-from verl.models.families.interface import MediaShape
+from verl.models.families.interface import MediaShape, is_part
 from verl.models.families.registry import family_of, is_named
 from verl.models.hub_names import HubNames
 from verl.models.registry import check_model
+from verl.models.trainable import TrainableOptions, select_trainable
 
 SIZES = 30, 150
 # Images of one size, tiles, and slices with text between them; the others are compared as a run starts.
@@ -92,12 +93,11 @@ def test_all_parameters_belong_to_the_encoder_or_to_the_language_model(tiny):
     decoder = {id(weight) for weight in tiny.model.get_decoder().parameters()}
     decoder |= {id(weight) for weight in tiny.model.get_output_embeddings().parameters()}
     encoder = {
-        id(weight) for part in tiny.family.encoder for weight in tiny.model.get_submodule(part).parameters()
+        id(weight) for name, weight in tiny.model.named_parameters() if is_part(name, tiny.family.encoder)
     }
-    direct = {id(weight) for weight in tiny.owner.parameters(recurse=False)}
 
     assert decoder.isdisjoint(encoder)
-    assert decoder | encoder | direct == {id(weight) for weight in tiny.model.parameters()}
+    assert decoder | encoder == {id(weight) for weight in tiny.model.parameters()}
     assert tiny.family.tower == tiny.family.encoder[0]
     assert type(tiny.model.get_submodule(tiny.family.tower).config) is type(tiny.config.vision_config)
 
@@ -214,6 +214,18 @@ def test_the_page_has_the_table_of_what_was_tried():
 
 def test_each_recipe_is_served_or_refused():
     assert sorted([*SERVED, *REFUSED]) == sorted(UNNAMED)
+
+
+def test_a_frozen_tower_freezes_the_parameter_after_each_row_of_features():
+    """It is part of the features, which are computed once with a frozen tower."""
+    tiny = load_tiny("llava_next")
+    model = load_model(tiny, prepared=True)
+
+    select_trainable(model, TrainableOptions(freeze_vision_tower=True), "worker.actor.model")
+
+    assert tiny.family.encoder[-1] == "model.image_newline"
+    assert not model.get_parameter("model.image_newline").requires_grad
+    assert model.get_output_embeddings().weight.requires_grad
 
 
 def test_features_that_depend_on_other_images_are_refused():

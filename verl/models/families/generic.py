@@ -42,7 +42,7 @@ class Structure(NamedTuple):
     """Names of a model's modules and arguments."""
 
     owner: str  # the module with `get_image_features`
-    encoder: tuple[str, ...]  # what turns pixels into features, the tower first
+    encoder: tuple[str, ...]  # modules and parameters that features are made of, the tower first
     arguments: frozenset[str]  # of the model's own forward
 
 
@@ -229,7 +229,9 @@ def find_structure(model: PreTrainedModel) -> Structure:
     tower = next((part for part in parts if f"{towers[0]}.".startswith(f"{part}.")), None)
     if tower is None:
         raise NotImplementedError(f"{name} has its vision tower `{towers[0]}` elsewhere: {WHAT_TO_WRITE}")
-    encoder = (tower, *(part for part in parts if part != tower))
+    # Parameters of the owner itself, such as LLaVA-NeXT's `image_newline`, are rows of its features.
+    own = [f"{prefix}{name}" for name, _ in model.get_submodule(owner).named_parameters(recurse=False)]
+    encoder = (tower, *(part for part in parts if part != tower), *own)
     return Structure(owner, encoder, frozenset(inspect.signature(model.forward).parameters))
 
 
