@@ -23,6 +23,13 @@ class CohereVision(GenericFamily):
 
     model_types = ("aya_vision", "cohere2_vision")
 
+    def engine_overrides(self, config: Any) -> dict[str, Any]:
+        # vLLM (0.32, commandr.py:244) adds a token to the window, which transformers' class does not.
+        text = config.get_text_config()
+        if config.model_type != "cohere2_vision" or not text.sliding_window:
+            return {}
+        return {"sliding_window": text.sliding_window - 1}
+
     def repair(self, model: Any) -> None:
         # Cohere's text models and vLLM multiply logits by `logit_scale`; the forward of transformers 5.19
         # around them, modeling_cohere2_vision.py:334 and modeling_aya_vision.py:391, does not.

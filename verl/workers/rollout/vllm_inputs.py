@@ -56,9 +56,11 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     head_dtype = _head_dtype(setup.device)
-    if setup.override_config or head_dtype or family_of(hf_config).engine_overrides(hf_config):
+    # From our config, once: vLLM may call the function again for a config that it has changed.
+    ours = family_of(hf_config).engine_overrides(hf_config)
+    if setup.override_config or head_dtype or ours:
         arguments["hf_overrides"] = partial(
-            _overridden, overrides=dict(setup.override_config), head_dtype=head_dtype
+            _overridden, overrides=dict(setup.override_config), ours=ours, head_dtype=head_dtype
         )
     if config.limit_images and media_token_ids(hf_config):
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
@@ -90,11 +92,13 @@ def _head_dtype(device: str) -> str | None:
     return "float32" if is_gpu(device) else None
 
 
-def _overridden(hf_config: Any, overrides: dict[str, Any], head_dtype: str | None) -> Any:
+def _overridden(
+    hf_config: Any, overrides: dict[str, Any], ours: dict[str, Any], head_dtype: str | None
+) -> Any:
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
     apply_overrides(hf_config, overrides)
-    for name, value in family_of(hf_config).engine_overrides(hf_config).items():
+    for name, value in ours.items():
         for part in (hf_config, hf_config.get_text_config()):
             setattr(part, name, value)
     if head_dtype is not None:
