@@ -3,7 +3,7 @@
 
 The questions ask for the color of a dot that the model cannot see unless it calls the tool `zoom`. A random
 model never writes JSON, so its tokenizer has tokens that are whole calls: one of the dot and three of other
-parts. Nothing else helps it: a call earns no reward.
+parts.
 
 Creates the model and the questions, trains with `verl.trainer.main` and plots the curves. The last line of
 the output is JSON.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward of the quickstart with a tool: that of `reward.py` for the last turn, whatever came before it.
 
-A call earns nothing by itself; `called` is logged to show that it is learned.
+A call earns `call_bonus`, wherever it looks: random weights write one too rarely to find out that it helps.
+The call that shows the dot is learned only because its answer does.
 """
 
 from typing import Any
@@ -14,14 +15,16 @@ REWARD_NAME = "color_of_a_dot"
 __all__ = ["REWARD_NAME", "REWARD_TYPE", "compute_score"]
 
 
-def compute_score(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:
+def compute_score(
+    reward_inputs: list[dict[str, Any]], format_weight: float = 0.1, call_bonus: float = 0.0
+) -> list[dict[str, float]]:
     """Score the last turns of conversations, and responses of one turn as they are."""
     answers = [
         one | {"response": one["messages"][-1]["content"] if "messages" in one else one["response"]}
         for one in reward_inputs
     ]
     scores = score_answers(answers, format_weight)
-    return [
-        score | {"called": float(bool(one.get("tool_calls")))}
-        for score, one in zip(scores, reward_inputs, strict=True)
-    ]
+    for score, one in zip(scores, reward_inputs, strict=True):
+        score["called"] = float(bool(one.get("tool_calls")))
+        score["overall"] += call_bonus * score["called"]
+    return scores
