@@ -105,7 +105,9 @@ def check_reward(config: PPOConfig) -> None:
     pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"))
     try:
         rows = _open_rows(config.data, config.worker)  # while the process imports the file
-        samples = sample_responses(rows, 2)[:3]  # the second row has the wrong answer to the first
+        converses = config.worker.rollout.multi_turn.enable
+        # the second row has the wrong answer to the first
+        samples = sample_responses(rows, 2, converses=converses)[:3]
         reward_type = pool.wait_until_loaded().reward_type
         limit_s = options.timeout_s + reward_trial.MARGIN_S
         calls = score_samples(pool, samples, reward_type, options, limit_s)

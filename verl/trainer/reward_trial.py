@@ -22,7 +22,7 @@ MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
 WRONG = "no such answer"  # used if no other row has another ground truth
 LOOK_S = 8.0  # to import the file, and to score: what takes longer is left to the check of the run
 # Only a tokenizer gives these as they are in a run, or they have another name there.
-INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column")
+INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column|messages|num_turns|tool_")
 
 
 class Response(NamedTuple):
@@ -64,8 +64,11 @@ class PlainRows:
         return others | own | {"uid": f"row-{number}", "multi_modal_data": None}
 
 
-def sample_responses(rows: SampledRows, count: int) -> list[Response]:
-    """Make three responses to each of the first usable rows: its ground truth, nothing, a wrong answer."""
+def sample_responses(rows: SampledRows, count: int, *, converses: bool = False) -> list[Response]:
+    """Make three responses to each of the first usable rows: its ground truth, nothing, a wrong answer.
+
+    With `converses` each is a conversation of one turn without calls.
+    """
     columns = rows.first(count)
     truths = [str(seen["ground_truth"]) for seen in columns.values()]
     responses = []
@@ -75,8 +78,14 @@ def sample_responses(rows: SampledRows, count: int) -> list[Response]:
         samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}
         for name, text in samples.items():
             given = {"response": text, "response_length": rows.count_tokens(text)}
+            given |= _one_turn(seen["prompt"], text) if converses else {}
             responses.append(Response(f"row {row}, {name}", row, row, seen | given))
     return responses
+
+
+def _one_turn(prompt: str, response: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    return {"messages": messages, "num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
 
 
 def look_at_reward(rows: Sequence[Row], data: DataConfig, options: RewardConfig) -> None:
