@@ -34,15 +34,17 @@ def check_console(printed, errors, output):
     """Assert that a run of one step prints its phases, a row and its end, and that no package adds lines."""
     titles = ["step", "reward", "val", "length", "cut", "entropy", "grad", "mismatch", "tokens/s", "seconds"]
     lines = [line for line in printed.splitlines() if not line.endswith(" ...")]  # a phase took long
-    phases = ["libraries", "model files", "rewards of samples", "Ray", "data", "workers", "models and engine"]
+    phases = [
+        "Ray and libraries", "model files", "rewards of samples", "data", "workers", "models and engine",
+    ]  # fmt: skip
 
     assert lines[0].startswith("starting ") and lines[0].endswith(f" with 2 processes: {output}"), printed
-    assert [re.sub(r"^  | +\d+\.\d s$", "", line) for line in lines[1:8]] == phases, printed
-    assert re.fullmatch(r"ready after \d+\.\d s", lines[8])
-    assert lines[9].split() == titles
-    assert re.match(r"1/1 +\S+ ", lines[10])
-    assert lines[11] == "validation at step 1"
-    assert [line.split()[0] for line in lines[12:15]] == ["prompt", "response", "answer"]
+    assert [re.sub(r"^  | +\d+\.\d s$", "", line) for line in lines[1:7]] == phases, printed
+    assert re.fullmatch(r"ready after \d+\.\d s", lines[7])
+    assert lines[8].split() == titles
+    assert re.match(r"1/1 +\S+ ", lines[9])
+    assert lines[10] == "validation at step 1"
+    assert [line.split()[0] for line in lines[11:14]] == ["prompt", "response", "answer"]
     end = next(index for index, line in enumerate(lines) if line.startswith("finished"))
     assert re.fullmatch(r"finished 1 step in \d:\d\d:\d\d", lines[end])
     assert re.fullmatch(r"  best validation   \d\.\d{3} at step 1", lines[end + 1])
