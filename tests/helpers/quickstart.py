@@ -8,7 +8,9 @@ from tests.helpers.training import QUICKSTART
 from verl.models.tiny import save_tiny_model
 
 sys.path.insert(0, str(QUICKSTART))
-from shapes import write_questions
+from shapes import COLORS, save_rows, vary, write_questions
+
+__all__ = ["COLORS", "make_folder", "save_rows", "vary"]
 
 
 def make_folder(folder: Path, family: str = "qwen2", *, train: int = 16, val: int = 5) -> Path:

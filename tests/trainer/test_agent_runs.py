@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in which the policy calls a tool: the model and the options of the quickstart with a tool."""
-
-import sys
+"""Runs in which the policy calls a tool, from the command to the kept rows and the resumed run."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,13 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.faults.runs import saved_tensors
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.helpers.agent_runs import CALLS, OPTIONS, save_model, write_dots
+from tests.helpers.quickstart import COLORS
+from tests.helpers.training import learned, quickstart_arguments, train
 from verl.viewer.rollout_store import step_files
-
-sys.path.insert(0, str(QUICKSTART))
-from agent_demo import OPTIONS, save_model
-from dots import CALLS, write_dots
-from shapes import COLORS
 
 pytestmark = pytest.mark.heavy
 UNEQUAL = ("rollout/", "agent/tool_s")  # the last digits of the engine's log-probs; times

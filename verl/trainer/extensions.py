@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from verl.agents.tools.loading import load_tools
 from verl.algorithms.advantages import ADV_ESTIMATORS, Advantages
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss_types import PolicyLossOptions
@@ -259,6 +260,15 @@ def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
     _check_tensor("the position ids", positions, (rows, LENGTH) if rows > 1 else (LENGTH,), torch.int64)
 
 
+def check_tool(_tool: Any, _used: UsedExtension, config: Any) -> None:
+    """Load the run's tools as the engines do."""
+    try:
+        load_tools(config.worker.rollout.multi_turn)
+    except ValueError as error:
+        raise ProtocolError(f"is not usable: {error}") from error
+
+
+TOOLS: Registry[Any] = Registry("worker.rollout.multi_turn.tools")  # its names are files only
 KINDS: dict[str, Kind] = {
     "advantage estimator": Kind(
         ADV_ESTIMATORS, "a function of AdvantageInputs that returns Advantages", check_estimator
@@ -283,6 +293,7 @@ KINDS: dict[str, Kind] = {
         ROLLOUT_ENGINES, "a class, or function, of `worker.rollout` and EngineSetup", check_engine
     ),
     "model family": Kind(OWN_FAMILIES, "a Family of verl.models.families.interface", check_family),
+    "tool": Kind(TOOLS, "a function with type hints and a docstring, or a class", check_tool),
 }
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of the quickstart with a tool: the color of a dot too small to be seen. Deterministic.
+"""A tiny model that calls `zoom`, and its questions: the color of a dot too small to be seen. Deterministic.
 
 The pictures have 448 x 448 pixels and a dot of 2 x 2 in their center. The policy sees them shrunk to 56 x 56,
-where the dot changes one pixel by a sixteenth; the tool `zoom` shows it the center.
+where the dot changes one pixel by a sixteenth; the tool `zoom` shows it the center. A random model never
+writes JSON, so its tokenizer has tokens that are whole calls, which end a turn.
 """
 
 import json
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
-from shapes import COLORS, save_rows, vary
+from transformers import AutoTokenizer
+
+from tests.helpers.quickstart import COLORS, save_rows, vary
+from verl.models.tiny import save_tiny_model
 
 IMAGE_SIZE, DOT_SIZE = 448, 2  # pixels
 # Boxes in thousandths of the sides, of twice the dot's size.
@@ -50,3 +54,28 @@ def write_dots(folder: Path, name: str, count: int, seed: int) -> Path:
         rows.append({"problem": "<image>What colour?", "answer": color, "images": [path.name]})
     rng.shuffle(rows)
     return save_rows(rows, folder / f"{name}.jsonl")
+
+
+OPTIONS = (
+    f"data.max_pixels={56 * 56}",
+    "data.max_response_length=64",
+    f"data.override_chat_template={Path(__file__).with_suffix('.jinja')}",
+    "worker.rollout.limit_images=2",
+    "worker.rollout.multi_turn.enable=true",
+    "worker.rollout.multi_turn.tool_kwargs={zoom: {units: thousandths, size: 56}}",
+    "worker.rollout.multi_turn.max_assistant_turns=2",
+    "worker.rollout.multi_turn.max_tokens_per_turn=1",
+)
+
+
+def save_model(folder: Path, seed: int) -> Path:
+    """Write a random model that has a token for each call, and whose turns end with a call or a color."""
+    save_tiny_model(folder, "qwen2_5_vl", seed=seed, added_tokens=CALLS)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = [tokenizer.encode(text, add_special_tokens=False) for text in (*CALLS, *COLORS)]
+    assert all(len(end) == 1 for end in ends), "each call and each color is one token"
+    settings["eos_token_id"] += [end for [end] in ends]
+    file.write_text(json.dumps(settings))
+    return folder
