@@ -55,9 +55,8 @@ class Sampler:
             top_k=rollout.top_k,
             max_tokens=data.max_response_length,
             ignore_eos=rollout.ignore_eos,
-            # Tools answer in any order, which must not decide the random numbers of each conversation. vLLM
-            # cannot continue a prompt in parts with a seed on CPUs: "CPU Generator does not use offset".
-            seed=rollout.seed if self.converses and rollout.name == "hf" else None,
+            # Tools answer in any order, which must not decide the random numbers of each conversation.
+            seed=rollout.seed if self.converses else None,
         )
         # For the one response that `remax` compares the others with.
         self.greedy_options = self.options.override({"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1})

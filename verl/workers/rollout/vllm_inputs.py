@@ -66,6 +66,10 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
         cache_bytes = cpu_cache_bytes(hf_config, config, arguments["max_model_len"])
+        if config.multi_turn.enable:
+            # turns are seeded, and vLLM cannot rewind a CPU's generator after a part of a prompt
+            tokens = max(config.max_num_batched_tokens, arguments["max_model_len"])
+            arguments |= dict(enable_chunked_prefill=False, max_num_batched_tokens=tokens)
         # compiling on CPU takes 22 s and gains nothing
         return arguments | dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
     return arguments | _cuda_arguments(config, hf_config)
