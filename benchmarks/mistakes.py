@@ -153,7 +153,6 @@ KEYS = (
     unknown("trainer.num_train_epochs", "`trainer.total_epochs`"),
     unknown("trainer.gradient_accumulation_steps", "no counterpart here"),
     unknown("worker.actor.ulysses_sequence_parallel_size", "`worker.actor.ulysses_size`", "tensor_parallel"),
-    unknown("worker.rollout.multi_turn", "not supported", "temperature"),
     unknown("trainer.wandb", "`--help trainer` lists", "did you mean"),
 )
 VALUES = (

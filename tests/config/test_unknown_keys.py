@@ -103,7 +103,7 @@ def test_an_option_that_the_run_lacks_is_never_suggested(written, option):
     assert option_for(written, SFT) == option
 
 
-@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "multi_turn", "logging_steps", "batch_size"])
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "logging_steps", "batch_size"])
 def test_a_name_without_counterpart_is_answered_with_the_reason(name):
     found = suggest(f"worker.rollout.{name}", PPO)
 

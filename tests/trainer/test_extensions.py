@@ -214,7 +214,7 @@ BAD = {
             def __init__(self, config, setup): ...
             def generate(self, requests, sampling): ...
         """,
-        "must have the methods ['sync_weights', 'sync_adapter', 'wake', 'sleep', 'rng_state'",
+        "must have the methods ['submit', 'step', 'abort', 'agree', 'sync_weights', 'sync_adapter', 'wake'",
     ),
     "a logger that is a function": (
         "logger",

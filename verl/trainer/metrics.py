@@ -142,7 +142,7 @@ def mismatch_metrics(rollout_log_probs: Tensor, old_log_probs: Tensor, mask: Ten
 
 def compute_timing_metrics(batch: DataProto, seconds: dict[str, float]) -> Metrics:
     """Seconds of each stage, and milliseconds for each token that the stage processed."""
-    response_tokens = int(batch.batch["response_mask"].sum())
+    response_tokens = int(batch.batch["loss_mask"].sum())
     all_tokens = int(batch.batch["attention_mask"].sum())
     metrics = {f"timing_s/{stage}": value for stage, value in seconds.items()}
     for stage in filter(seconds.__contains__, STAGES):

@@ -33,7 +33,7 @@ def test_responses_follow_one_copy_of_their_prompt():
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
     assert packed.groups == (SequenceGroup(2, (2, 3)), SequenceGroup(2))
     assert packed.is_shared
-    assert packed.rows == ((0,), (1,))
+    assert packed.rows == ((0, 2), (1,))
 
 
 def test_the_token_before_a_response_is_the_end_of_the_shared_prompt():
