@@ -46,7 +46,7 @@ demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement lea
 
 # Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps. In the order of
 # the files, since the order of their numbers of tests leaves the longest runs, which have few, to the end.
-test: $(INSTALLED)        ## all CPU tests, with real training runs (20 minutes)
+test: $(INSTALLED)        ## all CPU tests, with real training runs (half an hour)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(INSTALLED)   ## tests without engines, Ray, browsers and groups of ranks (4 minutes)
