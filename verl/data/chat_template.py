@@ -46,7 +46,7 @@ class ChatTemplate:
         if tools:
             if "tools" not in source:
                 raise ValueError(
-                    f"`worker.rollout.multi_turn.enable=true` needs a chat template that shows tools:"
+                    "`worker.rollout.multi_turn.enable=true` needs a chat template that shows tools:"
                     f" {OTHER_TEMPLATE}"
                 )
             variables = {**variables, "tools": list(tools)}

@@ -8,7 +8,7 @@ component: build it in `running_trainer` from its section, and hand it to the tr
 import dataclasses
 import os
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ def running_trainer(
         shared = ModelRunOptions(
             pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
-        options = ppo_options(shared, data, algorithm, config.models, has_old_pass=config.has_old_pass)
+        options = ppo_options(
+            shared, data, algorithm, config.models, has_old_pass=config.has_old_pass, tools=tools
+        )
         workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, trainer.worker_timeout_s)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
@@ -180,6 +182,7 @@ def ppo_options(
     models: Collection[str],
     *,
     has_old_pass: bool,
+    tools: Sequence[Mapping[str, Any]],  # schemas
 ) -> RunOptions:
     """Collect the options outside `worker` that the workers read; `models` are the run's roles."""
     correction = algorithm.rollout_correction
@@ -189,6 +192,7 @@ def ppo_options(
     return RunOptions(
         **vars(shared),
         template_variables=data.apply_chat_template_kwargs,
+        tools=tools,
         max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_response_length=data.max_response_length,
         use_reference=use_reference,

@@ -6,12 +6,12 @@ uses onto the device; the work itself is in `roles/`, `rollout/` and `model_buil
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl.agents.setup import conversation_rules, schemas_of
+from verl.agents.setup import conversation_rules
 from verl.agents.tools.pool import ToolPool
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
@@ -61,6 +61,7 @@ class RunOptions(ModelRunOptions):
     accuracy_key: str  # key of the reward function that `prime` learns from
     corrects_in_update: bool = False  # nothing computes the log-probs before
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    tools: Sequence[Mapping[str, Any]] = ()  # schemas, for the chat template
 
 
 class ActorUpdate(NamedTuple):
@@ -358,7 +359,7 @@ class FSDPWorker(ModelWorker):
             self.media,
             positions,
             multi_turn,
-            schemas_of(multi_turn),
+            self.options.tools,
             max_tokens=self.options.max_response_length,
             template_variables=self.options.template_variables,
             override_chat_template=self.options.override_chat_template,

@@ -161,7 +161,7 @@ def test_a_second_turn_reads_the_first_ones_tokens_from_the_prefix_cache(qwen2_5
 
 
 def converse_in_parallel(rank, world_size, path):
-    """What a rank of a tensor-parallel engine sampled, with a request that leaves, and its differences."""
+    """Return what an abort leaves, the tokens of one rank, and its largest difference of log-probs."""
     engine = build_rollout_engine(rollout_config(tensor_parallel_size=2), setup_of(path))
     model, processor = load_model(path), AutoProcessor.from_pretrained(path)
     change_weights(model, seed=2)

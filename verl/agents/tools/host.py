@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from verl.agents.tools.answers import AnswerLimits
-from verl.agents.tools.loading import KWARGS_OPTION, LoadedTool, load_tools
-from verl.agents.tools.process import HEADING, ToolServer
+from verl.agents.tools.loading import HEADING, KWARGS_OPTION, LoadedTool, load_tools
+from verl.agents.tools.process import ToolServer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
 from verl.utils.user_file import describe_error

@@ -104,10 +104,6 @@ class ToolPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema for tool in self.tools.values()]
-
     def start(self, key: Hashable, row: Mapping[str, Any]) -> None:
         """Begin a conversation.
 

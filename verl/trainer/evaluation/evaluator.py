@@ -113,7 +113,9 @@ def running_evaluator(
             check_column(question.by, data, [source.columns for source in val.dataset.rows.sources])
         shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
         roles = [role for role in config.models if role == "reward_model"]
-        options = ppo_options(shared, data, config.algorithm, roles, has_old_pass=config.has_old_pass)
+        options = ppo_options(
+            shared, data, config.algorithm, roles, has_old_pass=config.has_old_pass, tools=tools
+        )
         workers = start_workers(
             stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
         )

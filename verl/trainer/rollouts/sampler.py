@@ -130,14 +130,12 @@ def conversation_columns(response: FinishedResponse) -> dict[str, Any]:
     trajectory = response.trajectory
     if trajectory is None:
         return {}
-    turns = trajectory.turns
+    turns = trajectory.plain_turns()
     return {
         "messages": list(trajectory.messages),
         "num_turns": len(turns),
-        "tool_calls": [
-            {"name": call.name, "arguments": call.arguments} for turn in turns for call in turn.calls
-        ],
-        "tool_rewards": [turn.reward for turn in turns],
+        "tool_calls": [call for turn in turns for call in turn["calls"]],
+        "tool_rewards": [turn["reward"] for turn in turns],
     }
 
 

@@ -51,14 +51,13 @@ class ConversationDriver:
     ) -> None:
         self.engine, self.pool, self.rules, self.decode_media = engine, pool, rules, decode_media
         self.on_tool_error = rules.options.on_tool_error
-        self.idle_s = 0.0  # in which the engine waited for tools, of the last `run`
         self._open: dict[Key, Conversation] = {}
         self._calling: set[Key] = set()  # their calls are not answered
         self._started = self._now = 0.0
 
     def run(self, rows: Sequence[Row], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
-        self._open, self._calling, self.idle_s = {}, set(), 0.0
+        self._open, self._calling = {}, set()
         self._started, self._now = time.monotonic(), 0.0
         try:
             for row in rows:
@@ -113,9 +112,7 @@ class ConversationDriver:
         # equal on all ranks of the engine, as is the clock
         answers: list[Any] = []
         if self.pool is not None and self._calling:
-            start, is_idle = time.monotonic(), not self.engine.num_unfinished
-            answers = list(self.pool.ready(WAIT_S if is_idle else 0.0))
-            self.idle_s += time.monotonic() - start if is_idle else 0.0
+            answers = self.pool.ready(0.0 if self.engine.num_unfinished else WAIT_S)
         answers, self._now = self.engine.agree((answers, time.monotonic() - self._started))
         return answers
 
