@@ -16,7 +16,7 @@ from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
 from verl.models.families.mrope import continue_positions
 from verl.protocol import DataProto, objects
-from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, ZeroScores
+from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, TurnRewards
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.scores import Scoring
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
@@ -95,7 +95,7 @@ class Sampler:
 
     def _score(
         self,
-        job: RewardJob | ZeroScores,
+        job: RewardJob | TurnRewards,
         index: Sequence[int],
         responses: list[FinishedResponse],
         columns: dict[str, Any],
