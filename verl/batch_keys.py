@@ -56,9 +56,15 @@ BATCH_KEYS: dict[str, BatchKey] = {
             "observation_mask", (("B", "R"),), "mask", "rollout (conversations)", "metrics, rollout log"
         ),
         BatchKey(
-            "observation_media", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
+            "observation_media",
+            (("B",),),
+            "object",
+            "rollout (conversations)",
+            "log-probs, values, update, rollout log",
         ),
         BatchKey("turns", (("B",),), "object", "rollout (conversations)", "metrics, rollout log"),
+        BatchKey("conversation_messages", (("B",),), "object", "rollout (conversations)", "rollout log"),
+        BatchKey("stop_reason", (("B",),), "object", "rollout (conversations)", "rollout log"),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
         BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
         BatchKey(

@@ -203,4 +203,6 @@ def join_conversations(
         "position_ids": position_ids,
         "observation_media": objects([dict(one.media) if one else {} for one in trajectories]),
         "turns": objects([one.plain_turns() if one else [] for one in trajectories]),
+        "conversation_messages": objects([list(one.messages) if one else [] for one in trajectories]),
+        "stop_reason": objects([one.stop_reason if one else None for one in trajectories]),
     }
