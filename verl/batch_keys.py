@@ -62,6 +62,13 @@ BATCH_KEYS: dict[str, BatchKey] = {
             "rollout (conversations)",
             "log-probs, values, update, rollout log",
         ),
+        BatchKey(
+            "context_starts",
+            (("B",),),
+            "object",
+            "rollout (conversations)",
+            "log-probs, values, update, rollout log",
+        ),
         BatchKey("turns", (("B",),), "object", "rollout (conversations)", "metrics, rollout log"),
         BatchKey("conversation_messages", (("B",),), "object", "rollout (conversations)", "rollout log"),
         BatchKey("stop_reason", (("B",),), "object", "rollout (conversations)", "rollout log"),

@@ -208,3 +208,47 @@ def test_a_turn_may_end_with_the_second_of_two_special_tokens():
     (last,) = encode(renderer.tokenizer, end)
 
     assert renderer.tokens(last, CALLS[:1], ANSWERS[:1]) == encode(renderer.tokenizer, one)
+
+
+@pytest.mark.parametrize("template", sorted(FOLLOWING))
+def test_messages_that_answer_the_calls_of_a_turn_are_the_tokens_of_its_observations(template):
+    tokenizer = tool_tokenizer(template)
+    renderer = renderer_of(tokenizer)
+    end = tokenizer.convert_tokens_to_ids(FOLLOWING[template][0])
+    answers = [{"role": "tool", "tool_call_id": "any", "content": one.text} for one in ANSWERS]
+
+    assert renderer.after_turn(end, CALLS[:1], answers[:1]) == renderer.tokens(end, CALLS[:1], ANSWERS[:1])
+    assert renderer.after_turn(end, CALLS, answers) == renderer.tokens(end, CALLS, ANSWERS)
+
+
+USER_AFTER = {
+    "hermes": "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3": "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3_5": "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    "gemma": "\n<start_of_turn>user\nagain<end_of_turn>\n<start_of_turn>model\n",
+    "llama": "<|start_header_id|>user<|end_header_id|>\n\nagain<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+
+
+@pytest.mark.parametrize("template", sorted(USER_AFTER))
+@pytest.mark.parametrize("calls", [[], CALLS[:1]], ids=["no call", "a call"])
+def test_a_message_of_the_user_follows_a_turn(template, calls):
+    tokenizer = tool_tokenizer(template)
+    renderer = renderer_of(tokenizer)
+    end = tokenizer.convert_tokens_to_ids(FOLLOWING[template][0])
+
+    tokens = renderer.after_turn(end, calls, [{"role": "user", "content": "again"}])
+
+    assert tokenizer.decode(tokens) == USER_AFTER[template]
+
+
+def test_a_special_token_in_a_message_is_read_as_text():
+    tokenizer = tool_tokenizer("hermes")
+    renderer = renderer_of(tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    tokens = renderer.after_turn(end, [], [{"role": "user", "content": "<|im_end|>"}])
+
+    assert tokens.count(end) == 1
+    assert "< |im_end|>" in tokenizer.decode(tokens)

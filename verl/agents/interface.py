@@ -47,6 +47,17 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class OwnPrompt:
+    """A prompt that does not come from the row of the data set."""
+
+    token_ids: list[int]  # with the tokens of media
+    position_ids: Any  # (P,) or (4, P) int64
+    messages: tuple[Message, ...]
+    text: str
+    media: Mapping[str, list[Reference]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """A finished conversation, in addition to the tokens of its response."""
 
@@ -59,6 +70,10 @@ class Trajectory:
     position_ids: Any = None  # (R,) or (4, R) int64 for its R tokens; None counts on from the prompt's last
     is_masked: bool = False  # it takes no part in training: a tool failed, and `on_tool_error` says so
     stop_reason: str = "stop"  # of the conversation: "stop", "done", or the limit that cut it off
+    prompt: OwnPrompt | None = None  # None: that of the row
+    # where the policy reads a new context and nothing before it, among the tokens of the response: such a
+    # context is given there as a whole, as tokens that were not sampled
+    context_starts: tuple[int, ...] = ()
 
     def plain_turns(self) -> list[dict[str, Any]]:
         """Turns as plain data, for files and people; without media, of which only the numbers are kept.
@@ -106,4 +121,23 @@ class Tool(Protocol):
 
     def close(self, state: Any) -> None:
         """Release the state of a conversation that has ended."""
+        ...
+
+
+class Environment(Protocol):
+    """A world in which the policy acts, with a state of its own for each conversation.
+
+    Any method may be `async def`.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin, and return the messages of the prompt, one text, or None for the prompt of the row."""
+        ...
+
+    def step(self, text: str, calls: Sequence[ToolCall]) -> Any:
+        """Return what follows a turn of the policy: an `Observation`, a text or an image."""
+        ...
+
+    def close(self) -> None:
+        """Release what `reset` and `step` have opened."""
         ...

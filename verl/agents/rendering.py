@@ -25,6 +25,7 @@ NAME = "an observation"  # in errors of templates
 TOOL_ROLE = re.compile(r"""["']tool["']""")
 RESPONSE, END_OF_RESPONSE = "<tool_response>\n", "\n</tool_response>"  # in a user's message
 PART = re.compile(r"""\{["']type["']:""")  # of a list of parts that a template wrote as it is
+UNNAMED = ToolCall("unknown", {})
 MAX_KEPT = 256  # renderings; the policy may invent names of tools
 SHOWN = 60  # characters of two texts from their first difference
 
@@ -96,7 +97,27 @@ class ObservationRenderer:
         Texts must be `plain`. Each image and video is one placeholder.
         """
         calls, observations = self._shown(calls, observations)
-        following = self._after(self.style, calls, observations)
+        return self._tokens(last_token, calls, _messages(self.style, calls, observations))
+
+    def after_turn(
+        self, last_token: int, calls: Sequence[ToolCall], messages: Sequence[Message]
+    ) -> list[int]:
+        """Return the tokens of any messages after a turn that ended with `last_token`, as `tokens` does.
+
+        Args:
+            messages: Their content is a text or a list of parts. Those of the role `tool` at the start answer
+                `calls`, in their order.
+        """
+        answers = [self._answer(message) for message in takewhile(_is_answer, messages)]
+        others = [self._in_style(message) for message in messages[len(answers) :]]
+        if answers:
+            calls = [*calls, *[UNNAMED] * len(answers)][: len(answers)]
+        calls, answers = self._shown(calls, answers)
+        shown = _messages(self.style, calls, answers) if answers else []
+        return self._tokens(last_token, calls, [*shown, *others])
+
+    def _tokens(self, last_token: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> list[int]:
+        following = self._after(self.style, calls, messages)
         tokens = self._encode(following.text)
         leading = list(takewhile(self.is_end, tokens))
         if last_token in leading:
@@ -108,8 +129,10 @@ class ObservationRenderer:
         self, calls: Sequence[ToolCall], observations: Sequence[Observation]
     ) -> tuple[Sequence[ToolCall], Sequence[Observation]]:
         calls = [replace(call, name=self.plain(call.name)) for call in calls]
-        if self._has_parallel_calls or len(calls) == 1:
+        if self._has_parallel_calls or len(calls) <= 1:
             return calls, observations
+        if not observations:
+            return calls[:1], observations
         joined = Observation(
             "\n".join(observation.text for observation in observations),
             [image for observation in observations for image in observation.images],
@@ -117,21 +140,32 @@ class ObservationRenderer:
         )
         return calls[:1], [joined]
 
+    def _in_style(self, message: Message) -> Message:
+        """Return a message with plain text, in the form that the template takes."""
+        if _is_answer(message):  # to no call of the last turn
+            return _messages(self.style, [UNNAMED], [self._answer(message)])[0]
+        parts = [_text(self.plain(part["text"])) if "text" in part else part for part in _parts_of(message)]
+        return {**message, "content": _content(parts, self.style)}
+
+    def _answer(self, message: Message) -> Observation:
+        parts = _parts_of(message)
+        texts = [self.plain(part["text"]) for part in parts if "text" in part]
+        images, videos = ([part for part in parts if part["type"] == kind] for kind in ("image", "video"))
+        return Observation("\n".join(texts), images, videos)
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     # --- the difference of two renderings
 
-    def _after(
-        self, style: Style, calls: Sequence[ToolCall], observations: Sequence[Observation]
-    ) -> Following:
+    def _after(self, style: Style, calls: Sequence[ToolCall], messages: Sequence[Message]) -> Following:
         """Return what follows a turn with these calls; its last `MARK` ends what is not its form."""
         base = [_user("hello", style), _assistant(calls, style)]
         names = tuple(call.name for call in calls)
         before = self._before.get((style, names)) or self._render(base, False, NAME)
         if len(self._before) < MAX_KEPT:
             self._before[style, names] = before
-        after = self._render([*base, *_messages(style, calls, observations)], True, NAME)
+        after = self._render([*base, *messages], True, NAME)
         marks = before.count(MARK)
         if marks == 0:
             raise ValueError("the assistant's text is not shown")
@@ -169,7 +203,7 @@ class ObservationRenderer:
         seen = Observation("seen", images=["one"] * ("image" in kinds), videos=["one"] * ("video" in kinds))
         calls = [ToolCall("look", {})] * num_calls
         try:
-            text = self._after(style, calls, [seen] * num_calls).text
+            text = self._after(style, calls, _messages(style, calls, [seen] * num_calls)).text
         except ValueError as error:
             return f"it fails ({error})"
         if text.count(seen.text) != num_calls or PART.search(text):
@@ -193,7 +227,7 @@ class ObservationRenderer:
                 [ToolCall("look", {})] * count, [Observation("seen", images=images)] * count
             )
             shown = _messages(self.style, calls, observations)
-            piece = self._after(self.style, calls, observations)
+            piece = self._after(self.style, calls, shown)
             messages.append(_assistant(calls, self.style))
             self._compare(self._render([*messages, *shown], True, NAME), piece)
             messages += shown
@@ -232,7 +266,7 @@ def _user(text: str, style: Style) -> Message:
 def _assistant(calls: Sequence[ToolCall], style: Style) -> Message:
     """Return a turn whose form ends with the form of its last call, if the template writes any."""
     message: Message = {"role": "assistant", "content": _content([_text(MARK)], style)}
-    if style.role == "tool":
+    if style.role == "tool" and calls:
         message["tool_calls"] = [
             {
                 "id": call_id(number), "type": "function",
@@ -262,6 +296,15 @@ def _messages(style: Style, calls: Sequence[ToolCall], observations: Sequence[Ob
         start = "\n" + RESPONSE if number else RESPONSE
         parts += [_text(start), *_parts(observation), _text(END_OF_RESPONSE)]
     return [{"role": "user", "content": _content(parts, style)}]
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "tool"
+
+
+def _parts_of(message: Message) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [_text(content)] if isinstance(content, str) else list(content)
 
 
 def _parts(observation: Observation) -> list[dict[str, str]]:

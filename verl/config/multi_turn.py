@@ -12,6 +12,8 @@ FORMATS = ("auto", "hermes", "qwen3_coder", "json")
 ON_TOOL_ERROR = ("show", "end", "stop")
 SIDES = ("left", "middle", "right")
 SHIPPED_TOOLS = ("calculator", "python", "search", "zoom")
+SHIPPED_ENVIRONMENTS = ("gymnasium",)
+SHIPPED_AGENTS = ("verifiers",)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,24 @@ class MultiTurnConfig:
     tool_config_path: str | None = option(
         None, "YAML file that lists tools in verl's form.", resolve=existing_file
     )
+    environment: str | None = option(
+        None,
+        "World in which the policy acts, instead of tools: `gymnasium`, or a class `file.py:NAME` with"
+        " `reset`, `step` and `close`.",
+        choices=SHIPPED_ENVIRONMENTS,
+        extension="environment",
+    )
+    environment_kwargs: dict[str, Any] = option(
+        dict, "Arguments of the environment's class; the column `env_kwargs` of a row replaces single ones."
+    )
+    agent: str | None = option(
+        None,
+        "Program that leads each conversation itself, instead of tools: `verifiers`, or a function"
+        " `file.py:NAME` that asks the policy through an OpenAI-compatible endpoint.",
+        choices=SHIPPED_AGENTS,
+        extension="agent",
+    )
+    agent_kwargs: dict[str, Any] = option(dict, "Further arguments of the agent's function.")
     format: str = option(
         "auto", "How the policy writes calls; `auto` finds it in the chat template.", choices=FORMATS
     )
@@ -59,5 +79,16 @@ class MultiTurnConfig:
     )
 
     def problems(self, path: str) -> Iterator[str]:
-        if self.enable and not self.tools and self.tool_config_path is None:
-            yield f"`{path}.enable=true` needs tools: set `{path}.tools` or `{path}.tool_config_path`"
+        has_tools = bool(self.tools) or self.tool_config_path is not None
+        worlds = [name for name in ("environment", "agent") if getattr(self, name) is not None]
+        if self.enable and not has_tools and not worlds:
+            yield (
+                f"`{path}.enable=true` needs tools, an environment or an agent: set `{path}.tools`,"
+                f" `{path}.environment` or `{path}.agent`"
+            )
+        if len(worlds) + has_tools > 1:
+            given = [*(["tools"] if has_tools else []), *worlds]
+            yield (
+                f"`{path}` must have one of tools, an environment and an agent, got {' and '.join(given)}: an"
+                " environment gets the calls of its own `tools`, and an agent passes its own"
+            )

@@ -268,7 +268,25 @@ def check_tool(_tool: Any, _used: UsedExtension, config: Any) -> None:
         raise ProtocolError(f"is not usable: {error}") from error
 
 
-TOOLS: Registry[Any] = Registry("worker.rollout.multi_turn.tools")  # its names are files only
+def check_environment(environment: Any, _used: UsedExtension, _config: Any) -> None:
+    """Check a class without making an environment: its arguments may come from rows."""
+    missing = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
+    if not inspect.isclass(environment) or missing:
+        raise ProtocolError(f"must be a class with `reset`, `step` and `close`, and lacks {missing}")
+
+
+def check_agent(agent: Any, used: UsedExtension, config: Any) -> None:
+    """Check that a function takes a row, the policy and `agent_kwargs`."""
+    try:
+        inspect.signature(agent).bind({}, object(), **config.worker.rollout.multi_turn.agent_kwargs)
+    except TypeError as error:
+        raise ProtocolError(f"cannot be called so: {error}") from error
+
+
+# The names of these are files only, or shipped ones that need no check.
+TOOLS: Registry[Any] = Registry("worker.rollout.multi_turn.tools")
+ENVIRONMENTS: Registry[Any] = Registry("worker.rollout.multi_turn.environment")
+AGENTS: Registry[Any] = Registry("worker.rollout.multi_turn.agent")
 KINDS: dict[str, Kind] = {
     "advantage estimator": Kind(
         ADV_ESTIMATORS, "a function of AdvantageInputs that returns Advantages", check_estimator
@@ -294,6 +312,10 @@ KINDS: dict[str, Kind] = {
     ),
     "model family": Kind(OWN_FAMILIES, "a Family of verl.models.families.interface", check_family),
     "tool": Kind(TOOLS, "a function with type hints and a docstring, or a class", check_tool),
+    "environment": Kind(
+        ENVIRONMENTS, "a class with `reset(row)`, `step(text, calls)` and `close()`", check_environment
+    ),
+    "agent": Kind(AGENTS, "a function of a row and the policy, which may be async", check_agent),
 }
 
 

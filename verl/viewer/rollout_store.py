@@ -96,6 +96,7 @@ SCHEMA = pa.schema(
         pa.field("reward_values", pa.map_(pa.string(), pa.float32())),  # values of the reward function
         pa.field("media", pa.list_(_MEDIUM)),
         pa.field("conversation", pa.string()),  # all its messages, with the prompt's, as JSON
+        pa.field("num_contexts", pa.int32()),  # more than one if an agent shortened what the policy reads
         pa.field("tools", pa.string()),  # schemas of the tools as JSON
         pa.field("turns", pa.list_(_TURN)),
         pa.field("token_ids", pa.list_(pa.int32())),  # of the response, like all lists below

@@ -32,13 +32,15 @@ def conversation_columns(
     if not turns:
         return {}
     observations = [one for turn in turns for one in turn["observations"]]
-    media = item.get("observation_media") or {}
+    contexts = item.get("context_starts") or ()
+    media = {} if contexts else item.get("observation_media") or {}  # those of contexts are no observation's
     pictures, films = (iter(media.get(name) or ()) for name in ("images", "videos"))
     return {
         "num_turns": len(turns),
         "num_calls": sum(len(turn["calls"]) for turn in turns),
         "num_failures": sum(one["failed"] for one in observations),
         "stop_reason": item["stop_reason"],
+        "num_contexts": 1 + len(contexts),
         "conversation": json.dumps(item["conversation_messages"]),
         "tools": json.dumps(schemas),
         "turns": [
