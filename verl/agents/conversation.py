@@ -176,6 +176,7 @@ class Conversation:
             media={name: list(values) for name, values in (row.added or {}).items()},
             position_ids=row.positions(),
             is_masked=self._is_masked,
+            stop_reason=self.stop_reason,
         )
         return FinishedConversation(
             row.response, row.log_probs, self.finish_reason, self.stop_reason, trajectory

@@ -25,7 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -45,15 +45,6 @@ MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
 logger = get_logger(__name__, all_ranks=True)
-
-
-@dataclass
-class ToolStatistics:
-    """The calls of a tool since they were last taken."""
-
-    calls: int = 0
-    failures: int = 0
-    seconds: float = 0.0  # sum over the calls, without their wait for a process
 
 
 @dataclass(eq=False)
@@ -80,11 +71,10 @@ class ToolPool:
         self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = (
             SimpleQueue()
         )  # None: the pool has ended
-        self._statistics: dict[str, ToolStatistics] = defaultdict(ToolStatistics)
         self._reports: Counter[str] = Counter()
         self._ends: set[asyncio.Task[None]] = set()
         self._problem: str | None = None
-        self._lock = threading.Lock()  # guards the end of the loop, and the statistics
+        self._lock = threading.Lock()  # guards the end of the loop
         self._is_loaded = threading.Event()
         self._num_host_ends = 0
         _raise_file_limit()
@@ -142,12 +132,6 @@ class ToolPool:
     def end(self, key: Hashable) -> None:
         """End a conversation: release its states and drop its open calls."""
         self._do(self._end, self._conversations.pop(key))
-
-    def take_statistics(self) -> dict[str, ToolStatistics]:
-        """Return the statistics by tool since the last call."""
-        with self._lock:
-            taken, self._statistics = self._statistics, defaultdict(ToolStatistics)
-        return dict(taken)
 
     def close(self) -> None:
         """Kill every process, once ended conversations have released their states. Safe to call twice."""
@@ -305,8 +289,10 @@ class ToolPool:
         except asyncio.CancelledError:
             await process.kill()  # a late answer would be taken for that of the next call
             raise
-        self._count(tool, answer, time.monotonic() - begin)
-        return answer
+        if answer.report:
+            self._log(tool.name, answer.report)
+        seconds = time.monotonic() - begin
+        return answer._replace(observation=replace(answer.observation, seconds=seconds))
 
     async def _fork(self, tool: ToolFacts) -> ToolProcess:
         await self._is_up.wait()
@@ -340,15 +326,6 @@ class ToolPool:
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
         state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
         return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
-
-    def _count(self, tool: ToolFacts, answer: Answer, seconds: float) -> None:
-        with self._lock:
-            statistics = self._statistics[tool.name]
-            statistics.calls += 1
-            statistics.failures += answer.observation.failed
-            statistics.seconds += seconds
-        if answer.report:
-            self._log(tool.name, answer.report)
 
     def _log(self, name: str, report: str) -> None:
         self._reports[name] += 1
