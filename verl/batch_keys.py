@@ -58,6 +58,9 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey(
             "observation_media", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
         ),
+        BatchKey(
+            "context_starts", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
+        ),
         BatchKey("turns", (("B",),), "object", "rollout (conversations)", "metrics, rollout log"),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
         BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),

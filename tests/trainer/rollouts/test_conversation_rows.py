@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations become rows: observations are masked, have positions and media, and earn no gradient."""
 
+import dataclasses
+
 import torch
 
-from verl.agents.interface import Observation, ToolCall, Trajectory, Turn
+from verl.agents.interface import Observation, OwnPrompt, ToolCall, Trajectory, Turn
 from verl.protocol import DataProto, objects
 from verl.trainer.metrics import agent_metrics
-from verl.trainer.rollouts.sampler import conversation_columns, join_responses
+from verl.trainer.rollouts.sampler import conversation_columns
+from verl.trainer.rollouts.sequences import join_responses
 from verl.workers.rollout.base import FinishedResponse
 
 CALL = ToolCall("add", {"a": 1, "b": 2})
@@ -23,7 +26,13 @@ def prompts():
             "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
             "prompt_position_ids": torch.tensor([[0, 0, 1], [0, 1, 2]]),
         },
-        {"uid": objects(["a", "b"]), "raw_prompt_ids": objects([[8, 9], [4, 5, 6]])},
+        {
+            "uid": objects(["a", "b"]),
+            "raw_prompt_ids": objects([[8, 9], [4, 5, 6]]),
+            "multi_modal_data": objects([None, {"images": ["b.png"]}]),
+            "prompt_text": objects(["1 + 2?", "other"]),
+            "prompt_messages": objects([[{"role": "user", "content": text}] for text in ("1 + 2?", "other")]),
+        },
     )
 
 
@@ -81,6 +90,35 @@ def test_a_masked_conversation_counts_in_no_loss_and_keeps_its_response():
 
     assert rows.batch["loss_mask"].sum(-1).tolist() == [0, 2]
     assert rows.batch["response_mask"].sum(-1).tolist() == [5, 2]
+
+
+def test_an_own_prompt_replaces_that_of_the_row():
+    messages = ({"role": "user", "content": "go"},)
+    prompt = OwnPrompt([3, 4], torch.tensor([0, 1]), messages, "<user>go", {"images": ["own.png"]})
+    own = dataclasses.replace(conversation(prompt=prompt, context_starts=(3,)), uid="b")
+
+    rows = joined(one_turn(), own)
+
+    assert rows.batch["prompts"].tolist() == [[0, 8, 9], [0, 3, 4]]
+    assert rows.batch["input_ids"][1].tolist() == [0, 3, 4, 5, 6, 30, 31, 7, 0, 0]
+    assert rows.batch["attention_mask"][1].tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert rows.batch["position_ids"][1].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert rows.non_tensor_batch["multi_modal_data"].tolist() == [None, {"images": ["own.png"]}]
+    assert rows.non_tensor_batch["prompt_text"].tolist() == ["1 + 2?", "<user>go"]
+    assert rows.non_tensor_batch["prompt_messages"][1] == messages
+    assert rows.non_tensor_batch["context_starts"].tolist() == [(), (3,)]
+    assert conversation_columns(own)["prompt"] == "<user>go"
+
+
+def test_the_prompts_of_a_data_set_stay_as_they_were():
+    given = prompts()
+    before = {key: tensor.clone() for key, tensor in given.batch.items()}
+    prompt = OwnPrompt([3], torch.tensor([0]), (), "go")
+
+    join_responses(given, [conversation(prompt=prompt), one_turn()], n=1, response_length=7, pad_token_id=0)
+
+    assert all(torch.equal(given.batch[key], tensor) for key, tensor in before.items())
+    assert given.non_tensor_batch["prompt_text"].tolist() == ["1 + 2?", "other"]
 
 
 def test_the_reward_function_gets_messages_turns_and_calls():

@@ -5,7 +5,8 @@ import torch
 
 from tests.trainer.rollouts.sampling import PROMPT_LENGTH, Engine, make_config, make_sampler, numbered_prompts
 from verl.protocol import DataProto, objects
-from verl.trainer.rollouts.sampler import join_responses, with_uids
+from verl.trainer.rollouts.sampler import with_uids
+from verl.trainer.rollouts.sequences import join_responses
 from verl.workers.rollout.base import FinishedResponse
 
 

@@ -12,6 +12,7 @@ from verl.workers.packing.micro_batches import (
     RowCounts,
     agreed_splits,
     restore_order,
+    rows_sharing_prompts,
     split_rows,
 )
 
@@ -69,9 +70,12 @@ def groups_of(prompts, responses, order=None):
     rows = rows if order is None else [rows[index] for index in order]
     columns = torch.arange(WIDTH)
     prompt, response = (torch.tensor([row[part] for row in rows])[:, None] for part in (0, 1))
+    mask = torch.cat([columns >= WIDTH - prompt, columns < response], 1).long()
     return DataProto.from_dict(
         {
-            "attention_mask": torch.cat([columns >= WIDTH - prompt, columns < response], 1).long(),
+            "attention_mask": mask,
+            "input_ids": mask,
+            "position_ids": mask,
             "responses": (columns < response).long(),
         },
         {"uid": objects([row[2] for row in rows])},
@@ -155,3 +159,16 @@ def test_rows_of_unknown_prompts_are_split_one_by_one(token_budget):
     shared = split_micro_batches(batch, 2, token_budget, share_prompt=True)
 
     assert shared == split_micro_batches(batch, 2, token_budget, share_prompt=False)
+
+
+def test_rows_with_other_media_or_several_contexts_share_no_prompt():
+    batch = groups_of([40], [[5] * 5])
+    media = [{"images": ["a"]}, {"images": ["b"]}, {"images": ["a"]}, {"images": ["a"]}, {"images": ["b"]}]
+    batch = batch.merge(
+        {"multi_modal_data": objects(media), "context_starts": objects([(), (), (), (3,), ()])}
+    )
+
+    assert rows_sharing_prompts(batch) == [[0, 2], [1, 4], [3]]
+    # 40 + 2 x 5 for each pair, 45 for the row that is alone
+    parts = split_micro_batches(batch, 1, 64, share_prompt=True)
+    assert sorted(map(sorted, parts)) == [[0, 2], [1, 4], [3]]

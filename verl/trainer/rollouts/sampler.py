@@ -7,24 +7,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from verl.agents.interface import Trajectory
 from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
-from verl.models.families.mrope import continue_positions
 from verl.protocol import DataProto, objects
 from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, ZeroScores
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.scores import Scoring
+from verl.trainer.rollouts.sequences import join_responses
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
 
 SAMPLED_FROM = ["uid", "raw_prompt_ids", "multi_modal_data"]
-PROMPT_ONLY = {"prompt_position_ids", "raw_prompt_ids"}  # needed to sample, unused afterwards
 
 
 class Sampler:
@@ -130,77 +124,10 @@ def conversation_columns(response: FinishedResponse) -> dict[str, Any]:
     trajectory = response.trajectory
     if trajectory is None:
         return {}
-    turns = trajectory.plain_turns()
-    return {
+    turns, prompt = trajectory.plain_turns(), trajectory.prompt
+    return ({} if prompt is None else {"prompt": prompt.text}) | {
         "messages": list(trajectory.messages),
         "num_turns": len(turns),
         "tool_calls": [call for turn in turns for call in turn["calls"]],
         "tool_rewards": [turn["reward"] for turn in turns],
-    }
-
-
-def join_responses(
-    prompts: DataProto, responses: list[FinishedResponse], n: int, response_length: int, pad_token_id: int
-) -> DataProto:
-    """Join prompts and their n responses each into sequences, with the keys that `rollout` writes.
-
-    Prompts are padded on the left, responses on the right, to `response_length`. Conversations also have the
-    keys of `join_conversations`.
-    """
-    shape = (len(responses), response_length)
-    tokens = torch.full(shape, pad_token_id, dtype=torch.int64)  # (B, R)
-    mask = torch.zeros(shape, dtype=torch.int64)  # (B, R)
-    log_probs = torch.zeros(shape, dtype=torch.float32)  # (B, R)
-    for row, response in enumerate(responses):
-        length = len(response.token_ids)
-        tokens[row, :length] = torch.tensor(response.token_ids, dtype=torch.int64)
-        log_probs[row, :length] = torch.tensor(response.log_probs, dtype=torch.float32)
-        mask[row, :length] = 1
-
-    sequences = prompts.repeat(n, interleave=True)
-    position_ids = sequences.batch["prompt_position_ids"]  # (B, P) or (B, 4, P)
-    # Positions continue from the prompt's last one, on every axis of M-RoPE.
-    response_positions = continue_positions(position_ids[..., -1], response_length)  # (B, R) or (B, 4, R)
-    kept = sorted(set(sequences.batch.keys()) - PROMPT_ONLY)
-    kept_objects = sorted(set(sequences.non_tensor_batch) - PROMPT_ONLY)
-    joined = sequences.select(kept, kept_objects).merge({
-        "responses": tokens,
-        "response_mask": mask,
-        "loss_mask": mask.clone(),
-        "input_ids": torch.cat([sequences.batch["prompts"], tokens], dim=-1),  # (B, P + R)
-        "attention_mask": torch.cat([sequences.batch["prompt_mask"], mask], dim=-1),  # (B, P + R)
-        "position_ids": torch.cat([position_ids, response_positions], dim=-1),
-        "rollout_log_probs": log_probs,
-        "finish_reason": objects([response.finish_reason for response in responses]),
-    })  # fmt: skip
-    trajectories = [response.trajectory for response in responses]
-    if not any(trajectories):
-        return joined
-    return joined.merge(join_conversations(trajectories, joined), replace=["loss_mask", "position_ids"])
-
-
-def join_conversations(
-    trajectories: Sequence[Trajectory | None], joined: DataProto
-) -> dict[str, Tensor | np.ndarray]:
-    """Mask the observations of conversations, and add their media, positions and turns."""
-    mask = joined.batch["response_mask"]  # (B, R)
-    observed, position_ids = torch.zeros_like(mask), joined.batch["position_ids"].clone()
-    loss_mask, start = mask.clone(), position_ids.shape[-1] - mask.shape[-1]
-    for row, trajectory in enumerate(trajectories):
-        if trajectory is None:
-            continue
-        length = len(trajectory.is_sampled)
-        observed[row, :length] = 1 - torch.tensor(trajectory.is_sampled, dtype=torch.int64)
-        if trajectory.is_masked:
-            loss_mask[row] = 0
-        if trajectory.position_ids is not None:
-            position_ids[row, ..., start : start + length] = trajectory.position_ids
-            after = continue_positions(trajectory.position_ids[..., -1], mask.shape[-1] - length)
-            position_ids[row, ..., start + length :] = after
-    return {
-        "observation_mask": observed,
-        "loss_mask": loss_mask * (1 - observed),
-        "position_ids": position_ids,
-        "observation_media": objects([dict(one.media) if one else {} for one in trajectories]),
-        "turns": objects([one.plain_turns() if one else [] for one in trajectories]),
     }

@@ -43,11 +43,10 @@ from verl.workers.packing.media_inputs import (
     media_in_packing_order,
     media_inputs,
 )
-from verl.workers.packing.micro_batches import rows_by_prompt
+from verl.workers.packing.micro_batches import context_cuts, rows_sharing_prompts
 from verl.workers.packing.packed_batch import (
     PackedBatch,
     ResponseTokens,
-    group_equal_prompts,
     pack_rows,
     pack_shared_prompts,
 )
@@ -59,7 +58,7 @@ logger = get_logger(__name__)
 
 # what `PackedForward` reads of a batch
 FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "loss_mask"]
-OBJECT_KEYS = ["uid", *MEDIA_KEYS]
+OBJECT_KEYS = ["uid", "context_starts", *MEDIA_KEYS]
 
 
 class ModelInputs(NamedTuple):
@@ -279,13 +278,13 @@ class PackedForward:
         tensors = micro.batch
         input_ids, mask = tensors["input_ids"], tensors["attention_mask"]
         position_ids = self._position_rows(tensors["position_ids"])
+        cuts = context_cuts(micro)
         if self.shares_prompts and "responses" in tensors:
             prompt_width = input_ids.shape[1] - tensors["responses"].shape[1]
-            prompts = [columns[:, :prompt_width] for columns in (input_ids, mask, *position_ids)]
-            members = group_equal_prompts(rows_by_prompt(micro), prompts)
+            members = rows_sharing_prompts(micro)
             if any(len(rows) > 1 for rows in members):
-                return pack_shared_prompts(input_ids, mask, position_ids, members, prompt_width)
-        return pack_rows(input_ids, mask, position_ids)
+                return pack_shared_prompts(input_ids, mask, position_ids, members, prompt_width, cuts)
+        return pack_rows(input_ids, mask, position_ids, cuts)
 
     def _position_rows(self, position_ids: Tensor) -> Tensor:
         # (B, T) or (B, 4, T) to (rows, B, T)

@@ -44,7 +44,7 @@ def media_in_packing_order(batch: DataProto, groups: Iterable[Sequence[int]]) ->
     prompts, observations = (batch.non_tensor_batch.get(key) for key in MEDIA_KEYS)
     found: list[MediaRow] = []
     for rows in groups:
-        found += [] if prompts is None else [prompts[rows[0]]]
+        found += [] if prompts is None else [prompts[row] for row in rows[:1]]
         found += [] if observations is None else [observations[row] for row in rows]
     return [row for row in found if has_media(row)]
 
@@ -64,22 +64,22 @@ def media_inputs(
     media: list[Medium] = []
     numbers: dict[tuple, range] = {}
     for row in encoded:
-        key = _media_key(row)
+        key = media_key(row)
         if key not in numbers:
             first = len(media)
             media += media_of(row)
             numbers[key] = range(first, len(media))
     order: dict[Kind, list[int]] = {}
     for row in rows:
-        for number in numbers[_media_key(row)]:
+        for number in numbers[media_key(row)]:
             order.setdefault(token_kind(media[number].kind), []).append(number)
     return media, order
 
 
-def _media_key(row: MediaRow) -> tuple:
-    # two rows show the same media if their references are the same
+def media_key(row: MediaRow | None) -> tuple:
+    """Return what is equal for rows that refer to the same media."""
     return tuple(
         (kind, tuple(tuple(sorted(ref.items())) if isinstance(ref, dict) else ref for ref in refs))
-        for kind, refs in sorted(row.items())
+        for kind, refs in sorted((row or {}).items())
         if refs
     )

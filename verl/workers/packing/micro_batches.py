@@ -17,6 +17,8 @@ from torch import Tensor
 
 from verl.distributed.length_balancing import balance, shared_workload
 from verl.protocol import DataProto
+from verl.workers.packing.media_inputs import media_key
+from verl.workers.packing.packed_batch import group_equal_prompts
 
 Split = list[list[int]]  # the rows of each micro batch
 
@@ -50,9 +52,9 @@ class RowCounts:
         # without `uid` or `responses` no prompt is shared
         lengths = tuple(batch.batch["attention_mask"].sum(-1).tolist())
         prompts, group_ids = (0,) * len(lengths), tuple(range(len(lengths)))
-        prompt_ids = _prompt_ids(batch)
+        prompt_ids = _numbers(rows_by_prompt(batch))
         if share_prompt and "uid" in batch.non_tensor_batch and "responses" in batch.batch:
-            prompts, group_ids = tuple(prompt_lengths(batch)), prompt_ids
+            prompts, group_ids = tuple(prompt_lengths(batch)), _numbers(rows_sharing_prompts(batch))
         return cls(lengths, prompts, group_ids, tuple(media or [0] * len(lengths)), prompt_ids)
 
     def group(self, rows: Sequence[int]) -> list[list[int]]:
@@ -109,11 +111,34 @@ def agreed_splits(
 
 
 def rows_by_prompt(batch: DataProto) -> list[list[int]]:
-    """The rows of each `uid` in the order of appearance; without `uid` every row has its own prompt."""
+    """The rows of each `uid` in the order of appearance, and of each prompt's media.
+
+    Without `uid` every row has its own prompt. Conversations with an own prompt may differ in nothing but
+    their pictures.
+    """
+    uids, media = (batch.non_tensor_batch.get(key) for key in ("uid", "multi_modal_data"))
     rows: dict[object, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch.get("uid", range(len(batch)))):
-        rows.setdefault(uid, []).append(row)
+    for row in range(len(batch)):
+        key = () if media is None else media_key(media[row])
+        rows.setdefault((row if uids is None else uids[row], key), []).append(row)
     return list(rows.values())
+
+
+def rows_sharing_prompts(batch: DataProto) -> list[list[int]]:
+    """The rows of each `uid` whose prompts are equal; a row of several contexts is alone."""
+    width = batch.batch["responses"].shape[1]
+    prompts = [batch.batch[key][..., :-width] for key in ("input_ids", "attention_mask", "position_ids")]
+    return group_equal_prompts(rows_by_prompt(batch), prompts, context_cuts(batch))
+
+
+def context_cuts(batch: DataProto) -> dict[int, list[int]]:
+    """Where further contexts begin among the tokens of a row, for the rows that have some."""
+    starts = batch.non_tensor_batch.get("context_starts", ())
+    several = [row for row, found in enumerate(starts) if found]
+    if not several:
+        return {}
+    prompts = prompt_lengths(batch)
+    return {row: [prompts[row] + start for start in starts[row]] for row in several}
 
 
 def prompt_lengths(batch: DataProto) -> list[int]:
@@ -141,9 +166,10 @@ def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(tensor.item())
 
 
-def _prompt_ids(batch: DataProto) -> tuple[int, ...]:
-    numbers = {row: number for number, rows in enumerate(rows_by_prompt(batch)) for row in rows}
-    return tuple(numbers[row] for row in range(len(batch)))
+def _numbers(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    # of each row's group
+    numbers = {row: number for number, rows in enumerate(groups) for row in rows}
+    return tuple(numbers[row] for row in range(len(numbers)))
 
 
 def _fill(groups: list[list[int]], size: int) -> list[list[int]]:

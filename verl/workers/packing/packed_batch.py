@@ -7,7 +7,8 @@ is arithmetic on CPU tensors, so that lengths and indices are known without read
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from verl.distributed.token_sharding import SequenceGroup
 from verl.utils.masking import check_same_shape
+
+Cuts = Mapping[int, Sequence[int]]  # where further contexts of a row begin, among its tokens
+NO_CUTS: Cuts = MappingProxyType({})
 
 
 class Packed(NamedTuple):
@@ -31,7 +35,8 @@ class PackedBatch(NamedTuple):
     position_ids: Tensor  # (1 or 4, N): four for M-RoPE
     positions: Tensor  # (B, T): packed position of each token; on padding, of the row's token before it
     groups: tuple[SequenceGroup, ...]  # a row that shares its prompt with no other is one prompt as a whole
-    rows: tuple[tuple[int, ...], ...]  # of each group; its prompt was taken from the first
+    # of each group, whose prompt was taken from the first; empty for a further context of the row before
+    rows: tuple[tuple[int, ...], ...]
 
     @property
     def is_shared(self) -> bool:
@@ -88,16 +93,23 @@ class ResponseTokens(NamedTuple):
         return values.new_zeros(math.prod(self.shape)).index_copy(0, self.index, values).view(self.shape)
 
 
-def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> PackedBatch:
+def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor, cuts: Cuts = NO_CUTS) -> PackedBatch:
     """Pack rows (B, T), position ids (1 or 4, B, T), each row with its own prompt."""
     packed = pack(input_ids, mask)
-    groups = tuple(SequenceGroup(length) for length in mask.sum(-1).tolist())
-    rows = tuple((row,) for row in range(len(groups)))
+    lengths = mask.sum(-1).tolist()
+    groups, rows = _divided(
+        [SequenceGroup(length) for length in lengths], [[row] for row in range(len(lengths))], cuts
+    )
     return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
 
 
 def pack_shared_prompts(
-    input_ids: Tensor, mask: Tensor, position_ids: Tensor, members: Sequence[Sequence[int]], prompt_width: int
+    input_ids: Tensor,
+    mask: Tensor,
+    position_ids: Tensor,
+    members: Sequence[Sequence[int]],
+    prompt_width: int,
+    cuts: Cuts = NO_CUTS,
 ) -> PackedBatch:
     """Pack the rows of each group after one copy of their prompt.
 
@@ -107,6 +119,7 @@ def pack_shared_prompts(
         position_ids: (1 or 4, B, T).
         members: The rows of each group, each row once; their prompts and the prompts' positions are equal.
         prompt_width: Columns of the prompt, the first ones; at least one.
+        cuts: Its rows share no prompt.
     """
     order = torch.tensor([row for rows in members for row in rows])  # (B,)
     sizes = torch.tensor([len(rows) for rows in members])
@@ -119,23 +132,41 @@ def pack_shared_prompts(
     prompt_ends = positions[first, prompt_width - 1, None]  # (B, 1)
     in_prompt = repeats[:, None] & (keep.cumsum(-1) == 0)
     positions = torch.where(in_prompt, positions[first].minimum(prompt_ends), positions)
+    groups, rows = _divided(_groups(keep, members, prompt_width), members, cuts)
     return PackedBatch(
-        packed.values,
-        position_ids[:, order][:, keep],
-        positions[order.argsort()],
-        _groups(keep, members, prompt_width),
-        tuple(map(tuple, members)),
+        packed.values, position_ids[:, order][:, keep], positions[order.argsort()], groups, rows
     )
 
 
-def group_equal_prompts(candidates: list[list[int]], prompts: list[Tensor]) -> list[list[int]]:
-    """Keep the rows of each group whose `prompts` (B, P) equal its first row's; the others run alone."""
-    pairs = [(row, rows[0]) for rows in candidates for row in rows[1:]]
-    if not pairs:
-        return candidates
-    alone = {row for row, first in pairs if not all(torch.equal(part[row], part[first]) for part in prompts)}
-    members = [[row for row in rows if row not in alone] for rows in candidates]
+def group_equal_prompts(
+    candidates: list[list[int]], prompts: Sequence[Tensor], alone: Iterable[int] = ()
+) -> list[list[int]]:
+    """Keep the rows of each group whose `prompts` (B, ...) equal its first row's; the others run alone."""
+    alone = set(alone)
+    members = []
+    for group in candidates:
+        rows = [row for row in group if row not in alone]
+        others = {
+            row for row in rows[1:] if not all(torch.equal(part[row], part[rows[0]]) for part in prompts)
+        }
+        alone |= others
+        members += [[row for row in rows if row not in others]] if rows else []
     return members + [[row] for row in sorted(alone)]
+
+
+def _divided(
+    groups: Sequence[SequenceGroup], members: Sequence[Sequence[int]], cuts: Cuts
+) -> tuple[tuple[SequenceGroup, ...], tuple[tuple[int, ...], ...]]:
+    """Divide the groups of rows with several contexts, each of which attends to itself only."""
+    divided: list[SequenceGroup] = []
+    rows: list[tuple[int, ...]] = []
+    for group, own in zip(groups, members, strict=True):
+        starts = cuts.get(own[0], ())
+        assert not (starts and group.responses), "a row of several contexts shares no prompt"
+        pieces = itertools.pairwise([0, *starts, group.prompt])
+        divided += [SequenceGroup(stop - start) for start, stop in pieces] if starts else [group]
+        rows += [tuple(own), *[()] * len(starts)]
+    return tuple(divided), tuple(rows)
 
 
 def _groups(keep: Tensor, members: Sequence[Sequence[int]], prompt_width: int) -> tuple[SequenceGroup, ...]:
