@@ -170,7 +170,7 @@ def checked_schema(schema: Any, what: str) -> Mapping[str, Any]:
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
-            f'must have {what} in the form {{"type": "function", "function": {{"name": ...,'
+            f'must have {what} like {{"type": "function", "function": {{"name": ...,'
             ' "description": ..., "parameters": {...}}}'
         )
     return schema
