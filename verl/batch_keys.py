@@ -61,7 +61,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey(
             "context_starts", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
         ),
-        BatchKey("turns", (("B",),), "object", "rollout (conversations)", "metrics, rollout log"),
+        BatchKey("turns", (("B",),), "object", "rollout (conversations)", "reward, advantage, metrics"),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
         BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
         BatchKey(
