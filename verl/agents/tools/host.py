@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from verl.agents.harnesses.loading import load_agents
 from verl.agents.tools.answers import AnswerLimits
 from verl.agents.tools.loading import HEADING, KWARGS_OPTION, LoadedTool, load_tools
 from verl.agents.tools.process import ToolServer
@@ -42,6 +43,7 @@ class ToolFacts(NamedTuple):
     schema: dict[str, Any]
     is_stateful: bool
     path: str
+    leads: bool = False  # its one call is a whole conversation
 
 
 class Loaded(NamedTuple):
@@ -61,7 +63,7 @@ def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
     try:
-        loaded = load_tools(options)
+        loaded = [*load_tools(options), *load_agents(options)]
         servers = [
             ToolServer(
                 tool.name,
@@ -76,7 +78,10 @@ def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
     except (ValueError, OSError) as error:
         connection.send(LoadFailure(str(error)))
         return
-    facts = [ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path)) for tool in loaded]
+    facts = [
+        ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path), leads=tool.leads)
+        for tool in loaded
+    ]
     connection.send(Loaded(facts))
     _Host(connection, servers).run()
 

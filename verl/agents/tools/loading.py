@@ -48,6 +48,7 @@ class LoadedTool:
     path: Path  # of its file
     is_stateful: bool
     build: Callable[[], Any]  # what is called: the function, or an instance of the class
+    leads: bool = False  # an agent: its one call is a whole conversation
 
 
 def load_tools(options: MultiTurnConfig) -> list[LoadedTool]:
