@@ -222,7 +222,7 @@ class AgentConversation:
         """Return the response: the first context after its prompt, and each further one as a whole.
 
         Args:
-            result: Of the agent; failed if it raised, hung or died.
+            result: That of the agent; failed if it raised, hung or died.
             reason: Another one than stop cut the conversation off.
         """
         for call in list(self._open):

@@ -47,7 +47,7 @@ class Turn(NamedTuple):
 
 @dataclass
 class Step:
-    """What all ranks of an engine do before its next steps."""
+    """Work of all ranks of an engine before its next steps."""
 
     turns: list[Turn] = field(default_factory=list)
     aborted: list[CallId] = field(default_factory=list)
