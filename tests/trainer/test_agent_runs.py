@@ -64,6 +64,7 @@ def talkative(model):
     rows = [tokenizer.encode(text, add_special_tokens=False)[0] for text in (*CALLS, *COLORS)]
     weights[name][rows] *= 6
     save_file(weights, file, metadata={"format": "pt"})
+    return model
 
 
 @pytest.fixture(scope="module")

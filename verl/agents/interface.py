@@ -35,6 +35,13 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Opening(Observation):
+    """The prompt with which an environment begins; it has the media of its messages, in their order."""
+
+    messages: tuple[Message, ...] | None = None  # None: those of the row
+
+
+@dataclass(frozen=True)
 class Turn:
     """A turn of the policy and what followed."""
 

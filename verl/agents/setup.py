@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.conversation import ConversationRules
+from verl.agents.environments.loading import environment_schemas
 from verl.agents.media import ConversationMedia, PositionIds
+from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer
 from verl.agents.tools.loading import tool_schemas
@@ -17,8 +19,8 @@ Schemas = Sequence[Mapping[str, Any]]
 
 
 def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
-    """Return the schemas of a run's tools; none if its responses have one turn."""
-    return tool_schemas(options) if options.enable else []
+    """Return the schemas of a run's tools and of its environment's; none if its responses have one turn."""
+    return [*tool_schemas(options), *environment_schemas(options)] if options.enable else []
 
 
 def conversation_rules(
@@ -29,6 +31,7 @@ def conversation_rules(
     schemas: Schemas,  # of the tools
     *,
     max_tokens: int,
+    max_prompt_tokens: int,
     template_variables: Mapping[str, Any],
     override_chat_template: str | None,
 ) -> ConversationRules:
@@ -43,12 +46,18 @@ def conversation_rules(
     if media is not None and position_ids is not None:
         reader = ConversationMedia(media, position_ids)
     source = template or tokenizer.chat_template
-    renderer = ObservationRenderer(
-        tokenizer,
-        ChatTemplate(tokenizer, template, template_variables, override_chat_template, tools=schemas),
-        source,
-        {} if reader is None else reader.placeholders,
+    chat_template = ChatTemplate(
+        tokenizer, template, template_variables, override_chat_template, tools=schemas
     )
-    renderer.check(options.max_parallel_calls)
-    form = call_format(options.format, source)
-    return ConversationRules(tokenizer, renderer, form, schemas, options, max_tokens, reader)
+    placeholders = {} if reader is None else reader.placeholders
+    renderer = ObservationRenderer(tokenizer, chat_template, source, placeholders)
+    if options.environment is not None:
+        renderer.check(max_parallel_calls=0)  # it answers a turn without calls too
+    if options.environment is None or schemas:
+        renderer.check(options.max_parallel_calls)
+        form = call_format(options.format, source)
+    else:
+        form = NO_CALLS
+    return ConversationRules(
+        tokenizer, renderer, form, schemas, options, max_tokens, reader, chat_template, max_prompt_tokens
+    )

@@ -56,6 +56,9 @@ class MultiTurnConfig:
     max_assistant_turns: int | None = option(
         None, "Maximum turns of the policy in a conversation; null is limited by tokens only.", minimum=1
     )
+    max_user_turns: int | None = option(
+        None, "Maximum answers of tools or the environment that the policy reads; null is any.", minimum=1
+    )
     max_parallel_calls: int = option(1, "Maximum calls in a turn; further ones are refused.", minimum=1)
     max_tool_response_length: int = option(
         256, "Maximum tokens of text in a tool's answer; a longer one is cut.", minimum=1
@@ -77,6 +80,11 @@ class MultiTurnConfig:
         " not count, or `stop` the run.",
         choices=ON_TOOL_ERROR,
     )
+
+    @property
+    def earns_rewards(self) -> bool:
+        """True if turns earn rewards, which are the score of a run without a reward function."""
+        return self.enable and (self.environment is not None or self.agent is not None)
 
     def problems(self, path: str) -> Iterator[str]:
         has_tools = bool(self.tools) or self.tool_config_path is not None

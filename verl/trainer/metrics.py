@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.rewards.turns import is_reward_of_turn
 
 Metrics = dict[str, float]
 
@@ -176,6 +177,10 @@ def compute_throughput_metrics(batch: DataProto, step_seconds: float, num_proces
 
 
 def compute_reward_metrics(values: dict[str, list[float]], prefix: str = "reward/") -> Metrics:
-    """The mean of every value of the reward function, over the responses that have it (not nan)."""
-    present = {key: [value for value in column if not math.isnan(value)] for key, column in values.items()}
+    """The mean of every value of the reward function, over the responses that have it (not nan).
+
+    Rewards of turns are left out: `overall` has their sum.
+    """
+    whole = {key: column for key, column in values.items() if not is_reward_of_turn(key)}
+    present = {key: [value for value in column if not math.isnan(value)] for key, column in whole.items()}
     return {f"{prefix}{key}": sum(known) / len(known) for key, known in present.items() if known}

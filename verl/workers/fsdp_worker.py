@@ -361,6 +361,7 @@ class FSDPWorker(ModelWorker):
             multi_turn,
             self.options.tools,
             max_tokens=self.options.max_response_length,
+            max_prompt_tokens=self.options.max_sequence_length - self.options.max_response_length,
             template_variables=self.options.template_variables,
             override_chat_template=self.options.override_chat_template,
         )

@@ -18,6 +18,9 @@ class CallFormat(NamedTuple):
     sign: str  # regular expression found in chat templates that write calls this way
 
 
+NO_CALLS = CallFormat(lambda _text, _schemas: [], "")  # of a policy that has no tools
+
+
 def malformed(problem: str, name: str = "") -> ToolCall:
     return ToolCall(name, {}, problem)
 

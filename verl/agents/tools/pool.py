@@ -8,6 +8,8 @@
             ...
         pool.end(key)
 
+For an environment, `reset` and `step` take the place of `submit`; it is a state that every conversation has.
+
 A tool without a state runs on up to `tool_concurrency` processes. A tool with one has a process for each
 conversation that calls it, forked at its first call. A call that hangs is killed with its process, and
 all that it started: nothing but that state is lost. The next call of that conversation makes a new one.
@@ -27,7 +29,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.arguments import argument_problem
@@ -45,6 +47,13 @@ MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
 logger = get_logger(__name__, all_ranks=True)
+
+
+class Step(NamedTuple):
+    """A turn of the policy, for an environment."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
 
 
 @dataclass(eq=False)
@@ -108,10 +117,19 @@ class ToolPool:
         """Make the calls of a turn. Calls to the same state run one after another, others at once."""
         self._do(self._submit, key, self._conversations[key], list(calls))
 
+    def reset(self, key: Hashable) -> None:
+        """Begin the environment of a conversation; its observation is an `Opening`, unless it failed."""
+        self._do(self._submit, key, self._conversations[key], [None])
+
+    def step(self, key: Hashable, text: str, calls: Sequence[ToolCall]) -> None:
+        """Have the environment of a conversation answer a turn; one with a lost state is `done`."""
+        self._do(self._submit, key, self._conversations[key], [Step(text, tuple(calls))])
+
     def ready(self, timeout_s: float) -> list[Finished]:
         """Return the turns whose calls have all been answered; wait for one for at most `timeout_s`.
 
-        Each has its key, an observation for each call in order, and the seconds since it was submitted.
+        Each has its key, an observation for each call in order, and the seconds since it was submitted. For
+        an environment it is one observation.
 
         Raises:
             RuntimeError: The pool has ended.
@@ -207,7 +225,7 @@ class ToolPool:
             task.cancel()
         await asyncio.gather(*turns, *self._ends, return_exceptions=True)
 
-    def _submit(self, key: Hashable, conversation: _Conversation, calls: list[ToolCall]) -> None:
+    def _submit(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
         turn = self._loop.create_task(self._answer_turn(key, conversation, calls))
         conversation.turns.add(turn)
         turn.add_done_callback(conversation.turns.discard)
@@ -220,9 +238,14 @@ class ToolPool:
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
 
-    async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[ToolCall]) -> None:
+    async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
         begin = time.monotonic()
-        answers = [self._answer(conversation, call) for call in calls]
+        answers = [
+            self._answer(conversation, call)
+            if isinstance(call, ToolCall)
+            else self._answer_by_environment(conversation, call)
+            for call in calls
+        ]
         observations = list(await asyncio.gather(*answers))
         self._finished.put((conversation, (key, observations, time.monotonic() - begin)))
 
@@ -253,16 +276,30 @@ class ToolPool:
             self._idle[tool.name].append(process)
         return answer.observation
 
+    async def _answer_by_environment(self, conversation: _Conversation, step: Step | None) -> Observation:
+        """Make a step, or begin with a reset."""
+        [tool] = self.tools.values()
+        messages = [] if step is None else [("call", tuple(step))]
+        async with conversation.locks[tool.name], self._slots:
+            observation = await self._ask_state(conversation, tool, messages)
+        is_lost = step is not None and tool.name not in conversation.processes
+        return replace(observation, done=True) if is_lost else observation
+
     async def _call_with_state(
         self, conversation: _Conversation, tool: ToolFacts, call: ToolCall
     ) -> Observation:
+        return await self._ask_state(conversation, tool, [("call", call.arguments)])
+
+    async def _ask_state(
+        self, conversation: _Conversation, tool: ToolFacts, messages: list[tuple[str, Any]]
+    ) -> Observation:
+        """Send messages to the process of a state, which is made first if there is none."""
         process = conversation.processes.get(tool.name)
-        messages = [("call", call.arguments)]
         if process is None:
             process = conversation.processes[tool.name] = await self._fork(tool)
             messages = [("create", dict(conversation.row)), *messages]
         answer = await self._ask(tool, process, messages)
-        if answer.observation.failed and len(messages) > 1 and process.num_calls < len(messages):
+        if answer.observation.failed and messages[0][0] == "create" and process.num_calls <= 1:
             await process.kill()  # there is no state
         if process.is_closed:
             conversation.processes.pop(tool.name, None)
@@ -325,6 +362,7 @@ class ToolPool:
 
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
         state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
+        state = "; its state is lost" if tool.is_environment else state
         return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
 
     def _log(self, name: str, report: str) -> None:
