@@ -60,6 +60,13 @@ def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
 
 
 CORRECTION = "algorithm.rollout_correction"
+LONE = [
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "sppo",
+    "turn_gae",
+]  # estimators for which one response is enough
 
 
 @pytest.mark.parametrize(
@@ -138,9 +145,7 @@ def test_a_combination_that_makes_no_sense_is_an_error_that_names_both_sides(min
         assert part in problem
 
 
-@pytest.mark.parametrize(
-    "estimator", sorted(set(ADV_ESTIMATORS.names()) - {"gae", "reinforce_plus_plus", "remax", "sppo"})
-)
+@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS.names()) - set(LONE)))
 def test_estimators_that_compare_responses_need_several(minimal, estimator):
     needed = ["algorithm.disable_kl=true", "algorithm.gdpo_reward_keys=[accuracy]"]
     with pytest.raises(ConfigError) as raised:
@@ -152,7 +157,7 @@ def test_estimators_that_compare_responses_need_several(minimal, estimator):
     assert f"`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator={estimator}`" in problem
 
 
-@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "sppo"])
+@pytest.mark.parametrize("estimator", LONE)
 def test_other_estimators_accept_one_response(minimal, estimator):
     critic = "worker.critic.model.model_path=owner/model"
     load_config(PPOConfig, [*minimal, critic, f"algorithm.adv_estimator={estimator}", "worker.rollout.n=1"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.agents.interface import Message
+from verl.agents.interface import Message, OwnPrompt
 from verl.agents.media import ConversationMedia, join_media, join_shapes
 from verl.data.media.loader import MediaData, references_in_order
 from verl.models.families.interface import Kind, MediaShape
@@ -23,6 +23,7 @@ class Prompt(NamedTuple):
     token_ids: list[int]  # one placeholder for each image or video
     messages: Sequence[Message]
     media: MediaData = None
+    own: OwnPrompt | None = None  # the same prompt, if it is not that of the row
 
 
 class Piece(NamedTuple):

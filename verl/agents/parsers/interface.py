@@ -22,6 +22,9 @@ class CallFormat(NamedTuple):
 NO_CALLS = CallFormat(lambda _text, _schemas: [], "")  # of a policy that has no tools
 
 
+NO_CALLS = CallFormat(lambda _text, _schemas: [], "")  # of a policy that has no tools
+
+
 def malformed(problem: str, name: str = "") -> ToolCall:
     return ToolCall(name, {}, problem)
 

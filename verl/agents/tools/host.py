@@ -22,6 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from verl.agents.environments.loading import KWARGS_OPTION as ENVIRONMENT_OPTION
+from verl.agents.environments.loading import load_environments
+from verl.agents.environments.server import EnvironmentServer
+from verl.agents.harnesses.loading import OPTION as AGENT_OPTION
 from verl.agents.harnesses.loading import load_agents
 from verl.agents.tools.answers import AnswerLimits
 from verl.agents.tools.loading import HEADING, KWARGS_OPTION, LoadedTool, load_tools
@@ -43,6 +47,7 @@ class ToolFacts(NamedTuple):
     schema: dict[str, Any]
     is_stateful: bool
     path: str
+    is_environment: bool = False
     leads: bool = False  # its one call is a whole conversation
 
 
@@ -63,37 +68,48 @@ def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
     try:
-        loaded = [*load_tools(options), *load_agents(options)]
+        tools, environments = load_tools(options), load_environments(options)
+        made = [(ToolServer, tool, _built(tool, f"{KWARGS_OPTION}.{tool.name}", "tool")) for tool in tools]
+        made += [
+            (EnvironmentServer, each, _built(each, ENVIRONMENT_OPTION, "environment"))
+            for each in environments
+        ]
+        made += [(ToolServer, each, _built(each, AGENT_OPTION, "agent")) for each in load_agents(options)]
         servers = [
-            ToolServer(
+            kind(
                 tool.name,
-                _built(tool),
+                built,
                 tool.path,
                 is_stateful=tool.is_stateful,
                 limits=limits,
                 memory_bytes=memory_bytes,
             )
-            for tool in loaded
+            for kind, tool, built in made
         ]
     except (ValueError, OSError) as error:
         connection.send(LoadFailure(str(error)))
         return
     facts = [
-        ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path), leads=tool.leads)
-        for tool in loaded
+        ToolFacts(
+            tool.name,
+            dict(tool.schema),
+            tool.is_stateful,
+            str(tool.path),
+            is_environment=kind is EnvironmentServer,
+            leads=tool.leads,
+        )
+        for kind, tool, _ in made
     ]
     connection.send(Loaded(facts))
     _Host(connection, servers).run()
 
 
-def _built(tool: LoadedTool) -> Any:
+def _built(tool: LoadedTool, option: str, what: str) -> Any:
     try:
         return tool.build()
     except (Exception, SystemExit) as error:
-        what = describe_error(error, tool.path, HEADING)
-        raise ValueError(
-            f"`{KWARGS_OPTION}.{tool.name}`: making the tool of {tool.path} failed: {what}"
-        ) from error
+        reason = describe_error(error, tool.path, HEADING)
+        raise ValueError(f"`{option}`: making the {what} of {tool.path} failed: {reason}") from error
 
 
 class _Host:
