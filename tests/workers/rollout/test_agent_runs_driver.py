@@ -31,7 +31,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 pytestmark = pytest.mark.heavy
 
 # A program that knows nothing of training: two tools, a retry, a context that it shortens by itself.
-AGENT = '''
+AGENT = """
 import base64
 import io
 import json
@@ -45,7 +45,8 @@ def function(name, **properties):
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-TOOLS = [function("add", a={"type": "integer"}, b={"type": "integer"}), function("draw", size={"type": "integer"})]
+NUMBER = {"type": "integer"}
+TOOLS = [function("add", a=NUMBER, b=NUMBER), function("draw", size=NUMBER)]
 
 
 def add(a, b):
@@ -81,12 +82,12 @@ def run(row, policy):
         if turn == 2:
             del messages[1:-2]  # forget the past
     return {"reward": 0.5, "turn_rewards": [1.0, 2.0]}
-'''
+"""
 SAMPLING = SamplingOptions(n=2, temperature=TEMPERATURE, max_tokens=60, seed=3)
 
 
 def sometimes_calls():
-    """Return a format in which the text of a turn decides what it calls, since a random model writes no calls."""
+    """Return a format in which a turn's text decides its call, since a random model writes none."""
 
     def parse(text, schemas):
         assert [schema["function"]["name"] for schema in schemas] == ["add", "draw"]
@@ -213,7 +214,7 @@ def test_the_tokens_of_every_call_are_those_of_the_engine(tiny, engine, lead):
             before = trajectory.prompt.token_ids if number == 0 else []
             for turn in trajectory.turns:
                 if start <= turn.start < stop:
-                    tokens = tuple([*before, *response.token_ids[start : turn.start]])
+                    tokens = (*before, *response.token_ids[start : turn.start])
                     found[tokens, tuple(response.token_ids[turn.start : turn.stop])] = turn
         for number, turn in calls.items():
             request = recorder.prompts[(response.uid, response.sample), number]
