@@ -61,12 +61,24 @@ BATCH_KEYS: dict[str, BatchKey] = {
         ),
         BatchKey("observation_mask", (("B", "R"),), "mask", "rollout (conversations)", "metrics"),
         BatchKey(
-            "observation_media", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
+            "observation_media",
+            (("B",),),
+            "object",
+            "rollout (conversations)",
+            "log-probs, values, update, rollout log",
         ),
         BatchKey(
-            "context_starts", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
+            "context_starts",
+            (("B",),),
+            "object",
+            "rollout (conversations)",
+            "log-probs, values, update, rollout log",
         ),
-        BatchKey("turns", (("B",),), "object", "rollout (conversations)", "reward, advantage, metrics"),
+        BatchKey(
+            "turns", (("B",),), "object", "rollout (conversations)", "reward, advantage, metrics, rollout log"
+        ),
+        BatchKey("conversation_messages", (("B",),), "object", "rollout (conversations)", "rollout log"),
+        BatchKey("stop_reason", (("B",),), "object", "rollout (conversations)", "rollout log"),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
         BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
         BatchKey(

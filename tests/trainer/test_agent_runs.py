@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in which the policy calls a tool, from the command to the kept rows and the resumed run."""
 
+import json
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +16,8 @@ from tests.helpers.training import learned, quickstart_arguments, train
 from verl.viewer.rollout_store import step_files
 
 pytestmark = pytest.mark.heavy
-UNEQUAL = ("rollout/", "agent/tool_s")  # the last digits of the engine's log-probs; times
+# The last digits of the engine's log-probs; times.
+UNEQUAL = ("rollout/", "agent/tool_s", "agent/tool/zoom/s")
 
 # Answers in an order that no two runs share.
 TOOL = """
@@ -61,6 +64,7 @@ def talkative(model):
     rows = [tokenizer.encode(text, add_special_tokens=False)[0] for text in (*CALLS, *COLORS)]
     weights[name][rows] *= 6
     save_file(weights, file, metadata={"format": "pt"})
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,20 @@ def kept_rows(folder, step):
     return pq.read_table(step_files(folder / "unbroken")[step]).to_pylist()
 
 
+def check_kept_conversation(row, value, run_folder):
+    """Compare the kept turns of a row with what the reward function was given."""
+    assert (row["num_turns"], row["num_calls"], row["num_failures"]) == (value["turns"], value["calls"], 0)
+    assert len(row["turns"]) == row["num_turns"] and not row["is_masked"]
+    assert [tool["function"]["name"] for tool in json.loads(row["tools"])] == ["zoom"]
+    assert len(json.loads(row["conversation"])) == 1 + row["num_turns"] + value["roles"]
+    for turn in row["turns"]:
+        assert row["is_trained"][turn["start"] : turn["stop"]] == [True] * (turn["stop"] - turn["start"])
+        for seen in turn["observations"]:
+            [medium] = seen["media"]
+            [file] = medium["files"]
+            assert (run_folder / "rollouts/media" / file).is_file() and 0 <= seen["seconds"] < 30
+
+
 def test_conversations_are_counted_kept_and_scored(folder, unbroken):
     for step in (1, 2):
         rows, metrics = kept_rows(folder, step), unbroken[step]
@@ -113,6 +131,8 @@ def test_conversations_are_counted_kept_and_scored(folder, unbroken):
         assert metrics["agent/turns_mean"] == pytest.approx(np.mean(turns)) and max(turns) == 2
         assert metrics["agent/tool_calls"] == pytest.approx(np.mean(calls)) and sum(calls) > 0
         assert metrics["agent/tool_failures"] == 0 and metrics["agent/tool_s"] > 0
+        assert 0 < metrics["agent/tool/zoom/calls"] <= sum(calls)
+        assert metrics["agent/tool/zoom/failures"] == 0 and metrics["agent/tool/zoom/s"] < 30
         assert metrics["actor/grad_norm"] > 0
         assert metrics["rollout/log_probs_diff_max"] < 1e-4
         for row, value in zip(rows, values, strict=True):
@@ -121,6 +141,7 @@ def test_conversations_are_counted_kept_and_scored(folder, unbroken):
             # Each turn is one token, and what the tool answered in between is not trained.
             expected = [True] if value["turns"] == 1 else [True, *[False] * (len(row["token_ids"]) - 2), True]
             assert row["is_trained"] == expected
+            check_kept_conversation(row, value, folder / "unbroken")
             observed = ~np.array(expected)
             assert not np.array(row["rollout_log_probs"])[observed].any()
             assert not np.array(row["advantages"])[observed].any()

@@ -13,14 +13,16 @@ from verl.agents.interface import Message, Observation, ToolCall, Trajectory, Tu
 from verl.agents.long_text import cut_text
 from verl.agents.media import ConversationMedia, join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, CallFormat, without_thought
-from verl.agents.rendering import ObservationRenderer
+from verl.agents.rendering import ObservationRenderer, Template, joined, user_message
 from verl.agents.row import Piece, Prompt, Row
+from verl.agents.tools.arguments import argument_problem
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.media.loader import MediaData
 from verl.models.families.interface import MediaShape
 
 # Reasons for which the policy or a tool ended the conversation; any other one cut it off.
 COMPLETE = ("stop", "done")
+FAILED = "tool"  # the reason for which a conversation ends whose environment or tool failed
 TAIL = 8  # tokens that hold the end of a prompt's text
 NO_MEDIA = "[The model reads no images and videos: those of this answer are left out.]"
 
@@ -59,6 +61,7 @@ class ConversationRules:
     Args:
         max_tokens: Maximum tokens of a response, with all turns, observations and media.
         media: None for a text model.
+        chat_template: Renders prompts of environments, of at most `max_prompt_tokens` with media.
     """
 
     tokenizer: Any
@@ -68,6 +71,23 @@ class ConversationRules:
     options: MultiTurnConfig
     max_tokens: int
     media: ConversationMedia | None = None
+    chat_template: Template | None = None
+    max_prompt_tokens: int | None = None
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether each turn is answered by an environment, and not its calls by tools."""
+        return self.options.environment is not None
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return a turn's text without the token that ended it."""
+        end = len(token_ids) - self.renderer.is_end(token_ids[-1])
+        return self.tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
+
+    def starts_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether the template starts the next turn with a thought."""
+        end = self.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        return end.rstrip().endswith(THOUGHT)
 
 
 class Conversation:
@@ -80,8 +100,8 @@ class Conversation:
             request = conversation.request()
             ...  # the engine samples
             calls = conversation.add_turn(token_ids, log_probs, finish_reason)
-            if calls:
-                ...  # tools run
+            if conversation.is_waiting:
+                ...  # tools run, or the environment makes a step
                 conversation.observe(observations)
         response = conversation.finish()
 
@@ -92,7 +112,9 @@ class Conversation:
         self.rules = rules
         self.messages: list[Message] = list(prompt.messages)
         self.stop_reason: str | None = None
+        self.is_waiting = False  # for observations
         self._is_masked = False
+        self._failure: Observation | None = None  # of an environment that could not begin
         self._row = Row(prompt, rules.media)
         self._turns: list[Turn] = []
         self._turn_ended_at = 0.0
@@ -111,6 +133,8 @@ class Conversation:
         assert not self.is_done, "a conversation that has ended has no further turn"
         limit = self.rules.options.max_tokens_per_turn
         tokens = self._room if limit is None else min(self._room, limit)
+        if self._failure is not None:
+            tokens = 1
         return TurnRequest(list(self._row.token_ids), self._row.media, tokens, len(self._turns))
 
     def add_turn(
@@ -118,32 +142,39 @@ class Conversation:
     ) -> list[ToolCall]:
         """Append a sampled turn and return the calls to make.
 
-        Without any, the conversation has ended or asks for its next turn: calls that cannot be made are
-        answered here.
+        Unless the conversation is waiting then, it has ended or asks for its next turn: calls that cannot be
+        made are answered here.
         """
         assert not self.is_done and token_ids, "a turn has tokens and follows a request"
-        start, text = len(self._row.response), self._text_of(token_ids)
+        start, text = len(self._row.response), self.rules.text_of(token_ids)
         is_whole = finish_reason != "length"
         calls = self._calls_of(text) if is_whole else []
         self._row.add_sampled(token_ids, log_probs)
         self.messages.append({"role": "assistant", "content": text})
         self._turns.append(Turn(start, len(self._row.response), tuple(calls)))
         self._turn_ended_at = at
+        if self._failure is not None:
+            self._turns[-1] = replace(self._turns[-1], calls=(), observations=(self._failure,))
+            self.end(FAILED, is_masked=True)
+            return []
         reason = self._end_after_turn(is_whole, bool(calls), at)
         if reason is not None:
             self.end(reason)
             return []
         self._refusals = [self._refusal(number, call) for number, call in enumerate(calls)]
         made = [call for call, refusal in zip(calls, self._refusals, strict=True) if refusal is None]
-        if not made:
+        self.is_waiting = bool(made) or (self.rules.has_environment and not calls)
+        if not self.is_waiting:
             self.observe([], at)
         return made
 
     def observe(self, observations: Sequence[Observation], at: float = 0.0) -> None:
-        """Append the answers to the calls that `add_turn` returned, in their order, if a limit allows it."""
-        given = iter(observations)
-        answers = [self._readable(refusal or next(given)) for refusal in self._refusals]
-        assert next(given, None) is None, "each call has one observation"
+        """Append the answers to the calls that `add_turn` returned, in their order, if a limit allows it.
+
+        An environment has one observation, whatever the number of calls.
+        """
+        self.is_waiting = False
+        answers = [self._readable(answer) for answer in self._in_order(observations)]
         shown = tuple(answer.observation for answer in answers)
         rewards = [observation.reward for observation in shown if observation.reward is not None]
         self._turns[-1] = replace(
@@ -159,7 +190,11 @@ class Conversation:
             self.end(reason)
         elif piece is not None:
             self._row.add_piece(piece)
-            self.messages += self.rules.renderer.messages(self._turns[-1].calls, shown)
+            self.messages += self._messages(shown)
+
+    def fail(self, failure: Observation) -> None:
+        """Have the conversation end after one token, masked: its environment could not begin."""
+        self._failure = failure
 
     def end(self, reason: str, is_masked: bool = False) -> None:
         """End the conversation; a masked one takes no part in training."""
@@ -176,6 +211,8 @@ class Conversation:
             media={name: list(values) for name, values in (row.added or {}).items()},
             position_ids=row.positions(),
             is_masked=self._is_masked,
+            stop_reason=self.stop_reason,
+            prompt=row.prompt.own,
         )
         return FinishedConversation(
             row.response, row.log_probs, self.finish_reason, self.stop_reason, trajectory
@@ -187,14 +224,8 @@ class Conversation:
     def _room(self) -> int:
         return self.rules.max_tokens - len(self._row.response)
 
-    def _text_of(self, token_ids: Sequence[int]) -> str:
-        """Return a turn's text without the token that ended it."""
-        end = len(token_ids) - self.rules.renderer.is_end(token_ids[-1])
-        return self.rules.tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
-
     def _calls_of(self, text: str) -> list[ToolCall]:
-        prompt = self.rules.tokenizer.decode(self._row.token_ids[-TAIL:], skip_special_tokens=False)
-        is_thinking = prompt.rstrip().endswith(THOUGHT)  # the template starts the turn so
+        is_thinking = self.rules.starts_thought(self._row.token_ids)
         return self.rules.format.parse(without_thought(THOUGHT * is_thinking + text), self.rules.schemas)
 
     def _refusal(self, number: int, call: ToolCall) -> Observation | None:
@@ -203,25 +234,35 @@ class Conversation:
         if number >= limit:
             calls = "call" if limit == 1 else "calls"
             return Observation(f"Error: refused, because a turn may make {limit} {calls}.")
-        return None if call.problem is None else Observation(f"Error: {call.problem}.")
+        problem = call.problem
+        if problem is None and self.rules.has_environment:  # a pool of tools knows its own
+            problem = call_problem(self.rules.schemas, call)
+        return None if problem is None else Observation(f"Error: {problem.removesuffix('.')}.")
 
     # --- limits
 
     def _end_after_turn(self, is_whole: bool, has_calls: bool, at: float) -> str | None:
         if not is_whole:
             return "length"
-        if not has_calls:
-            return "stop"
-        limit = self.rules.options.max_assistant_turns
-        if limit is not None and len(self._turns) >= limit:
+        if self.rules.has_environment:
+            return None  # each whole turn is a step, which may have a reward
+        return self._end_by_limit(at) if has_calls else "stop"
+
+    def _end_after_answers(self, answers: Sequence[Observation], at: float) -> str | None:
+        ending = [answer for answer in answers if answer.done]
+        if ending:
+            return FAILED if any(answer.failed for answer in ending) else "done"
+        return self._end_by_limit(at)
+
+    def _end_by_limit(self, at: float) -> str | None:
+        """Return the limit that the next turn, or the observation before it, would exceed."""
+        options, turns = self.rules.options, len(self._turns)
+        if options.max_assistant_turns is not None and turns >= options.max_assistant_turns:
+            return "turns"
+        if options.max_user_turns is not None and turns > options.max_user_turns:
             return "turns"
         if self._room < 2:  # a token of an observation and one of the next turn
             return "length"
-        return "seconds" if self._is_overdue(at) else None
-
-    def _end_after_answers(self, answers: Sequence[Observation], at: float) -> str | None:
-        if any(answer.done for answer in answers):
-            return "done"
         return "seconds" if self._is_overdue(at) else None
 
     def _end_before(self, piece: Piece | None) -> str | None:
@@ -259,9 +300,37 @@ class Conversation:
             return Readable(replace(without, text=f"Error: {error}.", failed=True))
         return Readable(replace(observation, **media), media, shape)
 
+    def _in_order(self, observations: Sequence[Observation]) -> list[Observation]:
+        """Join the answers to calls that were made with the refusals of others."""
+        if self.rules.has_environment:
+            return [*observations, *(refusal for refusal in self._refusals if refusal is not None)]
+        given = iter(observations)
+        answers = [refusal or next(given) for refusal in self._refusals]
+        assert next(given, None) is None, "each call has one observation"
+        return answers
+
     def _piece(self, answers: Sequence[Readable]) -> Piece:
-        """Return the tokens that the policy reads of the answers to its calls."""
+        """Return the tokens that the policy reads after its turn."""
         observations = [answer.observation for answer in answers]
-        tokens = self.rules.renderer.tokens(self._row.token_ids[-1], self._turns[-1].calls, observations)
+        renderer, last_token, calls = self.rules.renderer, self._row.token_ids[-1], self._turns[-1].calls
+        if self.rules.has_environment:
+            tokens = renderer.after_turn(last_token, calls[:1], self._messages(observations))
+        else:
+            tokens = renderer.tokens(last_token, calls, observations)
         media = reduce(join_media, (answer.media for answer in answers), None)
         return self._row.piece(tokens, media, join_shapes(*(answer.shape for answer in answers)))
+
+    def _messages(self, observations: Sequence[Observation]) -> list[Message]:
+        renderer, calls = self.rules.renderer, self._turns[-1].calls
+        if not self.rules.has_environment:
+            return renderer.messages(calls, observations)
+        one = joined(observations)
+        return renderer.messages(calls[:1], [one]) if calls else [user_message(one)]
+
+
+def call_problem(schemas: Sequence[Mapping[str, Any]], call: ToolCall) -> str | None:
+    """Return why a call cannot be given to an environment; None if it can."""
+    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    if call.name not in by_name:
+        return f"There is no tool {call.name[:100]!r}; the tools are {', '.join(by_name)}"
+    return argument_problem(by_name[call.name], call.arguments)

@@ -133,19 +133,16 @@ class ObservationRenderer:
             return calls, observations
         if not observations:
             return calls[:1], observations
-        joined = Observation(
-            "\n".join(observation.text for observation in observations),
-            [image for observation in observations for image in observation.images],
-            [video for observation in observations for video in observation.videos],
-        )
-        return calls[:1], [joined]
+        return calls[:1], [joined(observations)]
 
     def _in_style(self, message: Message) -> Message:
         """Return a message with plain text, in the form that the template takes."""
         if _is_answer(message):  # to no call of the last turn
             return _messages(self.style, [UNNAMED], [self._answer(message)])[0]
         parts = [_text(self.plain(part["text"])) if "text" in part else part for part in _parts_of(message)]
-        return {**message, "content": _content(parts, self.style)}
+        # Templates that take texts from tools may take the user's pictures nevertheless.
+        has_media = any(part["type"] != "text" for part in parts)
+        return {**message, "content": parts if has_media else _content(parts, self.style)}
 
     def _answer(self, message: Message) -> Observation:
         parts = _parts_of(message)
@@ -216,17 +213,21 @@ class ObservationRenderer:
     def check(self, max_parallel_calls: int = 1) -> None:
         """Compare each piece of a conversation with the template's rendering of the whole.
 
+        Args:
+            max_parallel_calls: 0 for conversations without calls, in which the user answers.
+
         Raises:
             ValueError: They differ, so the policy would read observations in another form than that of the
                 template.
         """
         image = ["one"] * ("image" in self.placeholders.values())
         messages = [_user("hello", self.style)]
-        for images, count in (([], 1), (image, max_parallel_calls)):
-            calls, observations = self._shown(
-                [ToolCall("look", {})] * count, [Observation("seen", images=images)] * count
-            )
+        for images, count in (([], min(1, max_parallel_calls)), (image, max_parallel_calls)):
+            seen = Observation("seen", images=images)
+            calls, observations = self._shown([ToolCall("look", {})] * count, [seen] * count)
             shown = _messages(self.style, calls, observations)
+            if not calls:
+                shown = [self._in_style(user_message(seen))]
             piece = self._after(self.style, calls, shown)
             messages.append(_assistant(calls, self.style))
             self._compare(self._render([*messages, *shown], True, NAME), piece)
@@ -247,6 +248,22 @@ class ObservationRenderer:
                 f"the tokenizer splits {piece.text[:SHOWN]!r} differently after the assistant's turn:"
                 " observations cannot be tokenized alone"
             )
+
+
+def joined(observations: Sequence[Observation]) -> Observation:
+    """Return one observation with the texts and media of several."""
+    return Observation(
+        "\n".join(observation.text for observation in observations),
+        [image for observation in observations for image in observation.images],
+        [video for observation in observations for video in observation.videos],
+    )
+
+
+def user_message(observation: Observation) -> Message:
+    """Return an observation to a turn without calls, as the user's message."""
+    parts = _parts(observation)
+    has_media = any("text" not in part for part in parts)
+    return {"role": "user", "content": parts if has_media else observation.text}
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

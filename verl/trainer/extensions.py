@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from verl.agents.environments.loading import load_environments
 from verl.agents.tools.loading import load_tools
 from verl.algorithms.advantages import ADV_ESTIMATORS, Advantages
 from verl.algorithms.kl import KL_ESTIMATORS
@@ -268,11 +269,12 @@ def check_tool(_tool: Any, _used: UsedExtension, config: Any) -> None:
         raise ProtocolError(f"is not usable: {error}") from error
 
 
-def check_environment(environment: Any, _used: UsedExtension, _config: Any) -> None:
-    """Check a class without making an environment: its arguments may come from rows."""
-    missing = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
-    if not inspect.isclass(environment) or missing:
-        raise ProtocolError(f"must be a class with `reset`, `step` and `close`, and lacks {missing}")
+def check_environment(_environment: Any, _used: UsedExtension, config: Any) -> None:
+    """Load the run's environment as the engines do, without making one: rows may give arguments."""
+    try:
+        load_environments(config.worker.rollout.multi_turn)
+    except ValueError as error:
+        raise ProtocolError(f"is not usable: {error}") from error
 
 
 def check_agent(agent: Any, used: UsedExtension, config: Any) -> None:

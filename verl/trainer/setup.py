@@ -121,7 +121,7 @@ def running_trainer(
         )
         rollout_log = RolloutLog(
             folder, trainer.rollouts_to_keep, readers.tokenizer, readers.media,
-            skip_special_tokens=worker.reward.skip_special_tokens,
+            skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
         )  # fmt: skip
         yield RayPPOTrainer(
             config, workers, collector, balancer, prime, validator, run_state, rollout_log, tracker

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl.agents.setup import conversation_rules
+from verl.agents.media import PositionIds
+from verl.agents.setup import agent_rules, conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
@@ -32,6 +33,7 @@ from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
 from verl.workers.roles.updater import Training
+from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
 from verl.workers.rollout.base import (
     EmbeddedMedia,
     EngineSetup,
@@ -348,12 +350,15 @@ class FSDPWorker(ModelWorker):
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
 
-    def _conversation_driver(self) -> ConversationDriver | None:
+    def _conversation_driver(self) -> ConversationDriver | AgentDriver | None:
         multi_turn, config, positions = self.config.rollout.multi_turn, self.policy.model.config, None
         if not multi_turn.enable:
             return None
         if self.media is not None:
             positions = partial(vision_family_of(config).positions, config)
+        leads = self.rank % self.config.rollout.tensor_parallel_size == 0
+        if multi_turn.agent is not None:
+            return self._agent_driver(positions, leads)
         rules = conversation_rules(
             self.tokenizer,
             self.media,
@@ -361,12 +366,28 @@ class FSDPWorker(ModelWorker):
             multi_turn,
             self.options.tools,
             max_tokens=self.options.max_response_length,
+            max_prompt_tokens=self.options.max_sequence_length - self.options.max_response_length,
             template_variables=self.options.template_variables,
             override_chat_template=self.options.override_chat_template,
         )
-        leads = self.rank % self.config.rollout.tensor_parallel_size == 0
         pool = ToolPool(multi_turn) if leads else None
         return ConversationDriver(self.engine, pool, rules, self._media_of)
+
+    def _agent_driver(self, positions: PositionIds | None, leads: bool) -> AgentDriver:
+        rollout, options = self.config.rollout, self.options
+        rules = agent_rules(
+            self.tokenizer,
+            self.media,
+            positions,
+            rollout.multi_turn,
+            max_tokens=options.max_response_length,
+            max_prompt_tokens=options.max_sequence_length - options.max_response_length,
+            max_prompt_images=rollout.limit_images,
+            template_variables=options.template_variables,
+            override_chat_template=options.override_chat_template,
+        )
+        services = AgentServices(ToolPool(rollout.multi_turn), endpoint_of(rules)) if leads else None
+        return AgentDriver(self.engine, services, rules, self._media_of)
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model

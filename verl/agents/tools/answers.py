@@ -65,12 +65,13 @@ def as_observation(returned: Any, limits: AnswerLimits) -> Observation:
         raise BadAnswerError(f"images and videos of {size >> 20} MiB, at most {MAX_BYTES >> 20} MiB")
     return replace(
         observation,
-        text=limits.cut(_plain_text(observation.text)),
+        text=limits.cut(plain_text(observation.text)),
         images=images,
         videos=videos,
         reward=_plain_reward(observation.reward),
         done=bool(observation.done),
         failed=bool(observation.failed),
+        seconds=None,
     )
 
 
@@ -145,7 +146,8 @@ def _plain_video(video: Any) -> dict[str, Any]:
     raise BadAnswerError(f"{type(video).__name__} as a video, not bytes or the path of a file")
 
 
-def _plain_text(text: Any) -> str:
+def plain_text(text: Any) -> str:
+    """Return a text that another process can load and a tokenizer can encode."""
     if not isinstance(text, str):
         raise BadAnswerError(f"an Observation with {type(text).__name__} as text")
     # Another process could not load a subclass; half a character could not be encoded.

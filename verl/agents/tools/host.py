@@ -22,8 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from verl.agents.environments.loading import load_environments
+from verl.agents.environments.server import EnvironmentServer
+from verl.agents.harnesses.loading import load_agents
 from verl.agents.tools.answers import AnswerLimits
-from verl.agents.tools.loading import HEADING, KWARGS_OPTION, LoadedTool, load_tools
+from verl.agents.tools.loading import HEADING, LoadedTool, load_tools
 from verl.agents.tools.process import ToolServer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
@@ -31,6 +34,7 @@ from verl.utils.user_file import describe_error
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # the pool is the parallelism
 REQUEST = struct.Struct("!cIQ")
+SERVERS = {"tool": ToolServer, "environment": EnvironmentServer, "agent": ToolServer}
 FORK, KILL, STACKS = b"F", b"K", b"S"
 GIB = 1 << 30
 
@@ -42,6 +46,7 @@ class ToolFacts(NamedTuple):
     schema: dict[str, Any]
     is_stateful: bool
     path: str
+    kind: str = "tool"  # or environment, or agent
 
 
 class Loaded(NamedTuple):
@@ -61,9 +66,9 @@ def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
     try:
-        loaded = load_tools(options)
+        members = [*load_tools(options), *load_environments(options), *load_agents(options)]
         servers = [
-            ToolServer(
+            SERVERS[tool.kind](
                 tool.name,
                 _built(tool),
                 tool.path,
@@ -71,12 +76,15 @@ def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
                 limits=limits,
                 memory_bytes=memory_bytes,
             )
-            for tool in loaded
+            for tool in members
         ]
     except (ValueError, OSError) as error:
         connection.send(LoadFailure(str(error)))
         return
-    facts = [ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path)) for tool in loaded]
+    facts = [
+        ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path), tool.kind)
+        for tool in members
+    ]
     connection.send(Loaded(facts))
     _Host(connection, servers).run()
 
@@ -85,9 +93,11 @@ def _built(tool: LoadedTool) -> Any:
     try:
         return tool.build()
     except (Exception, SystemExit) as error:
-        what = describe_error(error, tool.path, HEADING)
+        reason = describe_error(error, tool.path, HEADING)
+        option = f"worker.rollout.multi_turn.{tool.kind}_kwargs"
+        name = f".{tool.name}" if tool.kind == "tool" else ""
         raise ValueError(
-            f"`{KWARGS_OPTION}.{tool.name}`: making the tool of {tool.path} failed: {what}"
+            f"`{option}{name}`: making the {tool.kind} of {tool.path} failed: {reason}"
         ) from error
 
 

@@ -41,13 +41,14 @@ NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")  # as OpenAI allows
 
 @dataclass(frozen=True)
 class LoadedTool:
-    """A tool whose file was imported."""
+    """A tool, an environment or an agent whose file was imported."""
 
     name: str
     schema: Mapping[str, Any]
     path: Path  # of its file
     is_stateful: bool
     build: Callable[[], Any]  # what is called: the function, or an instance of the class
+    kind: str = "tool"  # or environment, or agent
 
 
 def load_tools(options: MultiTurnConfig) -> list[LoadedTool]:
@@ -95,15 +96,8 @@ def _check_names(loaded: Sequence[LoadedTool], options: MultiTurnConfig) -> None
 def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, ModuleType]) -> LoadedTool:
     if spec in SHIPPED:
         spec = f"{Path(__file__).parent / 'shipped' / spec}.py:{SHIPPED[spec]}"
-    file, _, attribute = spec.rpartition(":")
-    path = Path(file).absolute()
-    if not path.is_file():
-        raise ValueError(f"`{OPTION}`: no file {path}")
-    if path not in modules:
-        modules[path] = import_file(path, OPTION, "tool_file", HEADING)
-    found = _find(modules[path], path, attribute)
-    line = _line_of(found)
-    where = f"{path}{f':{line}' if line else ''}: `{attribute}`"
+    found, path, where = find_named(spec, OPTION, modules)
+    attribute = spec.rpartition(":")[2]
     try:
         if inspect.isclass(found):
             return _load_class(found, attribute, path, all_kwargs)
@@ -115,7 +109,24 @@ def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, Mod
         raise ValueError(f"`{OPTION}`: {where} {error}") from error
 
 
-def _find(module: ModuleType, path: Path, attribute: str) -> Any:
+def find_named(spec: str, option: str, modules: dict[Path, ModuleType]) -> tuple[Any, Path, str]:
+    """Import the function or class `file.py:NAME`; return it, its file, and its place for errors.
+
+    Args:
+        modules: Files that were imported already, to which this one is added.
+    """
+    file, _, attribute = spec.rpartition(":")
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise ValueError(f"`{option}`: no file {path}")
+    if path not in modules:
+        modules[path] = import_file(path, option, "tool_file", HEADING)
+    found = _find(modules[path], path, attribute, option)
+    line = _line_of(found)
+    return found, path, f"{path}{f':{line}' if line else ''}: `{attribute}`"
+
+
+def _find(module: ModuleType, path: Path, attribute: str, option: str) -> Any:
     found = getattr(module, attribute, None)
     if inspect.isclass(found) or inspect.isroutine(found):
         return found
@@ -127,7 +138,7 @@ def _find(module: ModuleType, path: Path, attribute: str) -> Any:
         and name[0] != "_"
     ]
     what = "is missing" if found is None else f"is a {type(found).__name__}, not a function or class"
-    raise ValueError(f"`{OPTION}`: `{attribute}` {what} in {path}; it defines {own or 'none'}")
+    raise ValueError(f"`{option}`: `{attribute}` {what} in {path}; it defines {own or 'none'}")
 
 
 def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mapping[str, Any]) -> LoadedTool:
@@ -145,7 +156,7 @@ def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mappin
     if declared is None:
         schema = function_schema(call, name, skipped=2 if is_stateful else 1)
     else:
-        schema = _checked_schema(declared)
+        schema = checked_schema(declared, "a docstring at `__call__`, or a class attribute `schema`")
         name = schema["function"]["name"]
     kwargs = dict(all_kwargs.get(name) or {})
     try:
@@ -155,12 +166,13 @@ def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mappin
     return LoadedTool(name, schema, path, is_stateful, partial(tool_class, **kwargs))
 
 
-def _checked_schema(schema: Any) -> Mapping[str, Any]:
+def checked_schema(schema: Any, what: str) -> Mapping[str, Any]:
+    """Return a schema that OpenAI's API would take for a function."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
-            'must have a class attribute `schema` like {"type": "function", "function": {"name": ...,'
-            ' "description": ..., "parameters": {...}}}, or none, and a docstring at `__call__`'
+            f'must have {what} like {{"type": "function", "function": {{"name": ...,'
+            ' "description": ..., "parameters": {...}}}'
         )
     return schema
 

@@ -8,6 +8,11 @@
             ...
         pool.end(key)
 
+For an environment, `reset` and `step` take the place of `submit`; it is a state that every conversation has.
+
+An agent is a member with one long call. Its time is limited from one call of the policy to the next: `hold`
+stops the clock, and `release` starts it.
+
 A tool without a state runs on up to `tool_concurrency` processes. A tool with one has a process for each
 conversation that calls it, forked at its first call. A call that hangs is killed with its process, and
 all that it started: nothing but that state is lost. The next call of that conversation makes a new one.
@@ -25,9 +30,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.arguments import argument_problem
@@ -41,19 +46,22 @@ CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
 MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
 MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
 SHOWN_FRAMES = 5
+LOST_STATES = {  # what follows when the process of a state has ended
+    "tool": "; its state is lost, a further call begins with a new one",
+    "environment": "; its state is lost",
+    "agent": "",
+}
 MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
 logger = get_logger(__name__, all_ranks=True)
 
 
-@dataclass
-class ToolStatistics:
-    """The calls of a tool since they were last taken."""
+class Step(NamedTuple):
+    """A turn of the policy, for an environment."""
 
-    calls: int = 0
-    failures: int = 0
-    seconds: float = 0.0  # sum over the calls, without their wait for a process
+    text: str
+    calls: tuple[ToolCall, ...]
 
 
 @dataclass(eq=False)
@@ -80,11 +88,10 @@ class ToolPool:
         self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = (
             SimpleQueue()
         )  # None: the pool has ended
-        self._statistics: dict[str, ToolStatistics] = defaultdict(ToolStatistics)
         self._reports: Counter[str] = Counter()
         self._ends: set[asyncio.Task[None]] = set()
         self._problem: str | None = None
-        self._lock = threading.Lock()  # guards the end of the loop, and the statistics
+        self._lock = threading.Lock()  # guards the end of the loop
         self._is_loaded = threading.Event()
         self._num_host_ends = 0
         _raise_file_limit()
@@ -118,10 +125,19 @@ class ToolPool:
         """Make the calls of a turn. Calls to the same state run one after another, others at once."""
         self._do(self._submit, key, self._conversations[key], list(calls))
 
+    def reset(self, key: Hashable) -> None:
+        """Begin the environment of a conversation; its observation is an `Opening`, unless it failed."""
+        self._do(self._submit, key, self._conversations[key], [None])
+
+    def step(self, key: Hashable, text: str, calls: Sequence[ToolCall]) -> None:
+        """Have the environment of a conversation answer a turn; one with a lost state is `done`."""
+        self._do(self._submit, key, self._conversations[key], [Step(text, tuple(calls))])
+
     def ready(self, timeout_s: float) -> list[Finished]:
         """Return the turns whose calls have all been answered; wait for one for at most `timeout_s`.
 
-        Each has its key, an observation for each call in order, and the seconds since it was submitted.
+        Each has its key, an observation for each call in order, and the seconds since it was submitted. For
+        an environment it is one observation.
 
         Raises:
             RuntimeError: The pool has ended.
@@ -143,11 +159,13 @@ class ToolPool:
         """End a conversation: release its states and drop its open calls."""
         self._do(self._end, self._conversations.pop(key))
 
-    def take_statistics(self) -> dict[str, ToolStatistics]:
-        """Return the statistics by tool since the last call."""
-        with self._lock:
-            taken, self._statistics = self._statistics, defaultdict(ToolStatistics)
-        return dict(taken)
+    def hold(self, key: Hashable) -> None:
+        """Stop the clock of an agent that waits for the policy."""
+        self._do(self._set_limit, self._conversations[key], None)
+
+    def release(self, key: Hashable) -> None:
+        """Limit the time of an agent again, from now on."""
+        self._do(self._set_limit, self._conversations[key], self.options.tool_timeout_s)
 
     def close(self) -> None:
         """Kill every process, once ended conversations have released their states. Safe to call twice."""
@@ -223,7 +241,7 @@ class ToolPool:
             task.cancel()
         await asyncio.gather(*turns, *self._ends, return_exceptions=True)
 
-    def _submit(self, key: Hashable, conversation: _Conversation, calls: list[ToolCall]) -> None:
+    def _submit(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
         turn = self._loop.create_task(self._answer_turn(key, conversation, calls))
         conversation.turns.add(turn)
         turn.add_done_callback(conversation.turns.discard)
@@ -236,9 +254,19 @@ class ToolPool:
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
 
-    async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[ToolCall]) -> None:
+    def _set_limit(self, conversation: _Conversation, seconds: float | None) -> None:
+        for process in conversation.processes.values():
+            with suppress(RuntimeError):  # its call has ended
+                process.limit.reschedule(None if seconds is None else self._loop.time() + seconds)
+
+    async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
         begin = time.monotonic()
-        answers = [self._answer(conversation, call) for call in calls]
+        answers = [
+            self._answer(conversation, call)
+            if isinstance(call, ToolCall)
+            else self._answer_by_environment(conversation, call)
+            for call in calls
+        ]
         observations = list(await asyncio.gather(*answers))
         self._finished.put((conversation, (key, observations, time.monotonic() - begin)))
 
@@ -251,6 +279,8 @@ class ToolPool:
             )
         if problem is not None or tool is None:
             return Observation(problem or "", failed=True)
+        if tool.kind == "agent":  # it mostly waits for the policy
+            return await self._call_with_state(conversation, tool, call)
         if tool.is_stateful:
             async with conversation.locks[tool.name], self._slots:
                 return await self._call_with_state(conversation, tool, call)
@@ -269,16 +299,30 @@ class ToolPool:
             self._idle[tool.name].append(process)
         return answer.observation
 
+    async def _answer_by_environment(self, conversation: _Conversation, step: Step | None) -> Observation:
+        """Make a step, or begin with a reset."""
+        [tool] = self.tools.values()
+        messages = [] if step is None else [("call", tuple(step))]
+        async with conversation.locks[tool.name], self._slots:
+            observation = await self._ask_state(conversation, tool, messages)
+        is_lost = step is not None and tool.name not in conversation.processes
+        return replace(observation, done=True) if is_lost else observation
+
     async def _call_with_state(
         self, conversation: _Conversation, tool: ToolFacts, call: ToolCall
     ) -> Observation:
+        return await self._ask_state(conversation, tool, [("call", call.arguments)])
+
+    async def _ask_state(
+        self, conversation: _Conversation, tool: ToolFacts, messages: list[tuple[str, Any]]
+    ) -> Observation:
+        """Send messages to the process of a state, which is made first if there is none."""
         process = conversation.processes.get(tool.name)
-        messages = [("call", call.arguments)]
         if process is None:
             process = conversation.processes[tool.name] = await self._fork(tool)
             messages = [("create", dict(conversation.row)), *messages]
         answer = await self._ask(tool, process, messages)
-        if answer.observation.failed and len(messages) > 1 and process.num_calls < len(messages):
+        if answer.observation.failed and messages[0][0] == "create" and process.num_calls <= 1:
             await process.kill()  # there is no state
         if process.is_closed:
             conversation.processes.pop(tool.name, None)
@@ -289,7 +333,7 @@ class ToolPool:
         begin, limit_s = time.monotonic(), self.options.tool_timeout_s
         answer = Answer(Observation())
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as process.limit:
                 for kind, payload in messages:
                     answer = await process.ask(kind, payload)
                     self._num_host_ends = 0
@@ -297,7 +341,8 @@ class ToolPool:
                         break
         except TimeoutError:
             where = _place(await process.stacks(), tool.path)
-            answer = self._lost(tool, f"did not answer within {limit_s:g} s", f": {where}")
+            missed = "neither returned nor asked the policy" if tool.kind == "agent" else "did not answer"
+            answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
             await process.kill()
         except ProcessEndedError as error:
             answer = self._lost(tool, str(error), f"\n{process.crash_report()}".rstrip())
@@ -305,8 +350,10 @@ class ToolPool:
         except asyncio.CancelledError:
             await process.kill()  # a late answer would be taken for that of the next call
             raise
-        self._count(tool, answer, time.monotonic() - begin)
-        return answer
+        if answer.report:
+            self._log(tool.name, answer.report)
+        seconds = time.monotonic() - begin
+        return answer._replace(observation=replace(answer.observation, seconds=seconds))
 
     async def _fork(self, tool: ToolFacts) -> ToolProcess:
         await self._is_up.wait()
@@ -338,17 +385,8 @@ class ToolPool:
         return f"There is no tool {name[:100]!r}; the tools are {', '.join(self.tools)}{remedy}"
 
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
-        state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
+        state = LOST_STATES[tool.kind] if tool.is_stateful else ""
         return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
-
-    def _count(self, tool: ToolFacts, answer: Answer, seconds: float) -> None:
-        with self._lock:
-            statistics = self._statistics[tool.name]
-            statistics.calls += 1
-            statistics.failures += answer.observation.failed
-            statistics.seconds += seconds
-        if answer.report:
-            self._log(tool.name, answer.report)
 
     def _log(self, name: str, report: str) -> None:
         self._reports[name] += 1

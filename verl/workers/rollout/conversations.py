@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl.agents.conversation import Conversation, ConversationRules
-from verl.agents.interface import Observation
+from verl.agents.conversation import FAILED, Conversation, ConversationRules
+from verl.agents.environments.prompts import prompt_of
+from verl.agents.interface import Observation, Opening
 from verl.agents.row import Prompt
 from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
@@ -20,7 +21,7 @@ from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRe
 
 WAIT_S = 0.05  # for an answer, while the engine has nothing to do
 STEPS = 4  # of the engine, after which it is seen whether an answer has come
-TOOL_FAILED = "tool"  # the reason for which a conversation ends with `on_tool_error=end`
+MAX_SEED = 1 << 31  # environments hand it to generators of random numbers
 
 Row = Mapping[str, Any]  # of a prompt, with its columns
 
@@ -53,26 +54,29 @@ class ConversationDriver:
         self.on_tool_error = rules.options.on_tool_error
         self._open: dict[Key, Conversation] = {}
         self._calling: set[Key] = set()  # their calls are not answered
+        self._rows: dict[Key, Row] = {}  # of those whose environment has not begun
         self._started = self._now = 0.0
 
     def run(self, rows: Sequence[Row], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
-        self._open, self._calling = {}, set()
+        self._open, self._calling, self._rows = {}, set(), {}
         self._started, self._now = time.monotonic(), 0.0
         try:
             for row in rows:
                 for sample in range(sampling.n):
-                    self._start(Key(row["uid"], sample), row)
-            # the samples of a prompt have the same first request
-            self.engine.submit([self._request(Key(row["uid"], 0), row["uid"]) for row in rows], sampling)
+                    self._start(Key(row["uid"], sample), row, sampling.seed)
+            if not self.rules.has_environment:
+                # the samples of a prompt have the same first request
+                self.engine.submit([self._request(Key(row["uid"], 0), row["uid"]) for row in rows], sampling)
             yield from self._lead(sampling.override({"n": 1}))
         finally:
             self.engine.abort([*(row["uid"] for row in rows), *self._open])
-            for key in list(self._open):
-                self._close(key)
+            if self.pool is not None:
+                for key in (*self._open, *self._rows):
+                    self.pool.end(key)
 
     def _lead(self, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        while self._open:
+        while self._open or self._rows:
             touched: dict[Key, None] = {}  # in order; an answer may follow its turn at once
             for turn in self.engine.step(STEPS if self._calling else sys.maxsize):
                 touched[self._take(turn)] = None
@@ -88,10 +92,15 @@ class ConversationDriver:
 
     def _take(self, turn: FinishedResponse) -> Key:
         key = turn.uid if isinstance(turn.uid, Key) else Key(turn.uid, turn.sample)
-        calls = self._open[key].add_turn(turn.token_ids, turn.log_probs, turn.finish_reason, self._now)
-        if calls:
+        conversation = self._open[key]
+        calls = conversation.add_turn(turn.token_ids, turn.log_probs, turn.finish_reason, self._now)
+        if conversation.is_waiting:
             self._calling.add(key)
-            if self.pool is not None:
+            if self.pool is None:
+                return key
+            if self.rules.has_environment:
+                self.pool.step(key, conversation.messages[-1]["content"], calls)
+            else:
                 self.pool.submit(key, calls)
         return key
 
@@ -99,14 +108,18 @@ class ConversationDriver:
         self._calling.discard(key)
         failed = [one.text for one in observations if one.failed]
         if failed and self.on_tool_error == "stop":
+            what = "the environment" if self.rules.has_environment else "a tool"
             raise RuntimeError(
-                "a tool failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
+                f"{what} failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
                 f" {failed[0]}"
             )
+        if key in self._rows:
+            self._open[key] = self._begun(self._rows.pop(key), observations[0])
+            return
         conversation = self._open[key]
         conversation.observe(observations, self._now)
         if failed and self.on_tool_error == "end":
-            conversation.end(TOOL_FAILED, is_masked=True)
+            conversation.end(FAILED, is_masked=True)
 
     def _answers(self) -> list[tuple[Key, list[Observation], float]]:
         # equal on all ranks of the engine, as is the clock
@@ -122,11 +135,32 @@ class ConversationDriver:
         offset = seed_offset(key, turn.number)
         return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)
 
-    def _start(self, key: Key, row: Row) -> None:
-        prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
-        self._open[key] = Conversation(self.rules, prompt)
+    def _start(self, key: Key, row: Row, seed: int | None) -> None:
         if self.pool is not None:
-            self.pool.start(key, self._tool_row(row))
+            self.pool.start(key, self._columns(key, row, seed))
+        if not self.rules.has_environment:
+            self._open[key] = Conversation(self.rules, _prompt_of_row(row))
+            return
+        self._rows[key] = row
+        self._calling.add(key)
+        if self.pool is not None:
+            self.pool.reset(key)
+
+    def _begun(self, row: Row, opening: Observation) -> Conversation:
+        """Return the conversation of an environment that has answered `reset`."""
+        if isinstance(opening, Opening) and opening.messages is not None:
+            return Conversation(self.rules, prompt_of(self.rules, opening))
+        conversation = Conversation(self.rules, _prompt_of_row(row))
+        if opening.failed:
+            conversation.fail(opening)
+        return conversation
+
+    def _columns(self, key: Key, row: Row, seed: int | None) -> dict[str, Any]:
+        """Return a row as a conversation's tools or environment get it."""
+        columns = self._tool_row(row) | {"sample": key.sample}
+        if columns.get("seed") is None:
+            columns["seed"] = _int_of(("seed", seed, key.uid)) % MAX_SEED
+        return columns
 
     def _tool_row(self, row: Row) -> dict[str, Any]:
         """Return a row as tools get it: with the `images` and `videos` of its prompt, as local references."""
@@ -136,19 +170,23 @@ class ConversationDriver:
         on_disk = self.rules.media.loader.on_disk
         return {**row, **{name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}}
 
-    def _close(self, key: Key) -> Conversation:
+    def _finish(self, key: Key) -> FinishedResponse:
+        done = self._open.pop(key).finish()
         if self.pool is not None:
             self.pool.end(key)
-        return self._open.pop(key)
-
-    def _finish(self, key: Key) -> FinishedResponse:
-        done = self._close(key).finish()
         return FinishedResponse(
             key.uid, key.sample, done.token_ids, done.log_probs, done.finish_reason, done.trajectory
         )
 
 
+def _prompt_of_row(row: Row) -> Prompt:
+    return Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
+
+
 def seed_offset(key: Key, turn: int) -> int:
     """Return what a turn adds to the seed of the run, whatever other conversations do and when."""
-    name = repr((key.uid, key.sample, turn)).encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())
+    return _int_of((key.uid, key.sample, turn))
+
+
+def _int_of(value: tuple[Any, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest())

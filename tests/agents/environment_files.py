@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that tests write to files: a useful one, and one for each way to fail."""
+
+GOOD = '''
+import asyncio, os, signal, sys, time
+
+from PIL import Image
+
+from verl.agents.interface import Observation
+
+
+def hang():
+    time.sleep(1000)
+
+def spin():
+    while True:
+        pass
+
+def complain():
+    raise ValueError("bad day " * 100_000)
+
+def leave():
+    os._exit(3)
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def exit_politely():
+    sys.exit("bye")
+
+def fill_memory():
+    data = []
+    while True:
+        data.append(bytearray(1 << 24))
+
+def thing():
+    return object()
+
+def long():
+    return "a" * 5_000_000 + "MIDDLE" + "z" * 5_000_000
+
+def large_image():
+    return Image.new("1", (10_000, 10_000))
+
+def half_a_message():
+    return [{"role": "user"}]
+
+def unknown_role():
+    return [{"role": "narrator", "content": "Once"}]
+
+def words_of_the_policy():
+    return [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "I go."}]
+
+def odd_part():
+    return [{"role": "user", "content": [{"type": "smell", "smell": "roses"}]}]
+
+def empty_image():
+    return [{"role": "user", "content": [{"type": "image"}]}]
+
+def over_already():
+    return Observation("nothing to do", done=True)
+
+def no_message():
+    return []
+
+
+class Counter:
+    """Counts down from a number; each turn takes the number that it says."""
+
+    def __init__(self, start, log=None, seconds=0.0):
+        self.left, self.log, self.seconds = start, log, seconds
+
+    async def reset(self, row):
+        await asyncio.sleep(self.seconds)
+        self.row = row
+        if row.get("reset"):
+            return globals()[row["reset"]]()
+        return f"{self.left} are left. The seed is {row['seed']}."
+
+    def step(self, text, calls):
+        if text in globals():
+            return globals()[text]()
+        self.left -= sum(call.arguments["number"] for call in calls) if calls else int(text)
+        done = self.left <= 0
+        return Observation(f"{self.left} are left in {os.getpid()}.", reward=float(done), done=done)
+
+    async def close(self):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"closed at {self.left}\\\\n")
+'''.replace("\\\\n", "\\n")
+
+TAKE = """
+
+class Taker(Counter):
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "take",
+                "description": "Take some.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"number": {"type": "integer"}},
+                    "required": ["number"],
+                },
+            },
+        }
+    ]
+"""

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the environment that a config names: a class of a file, or a shipped one.
+
+    class Env:
+        tools = [...]                        optional: schemas that the chat template shows
+        @classmethod
+        def prepare(cls, **kwargs): ...      optional: called once next to each engine, before all others
+        def __init__(self, **kwargs): ...    `environment_kwargs`, and the column `env_kwargs` of a row
+        def reset(self, row): ...
+        def step(self, text, calls): ...
+        def close(self): ...
+
+Each conversation has an instance in a process of its own, which is forked after `prepare`. Nothing here
+imports torch.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl.agents.tools.loading import NAME, LoadedTool, checked_schema, find_named
+from verl.config.multi_turn import MultiTurnConfig
+
+OPTION = "worker.rollout.multi_turn.environment"
+KWARGS_OPTION = "worker.rollout.multi_turn.environment_kwargs"
+COLUMN = "env_kwargs"
+METHODS = ("reset", "step", "close")
+# Names of `multi_turn.SHIPPED_ENVIRONMENTS`, and of their file and class in `shipped/`.
+SHIPPED = {"gymnasium": "gymnasium_env.py:Gymnasium"}
+
+Maker = Callable[[Mapping[str, Any]], Any]  # an environment for the conversation of a row
+
+
+def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
+    """Import the environment of a config and check it; an empty list without one.
+
+    Raises:
+        ValueError: Its file cannot be imported, or the class breaks a rule; the message names file, class,
+            rule and remedy.
+    """
+    if options.environment is None:
+        return []
+    kind, path, where = _find(options.environment)
+    kwargs = dict(options.environment_kwargs)
+    try:
+        _check_class(kind, kwargs)
+    except ValueError as error:
+        raise ValueError(f"`{OPTION}`: {where} {error}") from error
+    build = partial(prepared, kind, kwargs)
+    return [LoadedTool(kind.__name__, {}, path, True, build, "environment")]
+
+
+def environment_schemas(options: MultiTurnConfig) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that the environment of a config offers, for chat templates."""
+    if options.environment is None:
+        return []
+    kind, _, where = _find(options.environment)
+    try:
+        return _schemas_of(kind)
+    except ValueError as error:
+        raise ValueError(f"`{OPTION}`: {where} {error}") from error
+
+
+def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Maker:
+    """Call `prepare` of a class that has one, and return what makes its environments."""
+    if hasattr(kind, "prepare"):
+        kind.prepare(**kwargs)
+    return partial(_made, kind, kwargs)
+
+
+def _made(kind: Any, kwargs: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    return kind(**{**kwargs, **_kwargs_of(row)})
+
+
+def _kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a row; null, which files write for a missing key, replaces nothing."""
+    given = row.get(COLUMN)
+    if isinstance(given, str):
+        given = json.loads(given)
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"column `{COLUMN}` must be a mapping or its JSON, got {type(given).__name__}")
+    return {name: value for name, value in (given or {}).items() if value is not None}
+
+
+def _find(spec: str) -> tuple[Any, Path, str]:
+    if spec in SHIPPED:
+        spec = f"{Path(__file__).parent / 'shipped' / SHIPPED[spec]}"
+    return find_named(spec, OPTION, {})
+
+
+def _check_class(kind: Any, kwargs: Mapping[str, Any]) -> None:
+    missing = [name for name in METHODS if not callable(getattr(kind, name, None))]
+    if not inspect.isclass(kind) or missing:
+        raise ValueError(f"must be a class with `reset`, `step` and `close`, and lacks {missing}")
+    try:
+        inspect.signature(kind).bind_partial(**kwargs)  # rows may give the others
+    except TypeError as error:
+        raise ValueError(f"cannot be made with `{KWARGS_OPTION}` ({kwargs}): {error}") from error
+    _schemas_of(kind)
+
+
+def _schemas_of(kind: Any) -> list[dict[str, Any]]:
+    declared = getattr(kind, "tools", None) or ()
+    if not isinstance(declared, list | tuple):
+        raise ValueError(f"has an attribute `tools` that is no list of schemas: {declared!r:.100}")
+    schemas = [dict(checked_schema(schema, "entries of `tools`")) for schema in declared]
+    names = [schema["function"]["name"] for schema in schemas]
+    bad = [name for name in names if not NAME.fullmatch(name) or names.count(name) > 1]
+    if bad:
+        raise ValueError(
+            f"has `tools` whose names are not distinct, or not of letters, digits, `_` and `-`: {bad}"
+        )
+    return schemas
