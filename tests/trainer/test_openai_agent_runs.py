@@ -13,7 +13,7 @@ from verl.viewer.rollout_store import step_files
 
 pytestmark = pytest.mark.heavy
 
-AGENT = '''
+AGENT = """
 import base64
 import random
 import time
@@ -44,7 +44,7 @@ def run(row, policy, hint):
         if turn == 1:
             messages = [messages[0]]  # what it has seen is forgotten
     return {"reward": float(answer.content == row["ground_truth"]), "turn_rewards": rewards}
-'''
+"""
 
 REWARD = """
 REWARD_TYPE = "sequential"
@@ -73,7 +73,9 @@ def folder(tmp_path_factory):
 
 
 def run(folder, name, *options):
-    kept = [option for option in OPTIONS if not option.startswith(("worker.rollout.multi_turn", "data.max_resp"))]
+    kept = [
+        option for option in OPTIONS if not option.startswith(("worker.rollout.multi_turn", "data.max_resp"))
+    ]
     arguments = quickstart_arguments(
         folder,
         folder / "model",
