@@ -42,6 +42,13 @@ class Opening(Observation):
 
 
 @dataclass(frozen=True)
+class AgentResult(Observation):
+    """The end of an agent: `reward` is that of the whole conversation, given to its last turn."""
+
+    turn_rewards: tuple[float | None, ...] = ()  # of the policy's turns, in the order of the calls
+
+
+@dataclass(frozen=True)
 class Turn:
     """A turn of the policy and what followed."""
 

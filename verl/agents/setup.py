@@ -4,8 +4,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.agents.contexts import AgentRules
 from verl.agents.conversation import ConversationRules
+from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
+from verl.agents.interface import Reference
 from verl.agents.media import ConversationMedia, PositionIds
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
@@ -52,7 +55,7 @@ def conversation_rules(
     )
     placeholders = {} if reader is None else reader.placeholders
     renderer = ObservationRenderer(tokenizer, chat_template, source, placeholders)
-    has_calls = options.environment is None or schemas
+    has_calls = schemas or ("tools" in source if options.agent is not None else options.environment is None)
     form = call_format(options.format, source) if has_calls else NO_CALLS
     return ConversationRules(
         tokenizer, renderer, form, schemas, options, max_tokens, reader, chat_template, max_prompt_tokens
@@ -80,10 +83,36 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
             template_variables=data.apply_chat_template_kwargs,
             override_chat_template=data.override_chat_template,
         )
-        if options.environment is not None:
-            rules.renderer.check(max_parallel_calls=0)  # it answers a turn without calls too
+        if options.environment is not None or options.agent is not None:
+            rules.renderer.check(max_parallel_calls=0)  # they answer a turn without calls too
         if rules.format is not NO_CALLS:
             rules.renderer.check(options.max_parallel_calls)
     except ValueError as error:
         raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
     return rules
+
+
+def agent_rules(rules: ConversationRules, *, max_prompt_images: int) -> AgentRules:
+    """Return the rules of conversations that an agent leads, which passes its tools with each call."""
+    assert rules.chat_template is not None and rules.max_prompt_tokens is not None, (
+        "`conversation_rules` has both"
+    )
+    return AgentRules(
+        rules,
+        rules.chat_template,
+        shows_tools=rules.format is not NO_CALLS,
+        max_prompt_tokens=rules.max_prompt_tokens,
+        max_prompt_images=max_prompt_images,
+    )
+
+
+def endpoint_of(rules: AgentRules) -> Endpoint:
+    """Start the endpoint that a run's agents call."""
+    reader = rules.conversation.media
+
+    def read_url(url: str) -> Reference:
+        if reader is None:
+            raise ValueError("the model reads no images and videos")
+        return reader.loader.on_disk(url)
+
+    return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.shows_tools)

@@ -9,6 +9,8 @@
         pool.end(key)
 
 For an environment, `reset` and `step` take the place of `submit`; it is a state that every conversation has.
+An agent is a member with one long call. Its time is limited from one call of the policy to the next: `hold`
+stops the clock, and `release` starts it.
 
 A tool without a state runs on up to `tool_concurrency` processes. A tool with one has a process for each
 conversation that calls it, forked at its first call. A call that hangs is killed with its process, and
@@ -43,6 +45,11 @@ CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
 MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
 MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
 SHOWN_FRAMES = 5
+LOST_STATES = {  # what follows when the process of a state has ended
+    "tool": "; its state is lost, a further call begins with a new one",
+    "environment": "; its state is lost",
+    "agent": "",
+}
 MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
@@ -151,6 +158,14 @@ class ToolPool:
         """End a conversation: release its states and drop its open calls."""
         self._do(self._end, self._conversations.pop(key))
 
+    def hold(self, key: Hashable) -> None:
+        """Stop the clock of an agent that waits for the policy."""
+        self._do(self._set_limit, self._conversations[key], None)
+
+    def release(self, key: Hashable) -> None:
+        """Limit the time of an agent again, from now on."""
+        self._do(self._set_limit, self._conversations[key], self.options.tool_timeout_s)
+
     def close(self) -> None:
         """Kill every process, once ended conversations have released their states. Safe to call twice."""
         with self._lock:
@@ -238,6 +253,11 @@ class ToolPool:
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
 
+    def _set_limit(self, conversation: _Conversation, seconds: float | None) -> None:
+        for process in conversation.processes.values():
+            with suppress(RuntimeError):  # its call has ended
+                process.limit.reschedule(None if seconds is None else self._loop.time() + seconds)
+
     async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
         begin = time.monotonic()
         answers = [
@@ -258,6 +278,8 @@ class ToolPool:
             )
         if problem is not None or tool is None:
             return Observation(problem or "", failed=True)
+        if tool.kind == "agent":  # it mostly waits for the policy
+            return await self._call_with_state(conversation, tool, call)
         if tool.is_stateful:
             async with conversation.locks[tool.name], self._slots:
                 return await self._call_with_state(conversation, tool, call)
@@ -310,7 +332,7 @@ class ToolPool:
         begin, limit_s = time.monotonic(), self.options.tool_timeout_s
         answer = Answer(Observation())
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as process.limit:
                 for kind, payload in messages:
                     answer = await process.ask(kind, payload)
                     self._num_host_ends = 0
@@ -318,7 +340,8 @@ class ToolPool:
                         break
         except TimeoutError:
             where = _place(await process.stacks(), tool.path)
-            answer = self._lost(tool, f"did not answer within {limit_s:g} s", f": {where}")
+            missed = "neither returned nor asked the policy" if tool.kind == "agent" else "did not answer"
+            answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
             await process.kill()
         except ProcessEndedError as error:
             answer = self._lost(tool, str(error), f"\n{process.crash_report()}".rstrip())
@@ -361,8 +384,7 @@ class ToolPool:
         return f"There is no tool {name[:100]!r}; the tools are {', '.join(self.tools)}{remedy}"
 
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
-        state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
-        state = "; its state is lost" if tool.is_environment else state
+        state = LOST_STATES[tool.kind] if tool.is_stateful else ""
         return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
 
     def _log(self, name: str, report: str) -> None:

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents on both engines: the tokens of every call, log-probs, failures and limits."""
+
+import itertools
+import json
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers.conversations import rules_of, template_of
+from tests.helpers.families import load_tiny, open_tiny
+from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
+from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
+from verl.agents.contexts import AgentRules
+from verl.agents.endpoint.server import Endpoint
+from verl.agents.interface import ToolCall
+from verl.agents.media import ConversationMedia
+from verl.agents.parsers.interface import CallFormat
+from verl.agents.tools.pool import ToolPool
+from verl.config.multi_turn import MultiTurnConfig
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
+from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.engines import build_rollout_engine
+
+pytestmark = pytest.mark.heavy
+
+# A program that knows nothing of training: two tools, a retry, a context that it shortens by itself.
+AGENT = """
+import base64
+import io
+import json
+
+from openai import OpenAI
+from PIL import Image
+
+
+def function(name, **properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+NUMBER = {"type": "integer"}
+TOOLS = [function("add", a=NUMBER, b=NUMBER), function("draw", size=NUMBER)]
+
+
+def add(a, b):
+    return str(a + b)
+
+
+def draw(size):
+    file = io.BytesIO()
+    Image.new("RGB", (size, 56), (90, 200, 40)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return [{"type": "text", "text": "seen"}, {"type": "image_url", "image_url": {"url": url}}]
+
+
+def run(row, policy):
+    client = OpenAI(max_retries=0)
+    messages = [{"role": "user", "content": f"Begin with {row['number']}."}]
+
+    def ask():
+        answer = client.chat.completions.create(
+            model="gpt-5", messages=messages, tools=TOOLS, temperature=0.2, max_tokens=24
+        )
+        return answer.choices[0].message
+
+    ask()  # thrown away, and asked again
+    for turn in range(4):
+        message = ask()
+        messages.append(message)
+        for call in message.tool_calls or []:
+            answer = {"add": add, "draw": draw}[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "Go on."})
+        if turn == 2:
+            del messages[1:-2]  # forget the past
+    return {"reward": 0.5, "turn_rewards": [1.0, 2.0]}
+"""
+SAMPLING = SamplingOptions(n=2, temperature=TEMPERATURE, max_tokens=60, seed=3)
+
+
+def sometimes_calls():
+    """Return a format in which a turn's text decides its call, since a random model writes none."""
+
+    def parse(text, schemas):
+        assert [schema["function"]["name"] for schema in schemas] == ["add", "draw"]
+        number = sum(map(ord, text))
+        calls = [ToolCall("add", {"a": number, "b": 1}), ToolCall("draw", {"size": 56 + 28 * (number % 3)})]
+        return [[], calls[:1], calls[1:]][number % 3]
+
+    return CallFormat(parse, "")
+
+
+class Recorder:
+    """An engine that notes what it was given and what it returned, by uid."""
+
+    def __init__(self, engine):
+        self._engine, self.prompts, self.turns = engine, {}, {}
+        self.is_aborted = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def submit(self, requests, sampling):
+        self.prompts |= {request.uid: request for request in requests}
+        self._engine.submit(requests, sampling)
+
+    def step(self, at_most=1):
+        finished = self._engine.step(at_most)
+        self.turns |= {one.uid: one for one in finished}
+        return finished
+
+    def abort(self, uids):
+        uids = list(uids)
+        self.is_aborted += uids
+        self._engine.abort(uids)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random model for which every third token ends a turn."""
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    shutil.copytree(load_tiny("qwen2_5_vl").folder, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    ends = [*settings["eos_token_id"], *range(30, 300, 3)]
+    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return open_tiny(folder)
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def engine(request, tiny, single_process):
+    options = dict(max_model_len=1600, max_num_batched_tokens=1600, multi_turn=MultiTurnConfig(enable=True))
+    engine = build_rollout_engine(rollout_config(name=request.param, **options), setup_of(tiny.folder))
+    engine.sync_weights(hub_tensors(tiny.model))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def lead(tiny, engine, tmp_path):
+    """Run an agent's source for a number of rows; returns the responses and the recorded engine."""
+    closing = []
+
+    def run(source, rows=3, sampling=SAMPLING, max_tokens=1300, form=None, **options):
+        path = tmp_path / "agent.py"
+        path.write_text(source)
+        config = {"agent": f"{path}:run", "tool_timeout_s": 30.0} | options
+        rules = rules_with(tiny, form or sometimes_calls(), max_tokens, config)
+        pool = ToolPool(rules.conversation.options)
+        endpoint = Endpoint(rules.conversation.media.loader.on_disk, takes_media=True, shows_tools=True)
+        closing.extend([pool, endpoint])
+        recorder = Recorder(engine)
+        decode = rules.conversation.media.loader.decode
+        driver = AgentDriver(recorder, AgentServices(pool, endpoint), rules, decode)
+        found = [one for finished in driver.run(rows_of(rows), sampling) for one in finished]
+        assert engine.num_unfinished == 0
+        return found, recorder, rules
+
+    yield run
+    for each in closing:
+        each.close()
+
+
+def rules_with(tiny, form, max_tokens, options):
+    media = ConversationMedia(
+        MediaLoader(tiny.processor, MediaOptions(1, 1 << 20)), partial(tiny.family.positions, tiny.config)
+    )
+    rules = rules_of(max_tokens=max_tokens, tokenizer=tiny.processor.tokenizer, media=media, **options)
+    source = tiny.processor.chat_template
+
+    def template(messages, add_generation_prompt, name, tools=()):
+        text = template_of(tiny.processor.tokenizer, source)(messages, add_generation_prompt, name)
+        # The tiny model's own template shows none.
+        return "".join(f"{tool['function']['name']} " for tool in tools) + text
+
+    return AgentRules(replace(rules, format=form), template, shows_tools=True, max_prompt_tokens=300)
+
+
+def rows_of(count):
+    row = {"raw_prompt_ids": [5, 6], "prompt_messages": [], "multi_modal_data": None}
+    return [row | {"uid": f"row {number}", "number": number} for number in range(count)]
+
+
+def contexts_of(response):
+    """Return the slices of a response's contexts; that of the first one begins at 0."""
+    starts = [0, *response.trajectory.context_starts, len(response.token_ids)]
+    return list(itertools.pairwise(starts))
+
+
+def test_the_tokens_of_every_call_are_those_of_the_engine(tiny, engine, lead):
+    responses, recorder, rules = lead(AGENT)
+
+    assert len({(one.uid, one.sample) for one in responses}) == len(responses) == 6
+    by_conversation = defaultdict(dict)
+    for uid, turn in recorder.turns.items():
+        by_conversation[uid.key][uid.number] = turn
+    loader = rules.conversation.media.loader
+    num_images = 0
+    for response in responses:
+        trajectory, calls = response.trajectory, by_conversation[response.uid, response.sample]
+        assert len(calls) == len(trajectory.turns) == 5 and not trajectory.is_masked
+        # The call that was thrown away, the conversation, and the shortened one.
+        assert len(trajectory.context_starts) == 2
+        found = {}
+        for number, (start, stop) in enumerate(contexts_of(response)):
+            before = trajectory.prompt.token_ids if number == 0 else []
+            for turn in trajectory.turns:
+                if start <= turn.start < stop:
+                    tokens = (*before, *response.token_ids[start : turn.start])
+                    found[tokens, tuple(response.token_ids[turn.start : turn.stop])] = turn
+        for number, turn in calls.items():
+            request = recorder.prompts[(response.uid, response.sample), number]
+            shape = loader.shape_of(request.media) if request.media else None
+            given = loader.expand(request.prompt_token_ids, shape) if shape else request.prompt_token_ids
+            assert found.pop((tuple(given), tuple(turn.token_ids)))
+        assert not found
+        sampled = [index for turn in trajectory.turns for index in range(turn.start, turn.stop)]
+        assert [index for index, is_own in enumerate(trajectory.is_sampled) if is_own] == sorted(sampled)
+        num_images += len(trajectory.media.get("images", ()))
+        assert sorted(turn.reward or 0 for turn in trajectory.turns) == [0, 0, 0.5, 1.0, 2.0]
+    assert num_images > 2
+    lengths = {len(turn.token_ids) for turn in recorder.turns.values()}
+    assert len(lengths) > 3
+
+
+def test_log_probs_of_each_context_are_the_trainers(tiny, engine, lead):
+    responses, _, rules = lead(AGENT)
+
+    loader, rows, found = rules.conversation.media.loader, [], []
+    for response in responses:
+        trajectory = response.trajectory
+        images = list(trajectory.prompt.media.get("images", ())) + list(trajectory.media.get("images", ()))
+        for number, (start, stop) in enumerate(contexts_of(response)):
+            ids, own = torch.tensor(response.token_ids[start:stop]), trajectory.is_sampled[start:stop]
+            prompt, positions = torch.tensor(trajectory.prompt.token_ids), trajectory.prompt.position_ids
+            later = trajectory.position_ids[..., start:stop]
+            if number:
+                prompt, ids, own = ids[:1], ids[1:], own[1:]
+                positions = later[..., :0]
+            positions = torch.cat([positions, later], dim=-1)
+            whole = torch.cat([prompt, ids])
+            count = int((whole == tiny.config.image_token_id).diff(prepend=torch.zeros(1)).eq(1).sum())
+            shown, images = images[:count], images[count:]
+            media = {"images": shown} if shown else None
+            expected = tiny.family.positions(tiny.config, whole, loader.measure(media))
+            assert torch.equal(positions, expected)
+            sampled = torch.tensor(own, dtype=torch.int64)
+            rows.append(Row(len(rows), prompt, ids, positions, sampled, (None, media)))
+            found.append((torch.tensor(response.log_probs[start:stop])[-len(ids) :], sampled))
+        assert not images
+    with torch.no_grad():
+        expected, _ = own_forward(tiny, tiny.model, as_batch(rows), loader)
+    for row, (log_probs, sampled) in enumerate(found):
+        assert not log_probs[sampled == 0].any()
+        difference = (log_probs - expected[row, : len(log_probs)]) * sampled
+        assert difference.abs().max() < 1e-4
+    assert sum(int(sampled.sum()) for _, sampled in found) > 100
