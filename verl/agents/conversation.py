@@ -192,6 +192,11 @@ class Conversation:
             self._row.add_piece(piece)
             self.messages += self._messages(shown)
 
+    @property
+    def last_observations(self) -> Sequence[Observation]:
+        """The answers to the last turn as the policy reads them; media that cannot be read made one fail."""
+        return self._turns[-1].observations
+
     def fail(self, failure: Observation) -> None:
         """Have the conversation end after one token, masked: its environment could not begin."""
         self._failure = failure
