@@ -76,7 +76,7 @@ class ConversationRules:
 
     @property
     def has_environment(self) -> bool:
-        """Whether each turn is answered by an environment, and not its calls by tools."""
+        """Return whether an environment answers each turn, and not tools its calls."""
         return self.options.environment is not None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
