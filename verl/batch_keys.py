@@ -69,7 +69,9 @@ BATCH_KEYS: dict[str, BatchKey] = {
             "rollout (conversations)",
             "log-probs, values, update, rollout log",
         ),
-        BatchKey("turns", (("B",),), "object", "rollout (conversations)", "metrics, rollout log"),
+        BatchKey(
+            "turns", (("B",),), "object", "rollout (conversations)", "reward, advantage, metrics, rollout log"
+        ),
         BatchKey("conversation_messages", (("B",),), "object", "rollout (conversations)", "rollout log"),
         BatchKey("stop_reason", (("B",),), "object", "rollout (conversations)", "rollout log"),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),

@@ -60,6 +60,7 @@ def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
 
 
 CORRECTION = "algorithm.rollout_correction"
+TURNS = "worker.rollout.multi_turn"
 LONE = [
     "gae",
     "reinforce_plus_plus",
@@ -176,6 +177,21 @@ def test_a_reward_model_can_replace_the_reward_function(minimal):
     with pytest.raises(ConfigError, match=r"worker.reward.reward_function.*worker.reward_model"):
         load_config(PPOConfig, without)
     load_config(PPOConfig, [*without, "worker.reward_model.model.model_path=owner/scorer"])
+
+
+@pytest.mark.parametrize("world", ["environment=gymnasium", "agent=verifiers"])
+def test_an_environment_or_an_agent_can_replace_the_reward_function(minimal, world):
+    without = [argument for argument in minimal if "reward_function" not in argument]
+    turns = [f"{TURNS}.enable=true", f"{TURNS}.{world}"]
+    filtered = "algorithm.online_filtering=true"  # by the rewards of turns
+
+    load_config(PPOConfig, [*without, *turns, filtered])
+    with pytest.raises(ConfigError, match=r"reward_function` must be set.* or an environment or an agent"):
+        load_config(PPOConfig, [*without, f"{TURNS}.enable=true", f"{TURNS}.tools=[calculator]"])
+    with pytest.raises(ConfigError, match=r"must be set with .*adv_estimator=gdpo"):
+        load_config(
+            PPOConfig, [*without, *turns, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"]
+        )
 
 
 def test_a_call_of_the_engine_may_exceed_the_rollout_batch_with_a_filter(minimal):

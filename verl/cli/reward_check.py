@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     options = config.worker.reward
     if options.reward_function is None:
-        raise ValueError(f"`{OPTION}` must be path.py:function: this run is scored by a reward model alone")
+        raise ValueError(f"`{OPTION}` must be path.py:function: this run has no reward function")
     reward = load_reward_function(
         options.reward_function, options.reward_function_kwargs, options.reward_type
     )

@@ -55,7 +55,7 @@ def _load(spec: str, kwargs: Mapping[str, Any]) -> LoadedTool:
     if not callable(function):
         raise ValueError(f"`{OPTION}`: {path} has no function `{name}`")
     build = partial(AgentRunner, function, kwargs)
-    return LoadedTool(AGENT, SCHEMA, path, True, build, leads=True)
+    return LoadedTool(AGENT, SCHEMA, path, True, build, AGENT)
 
 
 class AgentRunner:

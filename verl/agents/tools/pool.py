@@ -9,6 +9,7 @@
         pool.end(key)
 
 For an environment, `reset` and `step` take the place of `submit`; it is a state that every conversation has.
+
 An agent is a member with one long call. Its time is limited from one call of the policy to the next: `hold`
 stops the clock, and `release` starts it.
 
@@ -45,6 +46,11 @@ CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
 MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
 MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
 SHOWN_FRAMES = 5
+LOST_STATES = {  # what follows when the process of a state has ended
+    "tool": "; its state is lost, a further call begins with a new one",
+    "environment": "; its state is lost",
+    "agent": "",
+}
 MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
@@ -273,7 +279,7 @@ class ToolPool:
             )
         if problem is not None or tool is None:
             return Observation(problem or "", failed=True)
-        if tool.leads:  # it mostly waits for the policy
+        if tool.kind == "agent":  # it mostly waits for the policy
             return await self._call_with_state(conversation, tool, call)
         if tool.is_stateful:
             async with conversation.locks[tool.name], self._slots:
@@ -335,7 +341,7 @@ class ToolPool:
                         break
         except TimeoutError:
             where = _place(await process.stacks(), tool.path)
-            missed = "neither returned nor asked the policy" if tool.leads else "did not answer"
+            missed = "neither returned nor asked the policy" if tool.kind == "agent" else "did not answer"
             answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
             await process.kill()
         except ProcessEndedError as error:
@@ -379,9 +385,7 @@ class ToolPool:
         return f"There is no tool {name[:100]!r}; the tools are {', '.join(self.tools)}{remedy}"
 
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
-        state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
-        state = "; its state is lost" if tool.is_environment else state
-        state = "" if tool.leads else state
+        state = LOST_STATES[tool.kind] if tool.is_stateful else ""
         return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
 
     def _log(self, name: str, report: str) -> None:

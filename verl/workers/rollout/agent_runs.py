@@ -245,7 +245,7 @@ class _Leader:
             return observation
         return AgentResult(observation.text, failed=True)
 
-    def _end(self, key: Key, result: AgentResult, step: Step, reason: str = "stop") -> None:
+    def _end(self, key: Any, result: AgentResult, step: Step, reason: str = "stop") -> None:
         run = self._runs.pop(key)
         step.aborted += [CallId(key, number) for number in run.calls]
         self._close(key, run)
