@@ -32,7 +32,11 @@ class Leader:
     """Answers the calls of an endpoint on a thread of its own."""
 
     def __init__(self, endpoint):
-        self.endpoint, self.calls, self.answer = endpoint, [], lambda call: call.answer(reply_to(call.request))
+        self.endpoint, self.calls, self.answer = (
+            endpoint,
+            [],
+            lambda call: call.answer(reply_to(call.request)),
+        )
         self.is_running = True
         self.thread = threading.Thread(target=self._lead)
         self.thread.start()
@@ -75,7 +79,11 @@ def test_the_client_reads_texts_usage_log_probs_and_models(leader, client):
     answer = ask(client, logprobs=True)
 
     (choice,) = answer.choices
-    assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == ("Three.", "stop", None)
+    assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (
+        "Three.",
+        "stop",
+        None,
+    )
     assert [each.token for each in choice.logprobs.content] == ["Th", "ree."]
     assert [each.logprob for each in choice.logprobs.content] == [-0.5, -0.25]
     assert choice.token_ids == [5, 6]
@@ -138,7 +146,11 @@ def test_a_stream_has_the_same_content_in_several_chunks(leader, client):
         ({"messages": [*QUESTION, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}
+                ]
+            },
             "messages[0].content[0]",
         ),
         (

@@ -9,6 +9,7 @@
         pool.end(key)
 
 For an environment, `reset` and `step` take the place of `submit`; it is a state that every conversation has.
+
 An agent is a member with one long call. Its time is limited from one call of the policy to the next: `hold`
 stops the clock, and `release` starts it.
 
