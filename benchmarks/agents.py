@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share of time that a rollout engine idles while its conversations wait for their tools.
 
-    python benchmarks/agents.py [--conversations 64] [--seconds 3] [--tokens 48] [--engine vllm]
+    python benchmarks/agents.py [--conversations 64] [--seconds 3] [--tokens 64] [--engine vllm]
 
 Conversations of 1 to 8 turns call a tool that takes 0 to 3 seconds. They run as the trainer runs them, each
 at its own pace, and once more turn by turn: all turns are sampled, then all calls are answered. The engine
-idles while it has no request. A tiny model with random weights; every turn counts as a call. The last line is JSON.
+idles while it has no request. A tiny model with random weights; every turn counts as a call. The last
+line is JSON.
 """
 
 import argparse
@@ -43,7 +44,8 @@ from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "chat_template" / "qwen_vl_tools.jinja"
-MAX_TURNS = 8
+MAX_TURNS, MAX_TOKENS, PROMPT = 8, 3900, 100
+FIRST_TOKEN = 30  # after the special ones
 ONE_PROCESS = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -121,21 +123,34 @@ def rows_of(rules: ConversationRules, count: int, longest_s: float, seed: int) -
     ]  # fmt: skip
 
 
-def build(folder: Path, name: str, options: MultiTurnConfig) -> tuple[RolloutEngine, ConversationRules]:
+def save_model(folder: Path, tokens: int) -> str:
+    """Write a random model for which one of `tokens` tokens ends a turn."""
+    save_tiny_model(folder, "qwen2")
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    ends = [*settings["eos_token_id"], *range(FIRST_TOKEN, vocabulary, tokens)]
+    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return str(folder)
+
+
+def build(
+    folder: Path, name: str, options: MultiTurnConfig, tokens: int
+) -> tuple[RolloutEngine, ConversationRules]:
     """Build an engine with a tiny random model, and the rules of its conversations."""
-    model_path = str(save_tiny_model(folder / "model", "qwen2"))
+    model_path = save_model(folder / "model", tokens)
     config = RolloutConfig(
-        name=name, dtype="fp32", tensor_parallel_size=1, max_model_len=1024, multi_turn=options
+        name=name, dtype="fp32", tensor_parallel_size=1, max_model_len=MAX_TOKENS + PROMPT, multi_turn=options
     )
-    engine = build_rollout_engine(config, EngineSetup(model_path, max_length=1024, device="cpu"))
+    engine = build_rollout_engine(config, EngineSetup(model_path, MAX_TOKENS + PROMPT, "cpu"))
     model = AutoConfig.from_pretrained(model_path)
     weights = auto_class(model).from_pretrained(model_path)
     engine.sync_weights(HubNames(model).convert(weights.state_dict().items()))
     engine.wake()
-    template = TEMPLATE.read_text()
+    template = str(TEMPLATE)
     tokenizer = load_tokenizer(model_path, template)
     rules = conversation_rules(
-        tokenizer, None, None, options, schemas_of(options), max_tokens=900,
+        tokenizer, None, None, options, schemas_of(options), max_tokens=MAX_TOKENS, max_prompt_tokens=PROMPT,
         template_variables={}, override_chat_template=template,
     )  # fmt: skip
     always = CallFormat(lambda text, schemas: [ToolCall("wait", {})], "")
@@ -153,7 +168,9 @@ def measure(
     with ToolPool(rules.options) as pool:
         start = time.perf_counter()
         leading = driver(watched, pool, rules, lambda media: None)  # pyright: ignore[reportArgumentType]
-        found = [one for part in leading.run(rows, SamplingOptions(max_tokens=900, seed=1)) for one in part]
+        found = [
+            one for part in leading.run(rows, SamplingOptions(max_tokens=MAX_TOKENS, seed=1)) for one in part
+        ]
         seconds = time.perf_counter() - start
     trajectories = [one.trajectory for one in found if one.trajectory is not None]
     return {
@@ -170,17 +187,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0, help="of the longest call")
-    parser.add_argument("--tokens", type=int, default=48, help="of the longest turn")
+    parser.add_argument("--tokens", type=int, default=64, help="of a turn, on average")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "wait.py").write_text(TOOL)
         multi_turn = MultiTurnConfig(
-            enable=True, tools=(f"{folder / 'wait.py'}:Wait",), max_tokens_per_turn=options.tokens,
-            tool_concurrency=options.conversations,
+            enable=True, tools=(f"{folder / 'wait.py'}:Wait",), tool_concurrency=options.conversations
         )  # fmt: skip
-        engine, rules = build(folder, options.engine, multi_turn)
+        engine, rules = build(folder, options.engine, multi_turn, options.tokens)
         rows = rows_of(rules, options.conversations, options.seconds, seed=0)
         own_pace = measure(ConversationDriver, engine, rules, rows)
         turn_by_turn = measure(TurnByTurn, engine, rules, rows)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One browser for the games of many processes, each of which plays on a page of its own.
 
-A connection sends `(method, arguments)` of `Table` and gets the answer. When it ends, its page is kept for the
-next game.
+A connection sends `(method, arguments)` of `Table` and gets the answer. When it ends, its page is kept for
+the next game.
 
     python3 examples/game_agent/browser.py SOCKET
 """

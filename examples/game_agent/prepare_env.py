@@ -12,7 +12,7 @@ from verl.utils.cuda_builds import repair_cuda_builds
 
 repair_cuda_builds()
 
-from verl.models.tiny import save_tiny_model  # noqa: E402 - it imports transformers
+from verl.models.tiny import save_tiny_model
 
 
 def save_model(folder: Path) -> None:

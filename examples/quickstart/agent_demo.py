@@ -3,7 +3,7 @@
 
 The questions ask for the color of a dot that the model cannot see unless it calls the tool `zoom`. A random
 model never writes JSON, so its tokenizer has a token that is a whole call. A few steps of supervised fine-tuning
-show it both ways to answer: a guess, in three of four conversations, and a call with an answer after it. That
+show it both ways to answer: a guess, in two of three conversations, and a call with an answer after it. That
 calls are better it learns from rewards.
 
 Creates the model and the questions, fine-tunes, trains with `verl.trainer.main` and plots the curves. The last
@@ -31,7 +31,7 @@ from verl.models.tiny import save_tiny_model
 
 BASE = "image"  # the demo whose model and options this one shares
 CALLED = "val/called_reward"  # share of held-out questions with a call
-SFT_STEPS = 48
+SFT_STEPS, TAUGHT = 120, 960  # conversations
 VIEW = 56 * 56  # pixels of each image as the model sees it
 PANELS_WITH_CALLS = PANELS | {"Calls in a conversation of a rollout batch": ("agent/tool_calls", (0, 1))}
 del PANELS_WITH_CALLS["Entropy (nats)"]
@@ -72,13 +72,13 @@ def save_model(folder: Path, seed: int) -> Path:
 
 
 def write_conversations(folder: Path, name: str, seed: int) -> Path:
-    """Write questions, three of four with a guess and one with a call and its answer; returns the file."""
+    """Write questions, two of three with a guess and one with a call and its answer; returns the file."""
     rng, rows = random.Random(seed), []
     zoom, images = Zoom(**ZOOM), folder / "images"
     for number, line in enumerate((folder / f"{name}.jsonl").read_text().splitlines()):
         question = json.loads(line)
         turns, answer, shown = [], rng.choice(list(COLORS)), list(question["images"])
-        if number % 4 == 0:
+        if number % 3 == 0:
             seen = zoom([str(images / shown[0])], BOX)
             shown.append(f"{name}_{number:03d}_part.png")
             seen.images[0].save(images / shown[-1])
@@ -95,7 +95,7 @@ def show_calls(folder: Path, seed: int) -> Path:
     checkpoints = folder / "sft"
     command = [
         sys.executable, "-m", "verl.trainer.sft", f"config={HERE / 'cold_start.yaml'}",
-        f"data.train_files={write_conversations(folder, 'train', seed)}",
+        f"data.train_files={write_conversations(folder, 'taught', seed)}",
         f"data.val_files={write_conversations(folder, 'val', seed + 1)}",
         f"data.image_dir={folder / 'images'}",
         "data.image_key=images",
@@ -108,6 +108,7 @@ def show_calls(folder: Path, seed: int) -> Path:
         f"worker.actor.model.model_path={folder / 'model'}",
         f"trainer.save_checkpoint_path={checkpoints}",
         f"trainer.max_steps={SFT_STEPS}",
+        "trainer.val_freq=40",
         "trainer.find_last_checkpoint=false",
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
@@ -115,10 +116,11 @@ def show_calls(folder: Path, seed: int) -> Path:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write the model, 256 training questions and 64 held-out ones."""
+    """Write the model, questions to be taught, 256 for training and 64 held-out ones."""
     save_model(folder / "model", seed)
     write_dots(folder, "train", 256, 2 * seed + 1)
     write_dots(folder, "val", 64, 2 * seed + 2)
+    write_dots(folder, "taught", TAUGHT, 2 * seed + 3)
 
 
 def main() -> None:
