@@ -7,11 +7,11 @@ context: the first one, one after the agent shortened or edited its history, a r
 Nothing here waits, serves or reads a clock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,24 +32,13 @@ LONGEST_TOKEN = 256  # characters; a text with more than as many for each token 
 NAME = "the messages of a call"  # in errors of templates
 
 
-class Template(Protocol):
-    """Renders messages with the schemas of tools, as `verl.data.chat_template.ChatTemplate`."""
-
-    def __call__(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        name: str,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str: ...
-
-
 @dataclass(frozen=True)
 class AgentRules:
     """Properties that all conversations of a run with an agent share."""
 
     conversation: ConversationRules
-    template: Template
+    # Renders messages with the schemas of tools, as `verl.data.chat_template.ChatTemplate`.
+    template: Callable[..., str]
     shows_tools: bool  # the template does
     max_prompt_tokens: int  # of the first context; `conversation.max_tokens` limits all that follows
     max_prompt_images: int = 0  # of a context; 0 is any number

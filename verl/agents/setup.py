@@ -14,8 +14,10 @@ from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer
 from verl.agents.tools.loading import tool_schemas
+from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
+from verl.data.loader import Readers
 from verl.data.media.loader import MediaLoader
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -38,48 +40,68 @@ def conversation_rules(
     template_variables: Mapping[str, Any],
     override_chat_template: str | None,
 ) -> ConversationRules:
-    """Build the rules of conversations, and check that the chat template can show them.
+    """Build the rules of conversations, which `check_conversations` checks once for a run.
+
+    Raises:
+        ValueError: The template writes no calls, or cannot show observations.
+    """
+    template = None if media is None else media.processor.chat_template
+    reader = None
+    if media is not None and position_ids is not None:
+        reader = ConversationMedia(media, position_ids)
+    source = template or tokenizer.chat_template
+    chat_template = ChatTemplate(
+        tokenizer, template, template_variables, override_chat_template, tools=schemas
+    )
+    placeholders = {} if reader is None else reader.placeholders
+    renderer = ObservationRenderer(tokenizer, chat_template, source, placeholders)
+    has_calls = schemas or ("tools" in source if options.agent is not None else options.environment is None)
+    form = call_format(options.format, source) if has_calls else NO_CALLS
+    return ConversationRules(
+        tokenizer, renderer, form, schemas, options, max_tokens, reader, chat_template, max_prompt_tokens
+    )
+
+
+def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnConfig) -> ConversationRules:
+    """Return the rules of a run's conversations, which its chat template can show.
+
+    Needs the files of the model and no device, so that a run can stop before it starts.
 
     Raises:
         ValueError: The template writes no calls or renders observations in ways that differ; or the
             tokenizer does not split them alone as it does within a conversation.
     """
-    return _rules(
-        tokenizer,
-        media,
-        position_ids,
-        options,
-        schemas,
-        max_tokens,
-        max_prompt_tokens,
-        _template(tokenizer, media, template_variables, override_chat_template, schemas),
+    try:
+        rules = conversation_rules(
+            readers.tokenizer,
+            readers.media,
+            readers.position_ids,
+            options,
+            readers.tools,
+            max_tokens=data.max_response_length,
+            max_prompt_tokens=data.max_prompt_length,
+            template_variables=data.apply_chat_template_kwargs,
+            override_chat_template=data.override_chat_template,
+        )
+        if options.environment is not None or options.agent is not None:
+            rules.renderer.check(max_parallel_calls=0)  # they answer a turn without calls too
+        if rules.format is not NO_CALLS:
+            rules.renderer.check(options.max_parallel_calls)
+    except ValueError as error:
+        raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
+    return rules
+
+
+def agent_rules(rules: ConversationRules, *, max_prompt_images: int) -> AgentRules:
+    """Return the rules of conversations that an agent leads, which passes its tools with each call."""
+    assert rules.chat_template is not None and rules.max_prompt_tokens is not None, (
+        "`conversation_rules` has both"
     )
-
-
-def agent_rules(
-    tokenizer: Any,
-    media: MediaLoader | None,  # None for a text model
-    position_ids: PositionIds | None,
-    options: MultiTurnConfig,
-    *,
-    max_tokens: int,
-    max_prompt_tokens: int,
-    max_prompt_images: int,
-    template_variables: Mapping[str, Any],
-    override_chat_template: str | None,
-) -> AgentRules:
-    """Build the rules of conversations that an agent leads; it passes its tools with each call.
-
-    Raises:
-        ValueError: The chat template cannot show the messages that follow a turn.
-    """
-    template = _template(tokenizer, media, template_variables, override_chat_template)
-    rules = _rules(tokenizer, media, position_ids, options, (), max_tokens, max_prompt_tokens, template)
     return AgentRules(
         rules,
-        template,
+        rules.chat_template,
         shows_tools=rules.format is not NO_CALLS,
-        max_prompt_tokens=max_prompt_tokens,
+        max_prompt_tokens=rules.max_prompt_tokens,
         max_prompt_images=max_prompt_images,
     )
 
@@ -94,43 +116,3 @@ def endpoint_of(rules: AgentRules) -> Endpoint:
         return reader.loader.on_disk(url)
 
     return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.shows_tools)
-
-
-def _template(
-    tokenizer: Any,
-    media: MediaLoader | None,
-    variables: Mapping[str, Any],
-    override: str | None,
-    schemas: Schemas = (),
-) -> ChatTemplate:
-    template = None if media is None else media.processor.chat_template
-    return ChatTemplate(tokenizer, template, variables, override, tools=schemas)
-
-
-def _rules(
-    tokenizer: Any,
-    media: MediaLoader | None,
-    position_ids: PositionIds | None,
-    options: MultiTurnConfig,
-    schemas: Schemas,
-    max_tokens: int,
-    max_prompt_tokens: int,
-    template: ChatTemplate,
-) -> ConversationRules:
-    reader = None
-    if media is not None and position_ids is not None:
-        reader = ConversationMedia(media, position_ids)
-    source = (None if media is None else media.processor.chat_template) or tokenizer.chat_template
-    placeholders = {} if reader is None else reader.placeholders
-    renderer = ObservationRenderer(tokenizer, template, source, placeholders)
-    calls_tools = options.environment is None or bool(schemas)
-    if options.environment is not None or options.agent is not None:
-        renderer.check(max_parallel_calls=0)  # messages follow turns without calls too
-    if calls_tools:
-        renderer.check(options.max_parallel_calls)
-    form = NO_CALLS
-    if calls_tools and (options.agent is None or options.format != "auto" or "tools" in source):
-        form = call_format(options.format, source)
-    return ConversationRules(
-        tokenizer, renderer, form, schemas, options, max_tokens, reader, template, max_prompt_tokens
-    )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl.agents.media import PositionIds
 from verl.agents.setup import agent_rules, conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
 from verl.algorithms.rollout_correction import RolloutCorrection
@@ -356,9 +355,6 @@ class FSDPWorker(ModelWorker):
             return None
         if self.media is not None:
             positions = partial(vision_family_of(config).positions, config)
-        leads = self.rank % self.config.rollout.tensor_parallel_size == 0
-        if multi_turn.agent is not None:
-            return self._agent_driver(positions, leads)
         rules = conversation_rules(
             self.tokenizer,
             self.media,
@@ -370,24 +366,13 @@ class FSDPWorker(ModelWorker):
             template_variables=self.options.template_variables,
             override_chat_template=self.options.override_chat_template,
         )
+        leads = self.rank % self.config.rollout.tensor_parallel_size == 0
         pool = ToolPool(multi_turn) if leads else None
-        return ConversationDriver(self.engine, pool, rules, self._media_of)
-
-    def _agent_driver(self, positions: PositionIds | None, leads: bool) -> AgentDriver:
-        rollout, options = self.config.rollout, self.options
-        rules = agent_rules(
-            self.tokenizer,
-            self.media,
-            positions,
-            rollout.multi_turn,
-            max_tokens=options.max_response_length,
-            max_prompt_tokens=options.max_sequence_length - options.max_response_length,
-            max_prompt_images=rollout.limit_images,
-            template_variables=options.template_variables,
-            override_chat_template=options.override_chat_template,
-        )
-        services = AgentServices(ToolPool(rollout.multi_turn), endpoint_of(rules)) if leads else None
-        return AgentDriver(self.engine, services, rules, self._media_of)
+        if multi_turn.agent is None:
+            return ConversationDriver(self.engine, pool, rules, self._media_of)
+        own_rules = agent_rules(rules, max_prompt_images=self.config.rollout.limit_images)
+        services = None if pool is None else AgentServices(pool, endpoint_of(own_rules))
+        return AgentDriver(self.engine, services, own_rules, self._media_of)
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model

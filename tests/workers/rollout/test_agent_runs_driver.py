@@ -31,7 +31,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 pytestmark = pytest.mark.heavy
 
 # A program that knows nothing of training: two tools, a retry, a context that it shortens by itself.
-AGENT = '''
+AGENT = """
 import base64
 import io
 import json
@@ -45,7 +45,8 @@ def function(name, **properties):
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-TOOLS = [function("add", a={"type": "integer"}, b={"type": "integer"}), function("draw", size={"type": "integer"})]
+NUMBER = {"type": "integer"}
+TOOLS = [function("add", a=NUMBER, b=NUMBER), function("draw", size=NUMBER)]
 
 
 def add(a, b):
@@ -81,12 +82,12 @@ def run(row, policy):
         if turn == 2:
             del messages[1:-2]  # forget the past
     return {"reward": 0.5, "turn_rewards": [1.0, 2.0]}
-'''
+"""
 SAMPLING = SamplingOptions(n=2, temperature=TEMPERATURE, max_tokens=60, seed=3)
 
 
 def sometimes_calls():
-    """Return a format in which the text of a turn decides what it calls, since a random model writes no calls."""
+    """Return a format in which a turn's text decides its call, since a random model writes none."""
 
     def parse(text, schemas):
         assert [schema["function"]["name"] for schema in schemas] == ["add", "draw"]
@@ -213,7 +214,7 @@ def test_the_tokens_of_every_call_are_those_of_the_engine(tiny, engine, lead):
             before = trajectory.prompt.token_ids if number == 0 else []
             for turn in trajectory.turns:
                 if start <= turn.start < stop:
-                    tokens = tuple([*before, *response.token_ids[start : turn.start]])
+                    tokens = (*before, *response.token_ids[start : turn.start])
                     found[tokens, tuple(response.token_ids[turn.start : turn.stop])] = turn
         for number, turn in calls.items():
             request = recorder.prompts[(response.uid, response.sample), number]
@@ -262,3 +263,158 @@ def test_log_probs_of_each_context_are_the_trainers(tiny, engine, lead):
         difference = (log_probs - expected[row, : len(log_probs)]) * sampled
         assert difference.abs().max() < 1e-4
     assert sum(int(sampled.sum()) for _, sampled in found) > 100
+
+
+FAULTS = """
+import os
+import signal
+import threading
+import time
+
+from openai import APIError, APITimeoutError, AuthenticationError, BadRequestError, OpenAI
+
+QUESTION = [{"role": "user", "content": "Well?"}]
+
+
+def ask(client, **options):
+    return client.chat.completions.create(model="gpt", messages=QUESTION, **options)
+
+
+def run(row, policy):
+    client = OpenAI(max_retries=0)
+    fault = ["none", "raises", "hangs", "dies", "leaves", "calls nothing", "bad reward", "asks too much"][row["number"]]
+    if fault == "calls nothing":
+        return 1.0
+    ask(client, max_tokens=2)
+    if fault == "raises":
+        raise OSError("no such file")
+    if fault == "hangs":
+        time.sleep(600)
+    if fault == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "leaves":
+        try:
+            ask(client, timeout=0.001)
+        except APITimeoutError:
+            ask(client, max_tokens=2)
+    if fault == "bad reward":
+        return "good"
+    if fault == "asks too much":
+        for refused in ({"n": 3}, {"stop": ["x"]}):
+            try:
+                ask(client, **refused)
+            except BadRequestError as error:
+                assert error.param == list(refused)[0]
+        try:
+            OpenAI(api_key="sk-other", max_retries=0).models.list()
+        except AuthenticationError:
+            return 3.0
+    return 1.0
+"""
+
+
+def by_row(responses):
+    return {int(one.uid.split()[1]): one for one in responses}
+
+
+def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead):
+    one = SAMPLING.override({"n": 1})
+    responses, _, _ = lead(FAULTS, 8, one, tool_timeout_s=4.0, on_tool_error="end")
+
+    found = by_row(responses)
+    none, raises, hangs, dies, leaves, nothing, bad, asks = (found[number] for number in range(8))
+    assert len(responses) == 8
+    assert [one.trajectory.is_masked for one in found.values()].count(True) == 5
+    for fine, reward in ((none, 1.0), (leaves, 1.0), (asks, 3.0)):
+        assert not fine.trajectory.is_masked and fine.trajectory.turns[-1].reward == reward
+    for failed, text in (
+        (raises, "OSError: no such file"),
+        (hangs, "neither returned nor asked the policy within 4 s"),
+        (dies, "was killed by SIGKILL"),
+        (bad, "'good', not a finite number"),
+    ):
+        assert failed.trajectory.is_masked and len(failed.trajectory.turns) == 1
+        observation = failed.trajectory.turns[0].observations[-1]
+        assert observation.failed and text in observation.text
+    assert nothing.trajectory.is_masked and nothing.trajectory.turns == ()
+    assert nothing.trajectory.is_sampled == [False] and nothing.trajectory.prompt is None
+    # The call that its agent did not wait for left no token, unless the engine was faster.
+    assert len(leaves.trajectory.turns) in (2, 3)
+
+
+def test_shown_faults_count_with_their_turns_and_stopping_ones_end_the_run(tiny, engine, lead):
+    one = SAMPLING.override({"n": 1})
+    responses, _, _ = lead(FAULTS, 2, one, on_tool_error="show")
+    assert not any(each.trajectory.is_masked for each in responses)
+    assert by_row(responses)[1].trajectory.turns[0].observations[0].failed
+
+    with pytest.raises(RuntimeError, match=r"on_tool_error=stop` ends the run then: .*no such file"):
+        lead(FAULTS, 2, one, on_tool_error="stop")
+    assert engine.num_unfinished == 0
+
+
+LONG = """
+from openai import BadRequestError, OpenAI
+
+
+def run(row, policy):
+    client, messages, refused = OpenAI(max_retries=0), [{"role": "user", "content": "Count."}], None
+    while refused is None:
+        try:
+            answer = client.chat.completions.create(model="gpt", messages=messages)
+        except BadRequestError as error:
+            refused = error.code
+        else:
+            messages += [answer.choices[0].message, {"role": "user", "content": "Further."}]
+    return {"context_length_exceeded": 1.0, "max_assistant_turns": 2.0}[refused]
+"""
+
+
+def test_calls_without_room_or_turns_are_refused(tiny, engine, lead):
+    one = SAMPLING.override({"n": 1})
+    (full,), _, _ = lead(LONG, 1, one, max_tokens=150)
+    (turns,), _, _ = lead(LONG, 1, one, max_assistant_turns=3, max_tokens_per_turn=5)
+    (prompt,), _, _ = lead(LONG.replace("Count.", "Count. " * 200), 1, one)
+
+    assert full.trajectory.turns[-1].reward == 1.0 and full.finish_reason == "length"
+    assert 100 < len(full.token_ids) <= 150
+    assert turns.trajectory.turns[-1].reward == 2.0 and len(turns.trajectory.turns) == 3
+    assert all(turn.stop - turn.start <= 5 for turn in turns.trajectory.turns)
+    assert prompt.trajectory.is_masked and prompt.trajectory.turns == ()
+
+
+def test_the_seconds_of_a_conversation_are_limited_and_what_it_has_counts(tiny, engine, lead):
+    source = FAULTS.replace("time.sleep(600)", "[ask(client, max_tokens=1) for _ in range(10**6)]")
+    one = SAMPLING.override({"n": 1})
+
+    responses, _, _ = lead(source, 3, one, max_tokens=100_000, max_seconds=3.0)
+
+    found = by_row(responses)
+    assert len(found[2].trajectory.turns) > 5 and not found[2].trajectory.is_masked
+    assert [found[number].finish_reason for number in range(3)] == ["stop", "stop", "length"]
+
+
+PARALLEL = """
+import asyncio
+
+from openai import AsyncOpenAI
+
+
+async def run(row, policy):
+    client = AsyncOpenAI()
+    messages = [{"role": "user", "content": "Well?"}]
+    create = client.chat.completions.create
+    answers = await asyncio.gather(*[create(model="gpt", messages=messages, max_tokens=4) for _ in range(6)])
+    mine = await policy.generate([*messages, answers[2].choices[0].message.model_dump(), messages[0]], max_tokens=4)
+    assert mine.message["role"] == "assistant" and mine.token_ids
+    return 1.0
+"""
+
+
+def test_calls_at_once_are_contexts_of_their_own(tiny, engine, lead):
+    responses, _, _ = lead(PARALLEL, 2)
+    narrow, _, _ = lead(PARALLEL, 2, max_tokens=6 * 80)
+
+    for one in (*responses, *narrow):
+        assert len(one.trajectory.turns) == 7 and len(one.trajectory.context_starts) == 5
+        assert one.trajectory.turns[-1].reward == 1.0 or any(turn.reward for turn in one.trajectory.turns)

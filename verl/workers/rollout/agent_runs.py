@@ -6,7 +6,7 @@ the others what to sample and when, so that all make the same calls of the engin
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,12 +15,11 @@ from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, Observation, ToolCall
-from verl.agents.row import Prompt
 from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
-from verl.workers.rollout.conversations import Key, Row, seed_offset
+from verl.workers.rollout.conversations import Key, Row, columns_of, prompt_of_row, seed_offset
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
 STEPS = 4  # of the engine, after which calls are taken
@@ -94,7 +93,7 @@ class AgentDriver:
         one_each = sampling.override({"n": 1})
         try:
             if leader is not None:
-                leader.start(rows, sampling.n)
+                leader.start(rows, sampling.n, sampling.seed)
             while True:
                 for turn in self.engine.step(STEPS):
                     sampled.discard(turn.uid)
@@ -148,14 +147,12 @@ class _Leader:
         self._started = time.monotonic()
         self._num_reports = 0
 
-    def start(self, rows: Sequence[Row], n: int) -> None:
+    def start(self, rows: Sequence[Row], n: int, seed: int | None) -> None:
         for row in rows:
-            prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
-            columns = self._columns(row)
             for sample in range(n):
                 key = Key(row["uid"], sample)
-                self._runs[key] = _Run(AgentConversation(self.rules, prompt))
-                self.pool.start(key, {**columns, "sample": sample})
+                self._runs[key] = _Run(AgentConversation(self.rules, prompt_of_row(row)))
+                self.pool.start(key, columns_of(self.rules.conversation, key, row, seed))
                 api_key = self.endpoint.open(key)
                 address = {"base_url": self.endpoint.base_url, "api_key": api_key, "model": MODEL}
                 self.pool.submit(key, [ToolCall(AGENT, address)])
@@ -179,8 +176,9 @@ class _Leader:
                 run.waiting.append(incoming)
         for key, run in self._runs.items():
             self._drop_gone(key, run, step)
-        for key, [observation], _ in self.pool.ready(0.0):
-            self._end(key, self._result(observation), step)
+        for finished in self.pool.ready(0.0):
+            key: Any = finished[0]
+            self._end(key, self._result(finished[1][0]), step)
         limit_s = self.options.max_seconds
         if limit_s is not None and self._now >= limit_s:
             for key in list(self._runs):
@@ -288,14 +286,6 @@ class _Leader:
             self.decoded.pop(CallId(key, number), None)
         for incoming in (*run.waiting, *(incoming for incoming, _ in run.calls.values())):
             incoming.refuse(_ended())
-
-    def _columns(self, row: Row) -> Mapping[str, Any]:
-        """Return a row as agents get it: with the `images` and `videos` of its prompt, on disk."""
-        media, reader = row["multi_modal_data"], self.rules.conversation.media
-        if reader is None or not media:
-            return dict(row)
-        on_disk = reader.loader.on_disk
-        return {**row, **{name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}}
 
 
 def _ended() -> ApiError:
