@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of docs/agents.md can be used as they are written there."""
+"""The tools and the environment of docs/agents.md can be used as they are written there."""
 
 import re
 
+from tests.agents.test_environments import begin, step
 from tests.architecture.source import ROOT
 from verl.agents.interface import ToolCall
 from verl.agents.tools.pool import ToolPool
@@ -31,3 +32,20 @@ def test_the_function_and_the_class_of_the_page_answer_calls(tmp_path):
 
     ((_, observations, _),) = finished
     assert [one.text for one in observations] == ["9.00 EUR", "1 notes", "2 notes", "14"]
+
+
+def test_the_environment_of_the_page_is_won_by_halving(tmp_path):
+    path = tmp_path / "guess.py"
+    path.write_text("\n".join(BLOCKS))
+    options = MultiTurnConfig(enable=True, environment=f"{path}:Guess", environment_kwargs={"highest": 20})
+    low, high, answers = 1, 20, []
+
+    with ToolPool(options) as pool:
+        opening = begin(pool)
+        while not answers or not answers[-1].done:
+            guess = (low + high) // 2
+            answers.append(step(pool, f"{guess}"))
+            low, high = (guess + 1, high) if answers[-1].text == "Higher." else (low, guess - 1)
+
+    assert opening.messages[0]["content"].startswith("Guess my number from 1 to 20.")
+    assert len(answers) <= 5 and answers[-1].reward == 1.0

@@ -5,6 +5,7 @@ With `VIEWER_SCREENSHOTS=docs/images` it leaves the picture of the documentation
 """
 
 import importlib
+import io
 import json
 import os
 import random
@@ -15,8 +16,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.agents.test_environments import begin, step
 from tests.helpers.browser import open_browser
 from tests.helpers.training import ROOT
+from verl.agents.environments.loading import load_environments
+from verl.agents.tools.pool import ToolPool
+from verl.config.multi_turn import MultiTurnConfig
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.data.loader import load_readers, make_loaders, media_options
@@ -158,3 +163,50 @@ def test_training_turns_a_player_that_loses_into_one_that_clicks_right_four_time
     assert 0.15 < guesses < 0.55 and before < 0.55  # of 100 clicks a third, give or take four deviations
     assert after > 0.8
     assert Image.open(tmp_path / "after.gif").n_frames == 6  # five levels, and the end
+
+
+@pytest.mark.heavy
+def test_the_environment_plays_whole_games_and_the_page_judges_each_click(modules, page):
+    game_module, _ = modules
+    options = MultiTurnConfig(
+        enable=True, environment=f"{FOLDER / 'env.py'}:NumberGame", tool_timeout_s=120.0
+    )
+    game, played = game_module.Game(page), {}
+
+    with ToolPool(options) as pool:
+        for key in ("expert", "silent"):
+            opening = begin(pool, key, seed=7)
+            assert opening.messages[0]["content"][0] == {"type": "image"}
+            game.start(7)
+            images, rewards, is_done = [opening.images[0]["bytes"]], [], False
+            while not is_done:
+                assert pixels(images[-1]) == pixels(game.screenshot())  # of the same level
+                name = game_module.expert(game) if key == "expert" else "purple"
+                seen = step(pool, f"{name}.", key=key)
+                game.click(name)
+                images.append(seen.images[0]["bytes"])
+                rewards.append(seen.reward)
+                is_done = seen.done
+            played[key] = rewards
+            pool.end(key)
+
+    assert played == {"expert": [1.0] * 5, "silent": [0.0] * 5}
+
+
+def pixels(png):
+    return Image.open(io.BytesIO(png)).convert("RGB").tobytes()
+
+
+def test_the_run_of_whole_games_is_a_config_that_loads():
+    config = load_config(
+        PPOConfig,
+        [
+            f"config={FOLDER / 'train_env.yaml'}",
+            "data.train_files=/dev/null",
+            "data.val_files=/dev/null",
+            "worker.actor.model.model_path=model",
+        ],
+    )
+
+    assert config.worker.rollout.multi_turn.environment == f"{FOLDER / 'env.py'}:NumberGame"
+    assert load_environments(config.worker.rollout.multi_turn)[0].name == "NumberGame"

@@ -56,6 +56,17 @@ def compute_score(entry):
 """
 
 
+BY_TURN = """
+def compute_score(entries):
+    scores = []
+    for entry in entries:
+        calls = len(entry["tool_calls"])
+        rewards = [0.5 * calls + len(entry["response"]) % 3, *[1.0 + calls] * (entry["num_turns"] - 1)]
+        scores.append({"overall": rewards, "turns": entry["num_turns"]})
+    return scores
+"""
+
+
 def talkative(model):
     """Make about half of the turns of a random model calls or colors."""
     file = model / "model.safetensors"
@@ -75,6 +86,7 @@ def folder(tmp_path_factory):
     write_dots(folder, "val", 4, 2)
     (folder / "late_zoom.py").write_text(TOOL)
     (folder / "count_calls.py").write_text(REWARD)
+    (folder / "by_turn.py").write_text(BY_TURN)
     return folder
 
 
@@ -163,3 +175,38 @@ def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     one, other = (saved_tensors(folder / name / "global_step_2") for name in ("unbroken", "resumed"))
     assert one.keys() == other.keys() and len(one) > 20
     assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_each_turn_learns_from_its_own_reward_and_later_ones(folder):
+    gamma = 0.5
+    metrics = run(
+        folder, "by_turn",
+        f"worker.reward.reward_function={folder / 'by_turn.py'}:compute_score",
+        "algorithm.adv_estimator=turn_grpo",
+        f"algorithm.turn_gamma={gamma}",
+        "algorithm.norm_adv_by_std=false",
+        "trainer.max_steps=1",
+        "trainer.debug=true",
+    )[1]  # fmt: skip
+
+    rows = pq.read_table(step_files(folder / "by_turn")[1]).to_pylist()
+    rewards = []
+    for row in rows:
+        values = dict(row["reward_values"])
+        rewards.append([values[f"overall/turn_{number + 1}"] for number in range(int(values["turns"]))])
+        assert row["score"] == pytest.approx(sum(rewards[-1])) == pytest.approx(values["overall"])
+        assert [turn["reward"] for turn in row["turns"]] == pytest.approx(rewards[-1])
+    assert metrics["reward/overall"] == pytest.approx(np.mean([sum(each) for each in rewards]))
+    assert not [name for name in metrics if "turn_" in name and name.startswith(("reward/", "val/"))]
+    returns = [np.array([each[0] + gamma * sum(each[1:]), *each[1:]]) for each in rewards]  # 1 or 2 turns
+    assert {len(each) for each in returns} == {1, 2}
+    for row, own in zip(rows, returns, strict=True):
+        for number, turn in enumerate(row["turns"]):
+            group = [
+                each[number]
+                for other, each in zip(rows, returns, strict=True)
+                if other["group"] == row["group"] and len(each) > number
+            ]
+            baseline = np.mean(group) if len(group) > 1 else 0.0
+            found = row["advantages"][turn["start"] : turn["stop"]]
+            assert found == pytest.approx([own[number] - baseline] * len(found), abs=1e-6)

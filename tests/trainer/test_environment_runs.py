@@ -134,6 +134,7 @@ def test_prompts_of_the_environment_are_trained_with_their_images(folder, unbrok
         assert metrics["agent/turns_mean"] == metrics["agent/turns_max"] == ROUNDS
         assert max(value["overall"] for value in values) >= 1
         assert metrics["actor/grad_norm"] > 0
+        assert metrics["agent/tool_s"] > 0 and metrics["agent/tool_failures"] == 0
         # Over images of prompts and of observations, the engine reads what training reads.
         assert metrics["rollout/log_probs_diff_max"] < 1e-4
         prompts = [row["prompt"] for row in rows]

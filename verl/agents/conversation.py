@@ -76,7 +76,7 @@ class ConversationRules:
 
     @property
     def has_environment(self) -> bool:
-        """Whether each turn is answered by an environment, and not its calls by tools."""
+        """Return whether an environment answers each turn, and not tools its calls."""
         return self.options.environment is not None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -191,6 +191,11 @@ class Conversation:
         elif piece is not None:
             self._row.add_piece(piece)
             self.messages += self._messages(shown)
+
+    @property
+    def last_observations(self) -> Sequence[Observation]:
+        """The answers to the last turn as the policy reads them; media that cannot be read made one fail."""
+        return self._turns[-1].observations
 
     def fail(self, failure: Observation) -> None:
         """Have the conversation end after one token, masked: its environment could not begin."""

@@ -14,8 +14,10 @@ from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer
 from verl.agents.tools.loading import tool_schemas
+from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
+from verl.data.loader import Readers
 from verl.data.media.loader import MediaLoader
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -38,11 +40,10 @@ def conversation_rules(
     template_variables: Mapping[str, Any],
     override_chat_template: str | None,
 ) -> ConversationRules:
-    """Build the rules of conversations, and check that the chat template can show them.
+    """Build the rules of conversations, which `check_conversations` checks once for a run.
 
     Raises:
-        ValueError: The template writes no calls or renders observations in ways that differ; or the
-            tokenizer does not split them alone as it does within a conversation.
+        ValueError: The template writes no calls, or cannot show observations.
     """
     template = None if media is None else media.processor.chat_template
     reader = None
@@ -54,16 +55,41 @@ def conversation_rules(
     )
     placeholders = {} if reader is None else reader.placeholders
     renderer = ObservationRenderer(tokenizer, chat_template, source, placeholders)
-    if options.environment is not None or options.agent is not None:
-        renderer.check(max_parallel_calls=0)  # they answer a turn without calls too
-    if schemas or ("tools" in source if options.agent is not None else options.environment is None):
-        renderer.check(options.max_parallel_calls)
-        form = call_format(options.format, source)
-    else:
-        form = NO_CALLS
+    has_calls = schemas or ("tools" in source if options.agent is not None else options.environment is None)
+    form = call_format(options.format, source) if has_calls else NO_CALLS
     return ConversationRules(
         tokenizer, renderer, form, schemas, options, max_tokens, reader, chat_template, max_prompt_tokens
     )
+
+
+def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnConfig) -> ConversationRules:
+    """Return the rules of a run's conversations, which its chat template can show.
+
+    Needs the files of the model and no device, so that a run can stop before it starts.
+
+    Raises:
+        ValueError: The template writes no calls or renders observations in ways that differ; or the
+            tokenizer does not split them alone as it does within a conversation.
+    """
+    try:
+        rules = conversation_rules(
+            readers.tokenizer,
+            readers.media,
+            readers.position_ids,
+            options,
+            readers.tools,
+            max_tokens=data.max_response_length,
+            max_prompt_tokens=data.max_prompt_length,
+            template_variables=data.apply_chat_template_kwargs,
+            override_chat_template=data.override_chat_template,
+        )
+        if options.environment is not None or options.agent is not None:
+            rules.renderer.check(max_parallel_calls=0)  # they answer a turn without calls too
+        if rules.format is not NO_CALLS:
+            rules.renderer.check(options.max_parallel_calls)
+    except ValueError as error:
+        raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
+    return rules
 
 
 def agent_rules(rules: ConversationRules, *, max_prompt_images: int) -> AgentRules:

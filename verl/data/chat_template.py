@@ -50,6 +50,7 @@ class ChatTemplate:
                     f" {OTHER_TEMPLATE}"
                 )
             variables = {**variables, "tools": list(tools)}
+        self._shows_tools = "tools" in source
         self._file = override or _template_file(str(tokenizer.name_or_path))
         limit = partial(limit_memory, RENDER_MEMORY)
         self._render = IsolatedCalls(
@@ -66,8 +67,12 @@ class ChatTemplate:
         """Render messages; errors call them `name`. A TimeoutError is the template's fault, not the row's.
 
         Args:
-            tools: Schemas of tools for these messages alone.
+            tools: Schemas of the tools of these messages, instead of those of all.
         """
+        if tools and not self._shows_tools:
+            raise BadRowError(
+                f"the chat template ({self._file}) shows no tools, and the row has some: {OTHER_TEMPLATE}"
+            )
         template = f"the chat template ({self._file})"
         try:
             return self._render((messages, add_generation_prompt, tools))

@@ -4,6 +4,7 @@
     rollouts/step_12.parquet         one row per kept response of step 12, columns as in `SCHEMA`
     rollouts/validation_12.parquet   the same of the validation after step 12; 0 is before training
     rollouts/media/*.jpg             small copies of the model's images and frames, named by their content
+    rollouts/media/*.image           images that were given as bytes, with `trainer.keep_whole_images`
 
 Files appear complete. A step that a resumed run repeats replaces its files. To read all scores of a run:
 
@@ -33,6 +34,7 @@ TRAIN, VALIDATION = "train", "validation"
 FILE_PREFIXES = {TRAIN: "step", VALIDATION: "validation"}  # by kind of rollout
 STEP_FILE = re.compile(r"[a-z]+_(\d{1,9})\.parquet", re.ASCII)
 MEDIA_FILE = re.compile(r"[0-9a-f]{40}\.jpg")
+WHOLE = ".image"  # ending of an image of any format
 LONGEST_SIDE = 448  # of a kept image, pixels
 JPEG_QUALITY = 80
 START_LENGTH = 160  # characters of a text in tables
@@ -46,6 +48,7 @@ _MEDIUM = pa.struct(
         pa.field("files", pa.list_(pa.string())),  # in the media folder: the image, or frames of the video
         pa.field("problem", pa.string()),  # reason if there are none
         pa.field("times", pa.list_(pa.float32())),  # of the frames of a video, in seconds
+        pa.field("whole", pa.string()),  # file in the media folder with the bytes of an image, if it was kept
     ]
 )
 _OBSERVATION = pa.struct(
@@ -152,6 +155,12 @@ class RolloutStore:
         name = hashlib.blake2b(content.getvalue(), digest_size=20).hexdigest() + ".jpg"
         path = self.folder / MEDIA / name
         return name if path.exists() or self._write(path, content.getvalue()) else None
+
+    def add_whole(self, content: bytes) -> str | None:
+        """Keep an image as it is; return its file name, or None if the disk is full."""
+        name = hashlib.blake2b(content, digest_size=20).hexdigest() + WHOLE
+        path = self.folder / MEDIA / name
+        return name if path.exists() or self._write(path, content) else None
 
     def _write(self, path: Path, content: bytes) -> bool:
         is_written = write_whole(path, content, make_room=lambda size: None)

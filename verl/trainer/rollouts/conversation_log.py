@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from verl.data.media.loader import MediaData
+from verl.rewards.turns import name_of
 
 Decode = Callable[[list[int]], str]
 KeepMedia = Callable[[MediaData], Iterable[dict[str, Any]]]
@@ -45,7 +46,9 @@ def conversation_columns(
         "tools": json.dumps(schemas),
         "turns": [
             {
-                **{name: turn[name] for name in ("start", "stop", "seconds", "reward", "is_shown")},
+                **{name: turn[name] for name in ("start", "stop", "seconds", "is_shown")},
+                # of the reward function, if it rewards turns
+                "reward": item["reward_values"].get(name_of(number), turn["reward"]),
                 "text": decode(list(token_ids[turn["start"] : turn["stop"]])),
                 "calls": [
                     {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
@@ -53,7 +56,7 @@ def conversation_columns(
                 ],
                 "observations": list(_observations(turn, pictures, films, keep_media)),
             }
-            for turn in turns
+            for number, turn in enumerate(turns)
         ],
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.media.references import Reference, shown_name
+from verl.data.media.references import Reference, payload, shown_name
 from verl.protocol import DataProto
 from verl.trainer.rollouts.conversation_log import conversation_columns
 from verl.viewer.rollout_store import TRAIN, RolloutStore
@@ -44,10 +44,12 @@ class RolloutLog:
         *,
         skip_special_tokens: bool,
         tools: Sequence[Mapping[str, Any]] = (),  # schemas
+        keep_whole_images: bool = False,
     ) -> None:
         self.num_groups = num_groups
         self.skip_special_tokens = skip_special_tokens
         self.tokenizer, self.tools = tokenizer, tools
+        self.keep_whole_images = keep_whole_images
         self.media = media  # reads from the run's cache; None for a text model
         self.store = RolloutStore(run_folder)
 
@@ -130,7 +132,11 @@ class RolloutLog:
         files = [file for file in map(self.store.add_image, pictures) if file is not None]
         if len(files) < len(pictures):
             return {"files": files, "problem": "the disk is full"}
-        return {"files": files, "problem": None, "times": times}
+        source = payload(ref)
+        whole = None
+        if self.keep_whole_images and plural == "images" and isinstance(source, bytes):
+            whole = self.store.add_whole(source)
+        return {"files": files, "problem": None, "times": times, "whole": whole}
 
 
 def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:

@@ -106,6 +106,18 @@ class ConversationDriver:
 
     def _observe(self, key: Key, observations: list[Observation]) -> None:
         self._calling.discard(key)
+        if key in self._rows:
+            self._stop_if_failed(observations)
+            self._open[key] = self._begun(self._rows.pop(key), observations[0])
+            return
+        conversation = self._open[key]
+        conversation.observe(observations, self._now)
+        # Their media may fail too, when the conversation reads them.
+        self._stop_if_failed(conversation.last_observations)
+        if self.on_tool_error == "end" and any(one.failed for one in conversation.last_observations):
+            conversation.end(FAILED, is_masked=True)
+
+    def _stop_if_failed(self, observations: Sequence[Observation]) -> None:
         failed = [one.text for one in observations if one.failed]
         if failed and self.on_tool_error == "stop":
             what = "the environment" if self.rules.has_environment else "a tool"
@@ -113,13 +125,6 @@ class ConversationDriver:
                 f"{what} failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
                 f" {failed[0]}"
             )
-        if key in self._rows:
-            self._open[key] = self._begun(self._rows.pop(key), observations[0])
-            return
-        conversation = self._open[key]
-        conversation.observe(observations, self._now)
-        if failed and self.on_tool_error == "end":
-            conversation.end(FAILED, is_masked=True)
 
     def _answers(self) -> list[tuple[Key, list[Observation], float]]:
         # equal on all ranks of the engine, as is the clock

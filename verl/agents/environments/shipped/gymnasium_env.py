@@ -95,24 +95,38 @@ def rule_of(space: gymnasium.Space, names: Sequence[str]) -> str:
     Raises:
         ValueError: Such actions cannot be read from a text, or the names do not fit.
     """
-    if isinstance(space, spaces.Discrete):
-        if names:
-            if len(names) != space.n or len({name.casefold() for name in names}) != len(names):
-                raise ValueError(
-                    f"`actions` must name the {space.n} actions of {space}, each differently, got {names}"
-                )
-            return "one of " + ", ".join(names)
-        return f"an integer from {space.start} to {space.start + space.n - 1}"
-    if names:
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box):
+        raise ValueError(f"actions of {space} cannot be read from a text: wrap the environment")
+    if not names:
+        return described(space)
+    if not isinstance(space, spaces.Discrete):
         raise ValueError(f"`actions` names the actions of a discrete space, and the environment has {space}")
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box):
-        count = int(np.prod(space.shape))
-        if isinstance(space, spaces.Box):
-            low, high = (_compact(bound) for bound in (space.low, space.high))
-            return f"{count} number{'s' * (count > 1)} from {low} to {high}"
-        high = "1" if isinstance(space, spaces.MultiBinary) else _compact(space.nvec - 1)
-        return f"{count} integer{'s' * (count > 1)} from 0 to {high}"
-    raise ValueError(f"actions of {space} cannot be read from a text: wrap the environment")
+    if len(names) != space.n or len({name.casefold() for name in names}) != len(names):
+        raise ValueError(
+            f"`actions` must name the {space.n} actions of {space}, each differently, got {names}"
+        )
+    return "one of " + ", ".join(names)
+
+
+def described(space: gymnasium.Space) -> str:
+    """Describe a value of a space, as in "4 numbers from -1 to 1"."""
+    if isinstance(space, spaces.Discrete):
+        return f"an integer from {space.start} to {space.start + space.n - 1}"
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return ", ".join(map(described, parts))
+    if isinstance(space, spaces.Text):
+        return "a text"
+    count = "x".join(map(str, space.shape or ()))
+    if isinstance(space, spaces.Box):
+        is_bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
+        bounds = f" from {_compact(space.low)} to {_compact(space.high)}" if is_bounded else ""
+        return f"{count} number{'s' * (count != '1')}{bounds}"
+    if isinstance(space, spaces.MultiBinary):
+        return f"{count} integers from 0 to 1"
+    if isinstance(space, spaces.MultiDiscrete):
+        return f"{count} integers from {_compact(space.start)} to {_compact(space.start + space.nvec - 1)}"
+    return f"a value of {space}"
 
 
 def action_of(space: gymnasium.Space, names: Sequence[str], text: str) -> Any:
@@ -159,7 +173,7 @@ def _last_integer(text: str) -> int | None:
 
 def _purpose(env: gymnasium.Env, images: bool) -> str:
     name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
-    seen = "a picture" if images else f"an observation of {env.observation_space}"
+    seen = "a picture" if images else described(env.observation_space)
     return f"You act in {name}. Each turn shows {seen}."
 
 
@@ -172,4 +186,9 @@ def _compact(values: Any) -> str:
 
 
 def _written(values: Any) -> str:
-    return np.array2string(np.asarray(values), separator=", ", precision=SHOWN, threshold=1 << 16)
+    return np.array2string(
+        np.asarray(values),
+        separator=", ",
+        formatter={"float_kind": lambda value: f"{value:.{SHOWN}g}"},
+        threshold=1 << 16,
+    )
