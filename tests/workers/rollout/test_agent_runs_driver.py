@@ -282,7 +282,8 @@ def ask(client, **options):
 
 def run(row, policy):
     client = OpenAI(max_retries=0)
-    fault = ["none", "raises", "hangs", "dies", "leaves", "calls nothing", "bad reward", "asks too much"][row["number"]]
+    faults = ["none", "raises", "hangs", "dies", "leaves", "calls nothing", "bad reward", "asks too much"]
+    fault = faults[row["number"]]
     if fault == "calls nothing":
         return 1.0
     ask(client, max_tokens=2)
@@ -387,7 +388,7 @@ def test_the_seconds_of_a_conversation_are_limited_and_what_it_has_counts(tiny, 
     source = FAULTS.replace("time.sleep(600)", "[ask(client, max_tokens=1) for _ in range(10**6)]")
     one = SAMPLING.override({"n": 1})
 
-    responses, _, _ = lead(source, 3, one, max_tokens=100_000, max_seconds=3.0)
+    responses, _, _ = lead(source, 3, one, max_tokens=100_000, max_seconds=8.0)
 
     found = by_row(responses)
     assert len(found[2].trajectory.turns) > 5 and not found[2].trajectory.is_masked
@@ -405,7 +406,8 @@ async def run(row, policy):
     messages = [{"role": "user", "content": "Well?"}]
     create = client.chat.completions.create
     answers = await asyncio.gather(*[create(model="gpt", messages=messages, max_tokens=4) for _ in range(6)])
-    mine = await policy.generate([*messages, answers[2].choices[0].message.model_dump(), messages[0]], max_tokens=4)
+    answered = answers[2].choices[0].message.model_dump()
+    mine = await policy.generate([*messages, answered, messages[0]], max_tokens=4)
     assert mine.message["role"] == "assistant" and mine.token_ids
     return 1.0
 """
