@@ -19,9 +19,10 @@ from verl.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
 from verl.utils.masking import masked_sum
 
 MAX_RATIO = 3.0  # limit for estimators that are not in OVER_TIME
+TURNS = 8  # of the longest responses
 OVER_TIME = (  # recursions or several sums over time; no limit applies
     *("gae", "optimal_token_baseline", "prime", "reinforce_plus_plus, gamma 0.99"),
-    "tir_optimal_token_baseline",
+    *("tir_optimal_token_baseline", "turn_gae", "turn_grpo"),
 )
 
 
@@ -47,6 +48,7 @@ def make_inputs(rows: int, tokens: int, group: int) -> AdvantageInputs:
         importance_weights=uniform(rows, tokens),
         process_rewards=uniform(rows, tokens) - 0.5,
         accuracies=uniform(rows).round(),
+        turn_ids=(torch.arange(tokens) * TURNS // tokens).expand(rows, tokens),
     )
 
 

@@ -115,6 +115,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # of a run, in addition to its name; op
     "estimator/prime": (WHITENED, "algorithm.prime_norm=false"),
     "estimator/reinforce_plus_plus": (WHITENED,),
     "estimator/reinforce_plus_plus_baseline": (WHITENED,),
+    "estimator/turn_gae": (WHITENED,),
     "loss/default": BASELINE,
     "loss/gspo": (*BASELINE, SEQUENCES, *bounds(3e-2, 4e-2)),
     "loss/gspo_token": (*BASELINE, SEQUENCES, *bounds(3e-2, 4e-2)),
@@ -129,7 +130,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # of a run, in addition to its name; op
     "loss/dro": (*BASELINE, "worker.actor.dro_beta=0.1"),
     "loss/sppo": ("algorithm.adv_estimator=sppo", SEQUENCES),
 }
-MODELS = {"estimator/gae": CRITIC, "estimator/prime": PRIME}
+MODELS = {"estimator/gae": CRITIC, "estimator/turn_gae": CRITIC, "estimator/prime": PRIME}
 
 
 @dataclass(frozen=True)

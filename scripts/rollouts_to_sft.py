@@ -8,6 +8,11 @@ this value of the reward function is used instead of the score. A row has `messa
 response as the assistant's message), `images` and `videos` as paths, `score` and `step`; train on it with
 `python3 -m verl.trainer.sft data.train_files=sft.parquet`. `trainer.rollouts_to_keep` of the run sets the
 number of prompts per step whose rollouts are saved.
+
+A conversation with tools becomes one row with all its turns, as the policy wrote them, the observations with
+their pictures, and the schemas of its tools in `tools`. Train with the chat template of the run
+(`data.override_chat_template`, `data.apply_chat_template_kwargs`): the policy's turns are learned, and the
+observations are not.
 """
 
 import argparse
@@ -29,18 +34,23 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
 from verl.trainer.command import at_least
-from verl.viewer.rollout_store import FOLDER, MEDIA, step_files
+from verl.viewer import rollout_store
+from verl.viewer.rollout_store import FOLDER, LONGEST_SIDE, MEDIA, step_files
 
+NOT_WHOLE = (
+    "{count} images are copies of at most {side} pixels: `trainer.keep_whole_images=true` keeps others"
+)
 STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 MARKERS = {"image": "<image>", "video": "<video>"}
+MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")  # the last two of tools' messages
 COLUMNS = [
     "step", "sample", "score", "finish_reason", "messages", "response", "tokens", "reward_values", "media",
+    "conversation", "tools", "turns", "num_contexts",
 ]  # fmt: skip
 SCHEMA = pa.schema(
     [
-        pa.field(
-            "messages", pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
-        ),
+        pa.field("messages", pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE_KEYS]))),
+        pa.field("tools", pa.string()),  # schemas as JSON
         pa.field("images", pa.list_(pa.string())),
         pa.field("videos", pa.list_(pa.string())),
         pa.field("score", pa.float32()),
@@ -65,11 +75,9 @@ class Candidate(NamedTuple):
     value: float
     step: int
     sample: int
+    prompt: str  # identity of its messages and media
     row: dict[str, Any]  # has the columns of `SCHEMA`
-
-    @property
-    def prompt(self) -> str:
-        return prompt_of(self.row)
+    num_small: int  # images that are small copies
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -84,15 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.output.suffix != ".parquet":
             raise ValueError(f"`--output` must end in .parquet, got {options.output}")
-        rows, left_out = select_rollouts(options.run_folder, selection)
-        write_rows(options.output, rows)
+        chosen, left_out = select_rollouts(options.run_folder, selection)
+        write_rows(options.output, [one.row for one in chosen])
     except (OSError, ValueError) as error:
         sys.stderr.write(f"rollouts_to_sft: {error}\n")
         return 1
     for reason, count in left_out.most_common():
         sys.stdout.write(f"left out: {count} {reason}\n")
-    prompts = len({prompt_of(row) for row in rows})
-    sys.stdout.write(f"wrote {options.output}: {len(rows)} responses to {prompts} prompts\n")
+    if num_small := sum(one.num_small for one in chosen):
+        sys.stdout.write(f"note: {NOT_WHOLE.format(count=num_small, side=LONGEST_SIDE)}\n")
+    prompts = len({one.prompt for one in chosen})
+    sys.stdout.write(f"wrote {options.output}: {len(chosen)} responses to {prompts} prompts\n")
     return 0
 
 
@@ -113,8 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def select_rollouts(run_folder: Path, selection: Selection) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return the selected responses as rows of `SCHEMA`, and counts of the reasons for leaving others out.
+def select_rollouts(run_folder: Path, selection: Selection) -> tuple[list[Candidate], Counter[str]]:
+    """Return the selected responses, and counts of the reasons for leaving others out.
 
     Raises:
         ValueError: No rollouts, none with that key, or none that reaches the score.
@@ -133,26 +143,24 @@ def select_rollouts(run_folder: Path, selection: Selection) -> tuple[list[dict[s
             left_out[made] += 1
         else:
             candidates.append(made)
-    rows = [one.row for one in _best(candidates, selection.max_per_prompt, left_out)]
-    if not rows:
+    best = _best(candidates, selection.max_per_prompt, left_out)
+    if not best:
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common())
         raise ValueError(f"no rollout of {run_folder} can be used: {reasons}")
-    return rows, left_out
+    return best, left_out
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows of `SCHEMA` atomically, without media columns that are always empty."""
+    """Write rows of `SCHEMA` atomically, without columns that are always empty."""
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    unused = [name for name in ("images", "videos") if not any(row[name] for row in rows)]
+    unused = [name for name in ("tools", "images", "videos") if not any(row[name] for row in rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not any(message.keys() - {"role", "content"} for row in rows for message in row["messages"]):
+        plain = pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE_KEYS[:2]]))
+        table = table.set_column(0, "messages", pa.array([row["messages"] for row in rows], plain))
     partial = path.with_name(f"{path.name}.tmp")
     pq.write_table(table.drop_columns(unused), partial)
     os.replace(partial, path)
-
-
-def prompt_of(row: dict[str, Any]) -> str:
-    """Identity of a prompt: its messages and media."""
-    return json.dumps([row["messages"][:-1], row["images"], row["videos"]])
 
 
 def _rollouts(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -162,7 +170,7 @@ def _rollouts(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 f"{file} was kept by an earlier version, without the messages of its prompts: run"
                 " again to get new rollouts"
             )
-        yield from pq.read_table(file, columns=COLUMNS).to_pylist()
+        yield from pq.read_table(file, columns=COLUMNS, schema=rollout_store.SCHEMA).to_pylist()
 
 
 def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path) -> Candidate | str:
@@ -180,30 +188,53 @@ def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path
     # Scores are stored as float32.
     if selection.min_score is not None and not value >= np.float32(selection.min_score):
         return f"below {selection.min_score:g}"
-    media: dict[str, list[str]] = {"image": [], "video": []}
-    for medium in rollout["media"] or []:
-        source = _path_of(medium, media_folder)
-        if source is None:
-            return "with a video that was given as bytes: only single frames were kept"
-        media[medium["kind"]].append(source)
-    response = rollout["response"].removesuffix(rollout["tokens"][-1])  # end token, if it is visible
-    prompt = [_with_markers(message) for message in json.loads(rollout["messages"])]
+    if (rollout["num_contexts"] or 1) > 1:
+        return "of several contexts, which are no single conversation"
+    seen = [one for turn in rollout["turns"] or [] if turn["is_shown"] for one in turn["observations"]]
+    shown = [medium for one in seen for medium in one["media"] if medium["files"]]
+    if len(shown) < sum(one["num_media"] for one in seen):
+        return "with media of observations that could not be kept"
+    prompt_media = rollout["media"] or []
+    paths = [_path_of(medium, media_folder) for medium in (*prompt_media, *shown)]
+    if None in paths:
+        return "with a video that was given as bytes: only single frames were kept"
+    kinds = [medium["kind"] for medium in (*prompt_media, *shown)]
+    messages = _messages_of(rollout)
+    for kind in MARKERS:
+        if sum(message["content"].count(MARKERS[kind]) for message in messages) != kinds.count(kind):
+            return f"with another number of {MARKERS[kind]} in the texts than {kind}s"
     row = {
-        "messages": [*prompt, {"role": "assistant", "content": response}],
-        "images": media["image"],
-        "videos": media["video"],
+        "messages": messages,
+        "tools": rollout["tools"],
+        "images": [path for path, kind in zip(paths, kinds, strict=True) if kind == "image"],
+        "videos": [path for path, kind in zip(paths, kinds, strict=True) if kind == "video"],
         "score": value,
         "step": rollout["step"],
     }
-    return Candidate(value, rollout["step"], rollout["sample"], row)
+    prompt = json.dumps([rollout["messages"], paths[: len(prompt_media)]])
+    num_small = sum(_is_small_copy(medium) for medium in (*prompt_media, *shown))
+    return Candidate(value, rollout["step"], rollout["sample"], prompt, row, num_small)
+
+
+def _messages_of(rollout: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the messages of a prompt and its response, which are all those of a conversation."""
+    if rollout["conversation"] is not None:
+        return [_with_markers(message) for message in json.loads(rollout["conversation"])]
+    response = rollout["response"].removesuffix(rollout["tokens"][-1])  # end token, if it is visible
+    prompt = [_with_markers(message) for message in json.loads(rollout["messages"])]
+    return [*prompt, {"role": "assistant", "content": response}]
 
 
 def _path_of(medium: dict[str, Any], folder: Path) -> str | None:
-    """Return the path that the run read, or of the downscaled copy of an image given as bytes."""
+    """Return the path that the run read, or of the copy of an image given as bytes, whole if it was kept."""
     if not medium["source"].startswith("of "):
         return medium["source"]
-    copies = medium["files"] or []
+    copies = [name for name in (medium["whole"], *(medium["files"] or [])) if name]
     return str((folder / copies[0]).absolute()) if medium["kind"] == "image" and copies else None
+
+
+def _is_small_copy(medium: dict[str, Any]) -> bool:
+    return medium["source"].startswith("of ") and not medium["whole"]
 
 
 def _with_markers(message: dict[str, Any]) -> dict[str, str]:
@@ -212,7 +243,8 @@ def _with_markers(message: dict[str, Any]) -> dict[str, str]:
     if not isinstance(content, str):
         texts = [part["text"] if part["type"] == "text" else MARKERS[part["type"]] for part in content]
         content = "".join(texts)
-    return {"role": message["role"], "content": content}
+    kept = {name: message[name] for name in MESSAGE_KEYS if name in message}
+    return kept | {"content": content}
 
 
 def _best(candidates: list[Candidate], limit: int | None, left_out: Counter[str]) -> list[Candidate]:
@@ -220,7 +252,7 @@ def _best(candidates: list[Candidate], limit: int | None, left_out: Counter[str]
     by_prompt: dict[str, dict[str, Candidate]] = {}
     for one in candidates:
         responses = by_prompt.setdefault(one.prompt, {})
-        response = one.row["messages"][-1]["content"]
+        response = json.dumps(one.row["messages"])
         if response in responses:
             left_out["the same response to the same prompt"] += 1
         responses[response] = min(one, responses.get(response, one), key=lambda each: each.rank)

@@ -44,24 +44,41 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("multi_modal_data", (("B",),), "object", "loader", "rollout, log-probs, values, update"),
         BatchKey("uid", (("B",),), "object", "collector", "collector, advantage"),
         BatchKey("responses", (("B", "R"),), "int64", "rollout", "reward, log-probs, values, update"),
-        BatchKey("response_mask", (("B", "R"),), "mask", "rollout", "reward, metrics, rollout log"),
+        BatchKey(
+            "response_mask",
+            (("B", "R"),),
+            "mask",
+            "rollout",
+            "reward, reward model, metrics, rollout log",
+        ),
         BatchKey(
             "loss_mask",
             (("B", "R"),),
             "mask",
             "rollout, reward, advantage",
-            "log-probs, values, advantage, update",
+            "reward, log-probs, values, process rewards, KL penalty, correction, advantage, update, metrics,"
+            " rollout log",
+        ),
+        BatchKey("observation_mask", (("B", "R"),), "mask", "rollout (conversations)", "metrics"),
+        BatchKey(
+            "observation_media",
+            (("B",),),
+            "object",
+            "rollout (conversations)",
+            "log-probs, values, update, rollout log",
         ),
         BatchKey(
-            "observation_mask", (("B", "R"),), "mask", "rollout (conversations)", "metrics, rollout log"
+            "context_starts",
+            (("B",),),
+            "object",
+            "rollout (conversations)",
+            "log-probs, values, update, rollout log",
         ),
         BatchKey(
-            "observation_media", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
+            "turns", (("B",),), "object", "rollout (conversations)", "reward, advantage, metrics, rollout log"
         ),
-        BatchKey(
-            "context_starts", (("B",),), "object", "rollout (conversations)", "log-probs, values, update"
-        ),
-        BatchKey("turns", (("B",),), "object", "rollout (conversations)", "metrics, rollout log"),
+        BatchKey("conversation_messages", (("B",),), "object", "rollout (conversations)", "rollout log"),
+        BatchKey("stop_reason", (("B",),), "object", "rollout (conversations)", "rollout log"),
         BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
         BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
         BatchKey(

@@ -147,19 +147,23 @@ def curve(log: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def draw_curves(log: list[dict], guesses: dict[str, float], path: Path) -> None:
-    """Plot accuracy, reward, entropy and the log-prob difference between engine and trainer as a PNG."""
+PANELS: dict[str, tuple[str, tuple[float, float] | None]] = {  # title: metric, its range
+    "Accuracy on held-out questions": (ACCURACY, (0, 1)),
+    "Reward of a rollout batch": ("reward/overall", (0, 1)),
+    "Entropy (nats)": ("actor/entropy", None),
+    "Engine vs trainer, largest log-prob difference": ("rollout/log_probs_diff_max", None),
+}
+
+
+def draw_curves(log: list[dict], guesses: dict[str, float], path: Path, panels: Any = PANELS) -> None:
+    """Plot four metrics as a PNG: the accuracy with that of guesses, and the log-prob difference last."""
     matplotlib.use("Agg")
-    panels = {
-        "Accuracy on held-out questions": (ACCURACY, (0, 1)),
-        "Reward of a rollout batch": ("reward/overall", (0, 1)),
-        "Entropy (nats)": ("actor/entropy", None),
-        "Engine vs trainer, largest log-prob difference": ("rollout/log_probs_diff_max", None),
-    }
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     for axis, (title, (key, limits)) in zip(axes.flat, panels.items(), strict=True):
         steps, values = curve(log, key)
-        axis.plot(steps, values, color="#1f77b4", marker="o" if key == ACCURACY else None, linewidth=1.6)
+        axis.plot(
+            steps, values, color="#1f77b4", marker="o" if key.startswith("val/") else None, linewidth=1.6
+        )
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

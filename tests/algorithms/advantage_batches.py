@@ -20,7 +20,10 @@ def make_inputs(rewards, mask, group_ids, **options):
 
 
 def random_inputs(seed=0, **options):
-    """Prompts with one to five responses in mixed order, tool tokens, empty rows; NaN outside of the mask."""
+    """Prompts with one to five responses in mixed order, tool tokens, empty rows; NaN outside of the mask.
+
+    Responses have different numbers of turns, some without a token.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -47,9 +50,16 @@ def random_inputs(seed=0, **options):
         reward_components=normal(ROWS, 3),
         reward_weights=torch.tensor([1.0, 0.5, -2.0]),
         accuracies=normal(ROWS).gt(0).float(),
+        turn_ids=_turn_ids(seed).masked_fill(~mask, -7),
         **{name: values.masked_fill(~mask, torch.nan) for name, values in fields.items()},
         **options,
     )
+
+
+def _turn_ids(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.rand(ROWS, 1, generator=generator) / 2  # of tokens that begin a turn
+    return (torch.rand(ROWS, TOKENS, generator=generator) < shares).cumsum(-1)
 
 
 def inputs_for(name, seed=0, **options):

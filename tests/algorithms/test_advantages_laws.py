@@ -17,9 +17,11 @@ NEEDS = {
     "prime": ["process_rewards", "accuracies"],
     "remax": ["reward_baselines"],
     "tir_optimal_token_baseline": ["log_probs", "sum_squared_probs"],
+    "turn_gae": ["values", "turn_ids"],
+    "turn_grpo": ["turn_ids"],
 }
 OPTIONAL = {name: ["importance_weights"] for name in NEEDS if name.endswith("token_baseline")}
-WHITENING = ["gae", "gdpo", "prime", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+WHITENING = ["gae", "gdpo", "prime", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "turn_gae"]
 READ = [(name, field) for table in (NEEDS, OPTIONAL) for name, names in table.items() for field in names]
 
 every_estimator = pytest.mark.parametrize("name", ADV_ESTIMATORS.names())
@@ -66,7 +68,7 @@ def test_results_are_finite_float32_without_gradient_and_zero_outside_of_the_res
 def test_the_content_of_the_padding_does_not_matter(name, filler):
     inputs = inputs_for(name, gamma=0.9)  # with NaN
     others = {
-        field: value.masked_fill(inputs.response_mask == 0, filler)
+        field: value.masked_fill(inputs.response_mask == 0, filler if value.is_floating_point() else 10**6)
         for field, value in per_token(inputs).items()
         if field != "response_mask"
     }
@@ -158,6 +160,7 @@ def test_a_single_token_cannot_be_whitened(name):
         reward_components=[[1.0]],
         process_rewards=[[1.0]],
         accuracies=[1.0],
+        turn_ids=torch.tensor([[0]]),
     )
 
     with pytest.raises(ValueError, match="needs two or more, and the batch has 1: sample more"):
@@ -216,7 +219,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(nam
     assert abs(advantages.var() - 1) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "prime"])
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "prime", "turn_gae"])
 def test_whitening_survives_a_large_mean(name):
     # A mean of a thousand deviations, as for an untrained critic: float32 sums of squares would lose it.
     mask = torch.ones(200, 8, dtype=torch.int64)
@@ -230,6 +233,7 @@ def test_whitening_survives_a_large_mean(name):
         process_rewards=rewards,
         accuracies=torch.zeros(200),
         normalize_process_rewards=False,
+        turn_ids=torch.arange(8).expand(200, 8),
     )
 
     advantages, returns = ADV_ESTIMATORS[name](inputs)

@@ -206,18 +206,80 @@ def prime(batch):
     return batch.whitened(returns), returns
 
 
+class TurnBatch(Batch):
+    """The inputs as lists; a turn is the positions of its response tokens, by its number in its row."""
+
+    def __init__(self, inputs):
+        super().__init__(inputs)
+        ids = inputs.turn_ids.tolist()
+        self.turns = {
+            i: {k: [t for t in self.kept[i] if ids[i][t] == k] for k in set(ids[i])} for i in self.rows
+        }
+        self.turns = {i: {k: ts for k, ts in sorted(turns.items()) if ts} for i, turns in self.turns.items()}
+        self.turn_rewards = {
+            (i, k): math.fsum(self.rewards[i][t] for t in ts)
+            for i, turns in self.turns.items()
+            for k, ts in turns.items()
+        }
+
+    def later_turns(self, i, k):
+        return [other for other in self.turns[i] if other >= k]
+
+    def per_turn(self, function):
+        values = {(i, k): function(i, k) for i, turns in self.turns.items() for k in turns}
+        return {(i, t): value for (i, k), value in values.items() for t in self.turns[i][k]}
+
+
+def turn_grpo(batch):
+    batch = TurnBatch(batch.inputs)
+    gamma = batch.inputs.turn_gamma
+
+    def to_go(i, k):
+        return math.fsum(gamma**n * batch.turn_rewards[i, j] for n, j in enumerate(batch.later_turns(i, k)))
+
+    def advantage(i, k):
+        group = [to_go(j, k) for j in batch.peers(i) if k in batch.turns[j]]
+        mean, deviation = (
+            (0.0, 1.0) if len(group) == 1 else (statistics.fmean(group), statistics.stdev(group))
+        )
+        distance = to_go(i, k) - mean
+        return distance / (deviation + 1e-6) if batch.inputs.norm_adv_by_std else distance
+
+    return batch.per_turn(advantage)
+
+
+def turn_gae(batch):
+    batch = TurnBatch(batch.inputs)
+    gamma, lam = batch.inputs.turn_gamma, batch.inputs.lam
+    values = batch.inputs.values.double().tolist()
+
+    def value(i, k):
+        return values[i][batch.turns[i][k][0]]
+
+    def delta(i, k):
+        after = batch.later_turns(i, k)[1:]
+        return batch.turn_rewards[i, k] + (gamma * value(i, after[0]) if after else 0.0) - value(i, k)
+
+    def advantage(i, k):
+        return math.fsum((gamma * lam) ** n * delta(i, j) for n, j in enumerate(batch.later_turns(i, k)))
+
+    targets = batch.per_turn(lambda i, k: advantage(i, k) + value(i, k))
+    return batch.whitened(batch.per_turn(advantage)), targets
+
+
 REFERENCES = {
     function.__name__: function
     for function in (
         *(gae, gdpo, gpg, grpo, grpo_passk, opo, optimal_token_baseline, prime, reinforce_plus_plus),
-        *(reinforce_plus_plus_baseline, remax, rloo, sppo, tir_optimal_token_baseline),
+        *(reinforce_plus_plus_baseline, remax, rloo, sppo, tir_optimal_token_baseline, turn_gae, turn_grpo),
     )
 }
 CASES = [
     *((name, {}) for name in REFERENCES),
-    *((name, {"norm_adv_by_std": False}) for name in ("gdpo", "grpo", "grpo_passk")),
+    *((name, {"norm_adv_by_std": False}) for name in ("gdpo", "grpo", "grpo_passk", "turn_grpo")),
     *((name, {"gamma": 0.9, "lam": 0.8}) for name in ("gae", "reinforce_plus_plus")),
     *(("gae", {"gamma": gamma, "lam": lam}) for gamma, lam in ((1.0, 0.0), (0.0, 1.0))),
+    *((name, {"turn_gamma": 0.5, "lam": 0.8}) for name in ("turn_gae", "turn_grpo")),
     *((name, {"importance_weights": None}) for name in REFERENCES if name.endswith("token_baseline")),
     ("prime", {"normalize_process_rewards": False, "process_coef": 0.5, "accuracy_coef": 3.0}),
     ("sppo", {"softmean_beta": 0.3}),

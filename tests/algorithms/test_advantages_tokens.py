@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.algorithms.advantage_batches import make_inputs
-from verl.algorithms.prime import prime
-from verl.algorithms.token_advantages import (
+from verl.algorithms.estimators.prime import prime
+from verl.algorithms.estimators.tokens import (
     gae,
     optimal_token_baseline,
     reinforce_plus_plus,

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.prime import check_accuracies, prime_loss, process_rewards
+from verl.algorithms.estimators.prime import check_accuracies, prime_loss, process_rewards
 
 NAN = float("nan")
 

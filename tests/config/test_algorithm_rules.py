@@ -60,6 +60,14 @@ def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
 
 
 CORRECTION = "algorithm.rollout_correction"
+TURNS = "worker.rollout.multi_turn"
+LONE = [
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "sppo",
+    "turn_gae",
+]  # estimators for which one response is enough
 
 
 @pytest.mark.parametrize(
@@ -138,9 +146,7 @@ def test_a_combination_that_makes_no_sense_is_an_error_that_names_both_sides(min
         assert part in problem
 
 
-@pytest.mark.parametrize(
-    "estimator", sorted(set(ADV_ESTIMATORS.names()) - {"gae", "reinforce_plus_plus", "remax", "sppo"})
-)
+@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS.names()) - set(LONE)))
 def test_estimators_that_compare_responses_need_several(minimal, estimator):
     needed = ["algorithm.disable_kl=true", "algorithm.gdpo_reward_keys=[accuracy]"]
     with pytest.raises(ConfigError) as raised:
@@ -152,7 +158,7 @@ def test_estimators_that_compare_responses_need_several(minimal, estimator):
     assert f"`worker.rollout.n` must be at least 2 with `algorithm.adv_estimator={estimator}`" in problem
 
 
-@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "sppo"])
+@pytest.mark.parametrize("estimator", LONE)
 def test_other_estimators_accept_one_response(minimal, estimator):
     critic = "worker.critic.model.model_path=owner/model"
     load_config(PPOConfig, [*minimal, critic, f"algorithm.adv_estimator={estimator}", "worker.rollout.n=1"])
@@ -171,6 +177,21 @@ def test_a_reward_model_can_replace_the_reward_function(minimal):
     with pytest.raises(ConfigError, match=r"worker.reward.reward_function.*worker.reward_model"):
         load_config(PPOConfig, without)
     load_config(PPOConfig, [*without, "worker.reward_model.model.model_path=owner/scorer"])
+
+
+@pytest.mark.parametrize("world", ["environment=gymnasium", "agent=verifiers"])
+def test_an_environment_or_an_agent_can_replace_the_reward_function(minimal, world):
+    without = [argument for argument in minimal if "reward_function" not in argument]
+    turns = [f"{TURNS}.enable=true", f"{TURNS}.{world}"]
+    filtered = "algorithm.online_filtering=true"  # by the rewards of turns
+
+    load_config(PPOConfig, [*without, *turns, filtered])
+    with pytest.raises(ConfigError, match=r"reward_function` must be set.* or an environment or an agent"):
+        load_config(PPOConfig, [*without, f"{TURNS}.enable=true", f"{TURNS}.tools=[calculator]"])
+    with pytest.raises(ConfigError, match=r"must be set with .*adv_estimator=gdpo"):
+        load_config(
+            PPOConfig, [*without, *turns, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"]
+        )
 
 
 def test_a_call_of_the_engine_may_exceed_the_rollout_batch_with_a_filter(minimal):

@@ -194,3 +194,56 @@ def test_position_ids_of_several_rows_are_padded_to_the_same_length(tmp_path, fo
     batch = dataset.collate([dataset[0]])
 
     assert batch["position_ids"].shape == (1, 4, 64)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOL_TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor -%}
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def called(arguments, **message):
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    answers = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "three"}]
+    return [CHAT[0], {"role": "assistant", "tool_calls": [call], **message}, *answers]
+
+
+def test_calls_and_schemas_of_a_row_are_shown_by_the_template(tmp_path, folders):
+    (tmp_path / "tools.jinja").write_text(TOOL_TEMPLATE)
+    config = replace(CONFIG, max_length=400)
+    rows = [
+        {"messages": called({"a": 1}, content=""), "tools": [TOOL]},
+        {"messages": called('{"a": 1}'), "tools": json.dumps([TOOL])},
+        {"messages": called({"a": 1}, content=None)},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(folders["qwen2"], str(tmp_path / "tools.jinja"))
+
+    dataset = SFTDataset(str(file), tokenizer, None, config)
+
+    first, second, third = (dataset[row] for row in range(3))
+    assert first["input_ids"].equal(second["input_ids"])
+    text = tokenizer.decode(first["input_ids"])
+    assert text.startswith(f"<tool>{json.dumps(TOOL)}</tool><|im_start|>user")
+    calls = '{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+    assert learned(dataset, first) == f"{calls}three<|im_end|>" == learned(dataset, third)
+    assert tokenizer.decode(third["input_ids"]) == text.removeprefix(f"<tool>{json.dumps(TOOL)}</tool>")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": CHAT, "tools": [TOOL]}, "shows no tools, and the row has some"),
+        ({"messages": CHAT, "tools": "add"}, "column `tools` .* must be JSON"),
+        ({"messages": CHAT, "tools": {"add": TOOL}}, "must hold a list of schemas or its JSON"),
+        ({"messages": called("a=1")}, "call 0 of message 1: `arguments` must be JSON"),
+        ({"messages": called("[1]")}, "call 0 of message 1: `arguments` must be an object"),
+    ],
+)
+def test_calls_and_schemas_that_cannot_be_shown_are_named(tmp_path, folders, row, reason):
+    with pytest.raises(ValueError, match=reason):
+        open_rows(tmp_path, folders["qwen2"], [row])

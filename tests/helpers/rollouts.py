@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from verl.viewer.rollout_store import RolloutStore
 
+SPOKEN = ["look", "closer", "zoom", "seen", "part", "how", "far", "left", "no", "tool", "left", "."]
 WORDS = ["the", " red", " square", " is", " left", " of", " a", " circle", "."]
 
 
@@ -71,6 +72,61 @@ def with_media(folder: Path) -> dict[str, Any]:
         {"kind": "video", "source": "films/7.mp4", "files": frames, "problem": None},
     ]
     return {"media": media, "num_media": 2}
+
+
+def conversation(folder: Path, **changed: Any) -> dict[str, Any]:
+    """Build the columns of a conversation of three turns with three calls, of which one failed."""
+    store = RolloutStore(folder)
+    closer = shapes(40).crop((30, 80, 130, 160)).resize((300, 240))
+    picture = {
+        "kind": "image",
+        "source": "of 9000 bytes",
+        "files": [store.add_image(closer)],
+        "problem": None,
+    }
+    turns = [
+        _turn(
+            0, 3, "I look closer.", [("zoom", {"box": [30, 80, 130, 160]})],
+            [_seen("The part, enlarged.", seconds=0.125, media=[picture])], seconds=0.25, reward=0.5,
+        ),
+        _turn(
+            5, 8, "How far left is it, in words?",
+            [("python", {"code": "for edge in (40, 100):\n    print(edge / 320)"}), ("zom", {})],
+            [_seen("0.125\n0.3125", seconds=1.5), _seen("There is no tool 'zom'", failed=True)], seconds=1.75,
+        ),
+        _turn(10, 12, "It is **left**.", [], [], seconds=0.0),
+    ]  # fmt: skip
+    is_trained = [True] * 3 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
+    tokens = [f" {word}" for word in SPOKEN]
+    values = np.linspace(-2.0, 0.0, len(tokens), dtype=np.float32)
+    columns = {
+        "num_turns": 3, "num_calls": 3, "num_failures": 1, "stop_reason": "stop", "turns": turns,
+        "is_trained": is_trained, "is_masked": False, "tokens": tokens,
+        "token_ids": list(range(len(tokens))), "response_length": len(tokens),
+        "rollout_log_probs": values, "old_log_probs": values, "advantages": values,
+        "response": "".join(tokens),
+    }  # fmt: skip
+    return columns | changed
+
+
+def _turn(
+    start: int,
+    stop: int,
+    text: str,
+    calls: list[tuple[str, Any]],
+    observations: list[dict[str, Any]],
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "start": start, "stop": stop, "text": text, "observations": observations, "is_shown": True,
+        "calls": [{"name": name, "arguments": json.dumps(given)} for name, given in calls], "reward": None,
+    } | more  # fmt: skip
+
+
+def _seen(text: str, **more: Any) -> dict[str, Any]:
+    media = more.get("media", [])
+    row = {"text": text, "failed": False, "seconds": None, "num_media": len(media), "media": media}
+    return row | more
 
 
 def shapes(left: int) -> Image.Image:

@@ -55,6 +55,16 @@ def test_without_a_file_samples_are_made_from_rows_and_labeled_as_samples(run, c
     assert overall == ["overall", "6", "0.366667", "0", "1"]
 
 
+def test_a_response_of_several_turns_may_earn_a_reward_for_each(reward, responses, capsys):
+    arguments = reward("def compute_score(inputs): return [{'overall': x['tool_rewards']} for x in inputs]")
+    line = {"response": "a", "ground_truth": "b", "num_turns": 2, "tool_rewards": [0.5, -1]}
+
+    assert main([*arguments, *responses(line)]) == 0
+    assert "line 1: overall -0.5  overall/turn_1 0.5  overall/turn_2 -1" in capsys.readouterr().out
+    assert main([*arguments, *responses(line | {"num_turns": 3})]) == 2
+    assert "must hold one number for each turn (3, as `num_turns` says)" in capsys.readouterr().out
+
+
 def test_samples_that_all_score_alike_cause_a_warning(run, capsys):
     # The shipped function for mathematics wants a box around the answer, which no sample has.
     boxed = f"worker.reward.reward_function={ROOT / 'examples/reward_function/math.py'}:compute_score"

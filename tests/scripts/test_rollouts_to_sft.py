@@ -31,8 +31,8 @@ def write(tmp_path, *rows):
 
 
 def answers(tmp_path, **selection):
-    rows, left_out = select_rollouts(tmp_path, Selection(**selection))
-    return [(one["step"], one["messages"][-1]["content"]) for one in rows], dict(left_out)
+    chosen, left_out = select_rollouts(tmp_path, Selection(**selection))
+    return [(one.step, one.row["messages"][-1]["content"]) for one in chosen], dict(left_out)
 
 
 def test_finished_responses_that_reach_the_score_are_kept_and_the_others_counted(tmp_path):
@@ -69,11 +69,16 @@ def test_the_best_responses_of_a_prompt_are_kept_the_newest_of_equals_first(tmp_
 def test_prompts_differ_by_messages_and_media(tmp_path):
     image = {"kind": "image", "source": "/data/1.png", "files": [], "problem": None}
     other = json.dumps([{"role": "user", "content": "Else?"}])
+    shown = json.dumps([{"role": "user", "content": [{"type": "image"}]}])
     write(
-        tmp_path, row(1, 0, "a", 1.0), row(1, 1, "b", 1.0, messages=other), row(1, 2, "c", 1.0, media=[image])
+        tmp_path,
+        row(1, 0, "a", 1.0),
+        row(1, 1, "b", 1.0, messages=other),
+        row(1, 2, "c", 1.0, messages=shown, media=[image]),
+        row(1, 3, "d", 1.0, messages=shown, media=[image | {"source": "/data/2.png"}]),
     )
 
-    assert len(answers(tmp_path, max_per_prompt=1)[0]) == 3
+    assert len(answers(tmp_path, max_per_prompt=1)[0]) == 4
 
 
 def test_responses_are_selected_by_step_and_by_a_reward_value(tmp_path):
@@ -111,8 +116,9 @@ def test_media_are_the_runs_files_or_copies_of_embedded_images(tmp_path):
         row(1, 1, "left", 1.0, media=film),
     )
 
-    rows, left_out = select_rollouts(tmp_path, Selection())
+    chosen, left_out = select_rollouts(tmp_path, Selection())
 
+    rows = [one.row for one in chosen]
     assert rows[0]["messages"][0] == {"role": "user", "content": "<image>And <image>"}
     assert rows[0]["images"] == ["/data/1.png", str(tmp_path / FOLDER / MEDIA / "b.jpg")]
     assert list(left_out) == ["with a video that was given as bytes: only single frames were kept"]

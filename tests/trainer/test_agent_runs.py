@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in which the policy calls a tool, from the command to the kept rows and the resumed run."""
 
+import json
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +16,8 @@ from tests.helpers.training import learned, quickstart_arguments, train
 from verl.viewer.rollout_store import step_files
 
 pytestmark = pytest.mark.heavy
-UNEQUAL = ("rollout/", "agent/tool_s")  # the last digits of the engine's log-probs; times
+# The last digits of the engine's log-probs; times.
+UNEQUAL = ("rollout/", "agent/tool_s", "agent/tool/zoom/s")
 
 # Answers in an order that no two runs share.
 TOOL = """
@@ -53,6 +56,17 @@ def compute_score(entry):
 """
 
 
+BY_TURN = """
+def compute_score(entries):
+    scores = []
+    for entry in entries:
+        calls = len(entry["tool_calls"])
+        rewards = [0.5 * calls + len(entry["response"]) % 3, *[1.0 + calls] * (entry["num_turns"] - 1)]
+        scores.append({"overall": rewards, "turns": entry["num_turns"]})
+    return scores
+"""
+
+
 def talkative(model):
     """Make about half of the turns of a random model calls or colors."""
     file = model / "model.safetensors"
@@ -72,6 +86,7 @@ def folder(tmp_path_factory):
     write_dots(folder, "val", 4, 2)
     (folder / "late_zoom.py").write_text(TOOL)
     (folder / "count_calls.py").write_text(REWARD)
+    (folder / "by_turn.py").write_text(BY_TURN)
     return folder
 
 
@@ -105,6 +120,20 @@ def kept_rows(folder, step):
     return pq.read_table(step_files(folder / "unbroken")[step]).to_pylist()
 
 
+def check_kept_conversation(row, value, run_folder):
+    """Compare the kept turns of a row with what the reward function was given."""
+    assert (row["num_turns"], row["num_calls"], row["num_failures"]) == (value["turns"], value["calls"], 0)
+    assert len(row["turns"]) == row["num_turns"] and not row["is_masked"]
+    assert [tool["function"]["name"] for tool in json.loads(row["tools"])] == ["zoom"]
+    assert len(json.loads(row["conversation"])) == 1 + row["num_turns"] + value["roles"]
+    for turn in row["turns"]:
+        assert row["is_trained"][turn["start"] : turn["stop"]] == [True] * (turn["stop"] - turn["start"])
+        for seen in turn["observations"]:
+            [medium] = seen["media"]
+            [file] = medium["files"]
+            assert (run_folder / "rollouts/media" / file).is_file() and 0 <= seen["seconds"] < 30
+
+
 def test_conversations_are_counted_kept_and_scored(folder, unbroken):
     for step in (1, 2):
         rows, metrics = kept_rows(folder, step), unbroken[step]
@@ -114,6 +143,8 @@ def test_conversations_are_counted_kept_and_scored(folder, unbroken):
         assert metrics["agent/turns_mean"] == pytest.approx(np.mean(turns)) and max(turns) == 2
         assert metrics["agent/tool_calls"] == pytest.approx(np.mean(calls)) and sum(calls) > 0
         assert metrics["agent/tool_failures"] == 0 and metrics["agent/tool_s"] > 0
+        assert 0 < metrics["agent/tool/zoom/calls"] <= sum(calls)
+        assert metrics["agent/tool/zoom/failures"] == 0 and metrics["agent/tool/zoom/s"] < 30
         assert metrics["actor/grad_norm"] > 0
         assert metrics["rollout/log_probs_diff_max"] < 1e-4
         for row, value in zip(rows, values, strict=True):
@@ -122,6 +153,7 @@ def test_conversations_are_counted_kept_and_scored(folder, unbroken):
             # Each turn is one token, and what the tool answered in between is not trained.
             expected = [True] if value["turns"] == 1 else [True, *[False] * (len(row["token_ids"]) - 2), True]
             assert row["is_trained"] == expected
+            check_kept_conversation(row, value, folder / "unbroken")
             observed = ~np.array(expected)
             assert not np.array(row["rollout_log_probs"])[observed].any()
             assert not np.array(row["advantages"])[observed].any()
@@ -143,3 +175,38 @@ def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     one, other = (saved_tensors(folder / name / "global_step_2") for name in ("unbroken", "resumed"))
     assert one.keys() == other.keys() and len(one) > 20
     assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_each_turn_learns_from_its_own_reward_and_later_ones(folder):
+    gamma = 0.5
+    metrics = run(
+        folder, "by_turn",
+        f"worker.reward.reward_function={folder / 'by_turn.py'}:compute_score",
+        "algorithm.adv_estimator=turn_grpo",
+        f"algorithm.turn_gamma={gamma}",
+        "algorithm.norm_adv_by_std=false",
+        "trainer.max_steps=1",
+        "trainer.debug=true",
+    )[1]  # fmt: skip
+
+    rows = pq.read_table(step_files(folder / "by_turn")[1]).to_pylist()
+    rewards = []
+    for row in rows:
+        values = dict(row["reward_values"])
+        rewards.append([values[f"overall/turn_{number + 1}"] for number in range(int(values["turns"]))])
+        assert row["score"] == pytest.approx(sum(rewards[-1])) == pytest.approx(values["overall"])
+        assert [turn["reward"] for turn in row["turns"]] == pytest.approx(rewards[-1])
+    assert metrics["reward/overall"] == pytest.approx(np.mean([sum(each) for each in rewards]))
+    assert not [name for name in metrics if "turn_" in name and name.startswith(("reward/", "val/"))]
+    returns = [np.array([each[0] + gamma * sum(each[1:]), *each[1:]]) for each in rewards]  # 1 or 2 turns
+    assert {len(each) for each in returns} == {1, 2}
+    for row, own in zip(rows, returns, strict=True):
+        for number, turn in enumerate(row["turns"]):
+            group = [
+                each[number]
+                for other, each in zip(rows, returns, strict=True)
+                if other["group"] == row["group"] and len(each) > number
+            ]
+            baseline = np.mean(group) if len(group) > 1 else 0.0
+            found = row["advantages"][turn["start"] : turn["stop"]]
+            assert found == pytest.approx([own[number] - baseline] * len(found), abs=1e-6)

@@ -11,6 +11,7 @@ from verl.trainer.core_algos import (
     compute_advantages,
     get_kl_controller,
     group_ids_of,
+    turn_ids_of,
 )
 
 SCORES = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0]])
@@ -93,3 +94,42 @@ def test_stages_return_new_batches():
 
 def test_group_ids_are_dense_in_the_order_of_the_first_response():
     assert group_ids_of(objects(["x", "a", "x", "b", "a"])).tolist() == [0, 1, 0, 2, 1]
+
+
+def conversation_batch():
+    """Two conversations: turns of tokens 0-1 and 3 with an observation between, and one turn of token 0."""
+    tensors = {
+        "token_level_rewards": torch.tensor([[0.0, 1.0, 5.0, 4.0], [2.0, 0.0, 0.0, 0.0]]),
+        "loss_mask": torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]]),
+    }
+    turns = [[{"start": 0, "stop": 2}, {"start": 3, "stop": 4}], [{"start": 0, "stop": 1}]]
+    return DataProto.from_dict(tensors, {"uid": objects(["a", "a"]), "turns": objects(turns)})
+
+
+def test_tokens_have_the_number_of_their_turn():
+    batch = conversation_batch()
+
+    numbers = turn_ids_of(batch)
+
+    assert numbers[batch.batch["loss_mask"].bool()].tolist() == [0, 0, 1, 0]
+    assert not turn_ids_of(make_batch()).any()
+
+
+def test_advantages_by_turn_read_the_turns_and_their_discount():
+    # First turns: 1 + 0.5 * 4 = 3 and 2, the mean is 2.5; the second turn is alone.
+    given = options(adv_estimator="turn_grpo", turn_gamma=0.5, norm_adv_by_std=False)
+
+    batch = compute_advantages(conversation_batch(), given)
+
+    assert batch.batch["advantages"].tolist() == [[0.5, 0.5, 0.0, 4.0], [-0.5, 0.0, 0.0, 0.0]]
+
+
+def test_rejected_tokens_keep_their_weight_in_the_turns_of_the_group():
+    # A sequence without a kept token is not compared; a rejected token of another one counts, without a loss.
+    given = options(adv_estimator="turn_grpo", norm_adv_by_std=False)
+    some = conversation_batch().merge({"kept_mask": torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]])})
+    whole = conversation_batch().merge({"kept_mask": torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]])})
+
+    # First turns: 1 + 4 = 5 and 2, the mean is 3.5.
+    assert compute_advantages(some, given).batch["advantages"].tolist() == [[0, 1.5, 0, 0], [-1.5, 0, 0, 0]]
+    assert compute_advantages(whole, given).batch["advantages"].tolist() == [[5.0, 5.0, 0, 4.0], [0.0] * 4]

@@ -119,3 +119,13 @@ def test_trying_a_function_imports_nothing_heavy():
         "assert not {'torch', 'transformers', 'datasets', 'ray', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_in_a_run_with_tools_a_sample_is_a_conversation_of_one_turn(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def score(inputs):\n    return [{'overall': [1.0]} for _ in inputs]\n")
+    config = replace(RewardConfig(), reward_function=f"{path}:score")
+
+    look_at_reward(ROWS, DataConfig(), config, converses=True)
+    with pytest.raises(ValueError, match="a response that is not a conversation of turns, got"):
+        look_at_reward(ROWS, DataConfig(), config)

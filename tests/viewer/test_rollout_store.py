@@ -28,7 +28,7 @@ def test_a_row_is_read_with_every_column(tmp_path):
     for name in lists:
         assert kept[name] == row[name].tolist()
     assert dict(kept["reward_values"]) == {"overall": 0.0, "format": 1.0}
-    assert kept["media"] == [medium | {"problem": None}]
+    assert kept["media"] == [medium | {"problem": None, "whole": None}]
     same = set(row) - lists - {"reward_values", "media"}
     assert {name: kept[name] for name in same} == {name: row[name] for name in same}
     assert kept["response_start"] == kept["response"]

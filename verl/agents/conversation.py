@@ -79,6 +79,16 @@ class ConversationRules:
         """Return whether an environment answers each turn, and not tools its calls."""
         return self.options.environment is not None
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return a turn's text without the token that ended it."""
+        end = len(token_ids) - self.renderer.is_end(token_ids[-1])
+        return self.tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
+
+    def starts_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether the template starts the next turn with a thought."""
+        end = self.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        return end.rstrip().endswith(THOUGHT)
+
 
 class Conversation:
     """The state of one conversation.
@@ -136,7 +146,7 @@ class Conversation:
         made are answered here.
         """
         assert not self.is_done and token_ids, "a turn has tokens and follows a request"
-        start, text = len(self._row.response), self._text_of(token_ids)
+        start, text = len(self._row.response), self.rules.text_of(token_ids)
         is_whole = finish_reason != "length"
         calls = self._calls_of(text) if is_whole else []
         self._row.add_sampled(token_ids, log_probs)
@@ -182,6 +192,11 @@ class Conversation:
             self._row.add_piece(piece)
             self.messages += self._messages(shown)
 
+    @property
+    def last_observations(self) -> Sequence[Observation]:
+        """The answers to the last turn as the policy reads them; media that cannot be read made one fail."""
+        return self._turns[-1].observations
+
     def fail(self, failure: Observation) -> None:
         """Have the conversation end after one token, masked: its environment could not begin."""
         self._failure = failure
@@ -201,6 +216,7 @@ class Conversation:
             media={name: list(values) for name, values in (row.added or {}).items()},
             position_ids=row.positions(),
             is_masked=self._is_masked,
+            stop_reason=self.stop_reason,
             prompt=row.prompt.own,
         )
         return FinishedConversation(
@@ -213,14 +229,8 @@ class Conversation:
     def _room(self) -> int:
         return self.rules.max_tokens - len(self._row.response)
 
-    def _text_of(self, token_ids: Sequence[int]) -> str:
-        """Return a turn's text without the token that ended it."""
-        end = len(token_ids) - self.rules.renderer.is_end(token_ids[-1])
-        return self.rules.tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
-
     def _calls_of(self, text: str) -> list[ToolCall]:
-        prompt = self.rules.tokenizer.decode(self._row.token_ids[-TAIL:], skip_special_tokens=False)
-        is_thinking = prompt.rstrip().endswith(THOUGHT)  # the template starts the turn so
+        is_thinking = self.rules.starts_thought(self._row.token_ids)
         return self.rules.format.parse(without_thought(THOUGHT * is_thinking + text), self.rules.schemas)
 
     def _refusal(self, number: int, call: ToolCall) -> Observation | None:

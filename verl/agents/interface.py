@@ -31,6 +31,7 @@ class Observation:
     reward: float | None = None  # of the turn that it answers
     done: bool = False  # the conversation ends here, without another turn of the policy
     failed: bool = False  # the tool raised, hung or died; `text` says so
+    seconds: float | None = field(default=None, compare=False)  # of the tool's work; None if none was called
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Opening(Observation):
     """The prompt with which an environment begins; it has the media of its messages, in their order."""
 
     messages: tuple[Message, ...] | None = None  # None: those of the row
+
+
+@dataclass(frozen=True)
+class AgentResult(Observation):
+    """The end of an agent: `reward` is that of the whole conversation, given to its last turn."""
+
+    turn_rewards: tuple[float | None, ...] = ()  # of the policy's turns, in the order of the calls
 
 
 @dataclass(frozen=True)
@@ -75,22 +83,33 @@ class Trajectory:
     )  # `images` and `videos` of observations
     position_ids: Any = None  # (R,) or (4, R) int64 for its R tokens; None counts on from the prompt's last
     is_masked: bool = False  # it takes no part in training: a tool failed, and `on_tool_error` says so
+    stop_reason: str = "stop"  # of the conversation: "stop", "done", or the limit that cut it off
     prompt: OwnPrompt | None = None  # None: that of the row
     # where the policy reads a new context and nothing before it, among the tokens of the response: such a
     # context is given there as a whole, as tokens that were not sampled
     context_starts: tuple[int, ...] = ()
 
     def plain_turns(self) -> list[dict[str, Any]]:
-        """Turns as plain data, for files and people; without images, of which only the number is kept."""
+        """Turns as plain data, for files and people; without media, of which only the numbers are kept.
+
+        `is_shown`: the observations became part of the conversation, which did not end before them.
+        """
         return [
             {
                 "start": turn.start,
                 "stop": turn.stop,
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in turn.calls],
                 "observations": [
-                    {"text": one.text, "images": len(one.images), "failed": one.failed}
+                    {
+                        "text": one.text,
+                        "images": len(one.images),
+                        "videos": len(one.videos),
+                        "failed": one.failed,
+                        "seconds": one.seconds,
+                    }
                     for one in turn.observations
                 ],
+                "is_shown": turn.stop < len(self.is_sampled),
                 "seconds": turn.seconds,
                 "reward": turn.reward,
             }

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from verl.agents.interface import Message, OwnPrompt
 from verl.agents.media import ConversationMedia, join_media, join_shapes
 from verl.data.media.loader import MediaData, references_in_order
@@ -73,8 +76,21 @@ class Row:
         """Return the positions of the response; None continues from the prompt's last one."""
         if self._reader is None or self.added is None:
             return None
-        prompt = self._reader.loader.expand(self.prompt.token_ids, self._prompt_shape)
+        prompt = self.expanded_prompt
         return self._reader.positions([*prompt, *self.response], self._shape, len(prompt))
+
+    def all_positions(self) -> Tensor:
+        """Return the positions (P + R,) or (4, P + R) of prompt and response."""
+        tokens = [*self.expanded_prompt, *self.response]
+        positions = None if self._reader is None else self._reader.positions(tokens, self._shape, 0)
+        return torch.arange(len(tokens)) if positions is None else positions
+
+    @cached_property
+    def expanded_prompt(self) -> list[int]:
+        """The tokens of the prompt, with those of its media."""
+        if self._reader is None:
+            return list(self.prompt.token_ids)
+        return self._reader.loader.expand(list(self.prompt.token_ids), self._prompt_shape)
 
     @property
     def _shape(self) -> MediaShape:

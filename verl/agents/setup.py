@@ -4,15 +4,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.agents.contexts import AgentRules
 from verl.agents.conversation import ConversationRules
+from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
+from verl.agents.interface import Reference
 from verl.agents.media import ConversationMedia, PositionIds
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer
 from verl.agents.tools.loading import tool_schemas
+from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
+from verl.data.loader import Readers
 from verl.data.media.loader import MediaLoader
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -35,11 +40,10 @@ def conversation_rules(
     template_variables: Mapping[str, Any],
     override_chat_template: str | None,
 ) -> ConversationRules:
-    """Build the rules of conversations, and check that the chat template can show them.
+    """Build the rules of conversations, which `check_conversations` checks once for a run.
 
     Raises:
-        ValueError: The template writes no calls or renders observations in ways that differ; or the
-            tokenizer does not split them alone as it does within a conversation.
+        ValueError: The template writes no calls, or cannot show observations.
     """
     template = None if media is None else media.processor.chat_template
     reader = None
@@ -51,13 +55,64 @@ def conversation_rules(
     )
     placeholders = {} if reader is None else reader.placeholders
     renderer = ObservationRenderer(tokenizer, chat_template, source, placeholders)
-    if options.environment is not None:
-        renderer.check(max_parallel_calls=0)  # it answers a turn without calls too
-    if options.environment is None or schemas:
-        renderer.check(options.max_parallel_calls)
-        form = call_format(options.format, source)
-    else:
-        form = NO_CALLS
+    has_calls = schemas or ("tools" in source if options.agent is not None else options.environment is None)
+    form = call_format(options.format, source) if has_calls else NO_CALLS
     return ConversationRules(
         tokenizer, renderer, form, schemas, options, max_tokens, reader, chat_template, max_prompt_tokens
     )
+
+
+def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnConfig) -> ConversationRules:
+    """Return the rules of a run's conversations, which its chat template can show.
+
+    Needs the files of the model and no device, so that a run can stop before it starts.
+
+    Raises:
+        ValueError: The template writes no calls or renders observations in ways that differ; or the
+            tokenizer does not split them alone as it does within a conversation.
+    """
+    try:
+        rules = conversation_rules(
+            readers.tokenizer,
+            readers.media,
+            readers.position_ids,
+            options,
+            readers.tools,
+            max_tokens=data.max_response_length,
+            max_prompt_tokens=data.max_prompt_length,
+            template_variables=data.apply_chat_template_kwargs,
+            override_chat_template=data.override_chat_template,
+        )
+        if options.environment is not None or options.agent is not None:
+            rules.renderer.check(max_parallel_calls=0)  # they answer a turn without calls too
+        if rules.format is not NO_CALLS:
+            rules.renderer.check(options.max_parallel_calls)
+    except ValueError as error:
+        raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
+    return rules
+
+
+def agent_rules(rules: ConversationRules, *, max_prompt_images: int) -> AgentRules:
+    """Return the rules of conversations that an agent leads, which passes its tools with each call."""
+    assert rules.chat_template is not None and rules.max_prompt_tokens is not None, (
+        "`conversation_rules` has both"
+    )
+    return AgentRules(
+        rules,
+        rules.chat_template,
+        shows_tools=rules.format is not NO_CALLS,
+        max_prompt_tokens=rules.max_prompt_tokens,
+        max_prompt_images=max_prompt_images,
+    )
+
+
+def endpoint_of(rules: AgentRules) -> Endpoint:
+    """Start the endpoint that a run's agents call."""
+    reader = rules.conversation.media
+
+    def read_url(url: str) -> Reference:
+        if reader is None:
+            raise ValueError("the model reads no images and videos")
+        return reader.loader.on_disk(url)
+
+    return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.shows_tools)

@@ -25,8 +25,12 @@ class AdvantageInputs:
     group_ids: Tensor  # (B,) int64, dense from 0; the responses to one prompt share an id
     norm_adv_by_std: bool = True  # divide by the group's standard deviation
     gamma: float = 1.0  # discount factor for each token
-    lam: float = 1.0  # gae: weight of later rewards relative to the critic's values
-    values: Tensor | None = None  # (B, R) float32, the critic's; gae
+    turn_gamma: float = 1.0  # discount factor for each turn of a conversation
+    lam: float = 1.0  # weight of later rewards relative to the critic's values; gae and turn_gae
+    values: Tensor | None = None  # (B, R) float32, the critic's; gae and turn_gae
+    turn_ids: Tensor | None = (
+        None  # (B, R) int64, number of each token's turn, from 0; turn_grpo and turn_gae
+    )
     reward_baselines: Tensor | None = None  # (B,) float32, score of the prompt's greedy response; remax
     reward_components: Tensor | None = None  # (B, K) float32, parts of the score; gdpo
     reward_weights: Tensor | None = None  # (K,) float32, default 1; gdpo
@@ -52,6 +56,7 @@ AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("algorithm.adv_estimator")
 
 REMEDIES = {
+    "turn_ids": "number the turn of each response token, zeros for responses of one turn",
     "values": "give the critic a model with `worker.critic.model.model_path`",
     "reward_baselines": "score one greedy response to each prompt",
     "reward_components": "name the parts of the reward in `algorithm.gdpo_reward_keys`",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators with one advantage per response; `token_advantages.py` and `prime.py` have the others.
+"""Advantage estimators with one advantage per response; `estimators/` has those by token and by turn.
 
 To add one, register a function from `AdvantageInputs` to `Advantages` under the name that
 `algorithm.adv_estimator` selects; an input of its own is a new field of `AdvantageInputs` with a default.
@@ -11,7 +11,6 @@ and their advantages are zero.
 
 import torch
 
-from verl.algorithms import prime, token_advantages  # noqa: F401 (registers their estimators)
 from verl.algorithms.advantage_math import (
     STD_EPS,
     broadcast_to_tokens,
@@ -24,6 +23,7 @@ from verl.algorithms.advantage_math import (
     whiten_sequences,
 )
 from verl.algorithms.advantage_types import ADV_ESTIMATORS, AdvantageInputs, Advantages, require_field
+from verl.algorithms.estimators import prime, tokens, turns  # noqa: F401 (registers their estimators)
 from verl.utils.masking import check_same_shape
 
 

@@ -8,7 +8,8 @@ Opens the files with the run's own code and reports for each of them how many ro
 and why; the lengths of the prompts or conversations, and how many tokens of a conversation are learned; and
 if a run would start. Some rows, spread from the first to the last, are shown whole: the rendered text, its
 tokens, and its images and video frames on a contact sheet; in a conversation `+` marks learned lines. Their
-media are decoded; for all other rows only the headers of files are read, unless `--decode` is given.
+media are decoded; for all other rows only the headers of files are read, unless `--decode` is given. With
+`worker.rollout.multi_turn` the tools are listed, with a call and its answer in the chat template.
 
 Exit status: 0; 2 if a run with this config would stop because of its data or its config.
 """
@@ -62,6 +63,10 @@ def _check(switches: argparse.Namespace, config: Any) -> int:
     look(config.data, config.worker, checks_rows=False)  # the report counts bad rows
     # Imported here so that a wrong config, and wrong columns, are reported before torch loads.
     from verl.cli.data_report.report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
+    from verl.cli.data_report.tools import tool_lines  # noqa: PLC0415
+
+    if not switches.sft and config.worker.rollout.multi_turn.enable:
+        sys.stdout.write("\n  ".join(tool_lines(config)) + "\n\n")
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
     return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)

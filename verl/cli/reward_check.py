@@ -6,9 +6,11 @@
 
 A line of the file is a JSON object with `response` and either `row`, the number of a row counted from 0 over
 all training files (`--val`: validation files), or the function's other inputs: `ground_truth`, `prompt` and
-other columns, as in the lines of a run's `reward_failures.jsonl`. Without a file each row gets three samples:
-its ground truth, an empty response and a wrong one. They do not come from a model: a function that requires a
-format, such as a box around the answer, is right to score the bare ground truth low.
+other columns, as in the lines of a run's `reward_failures.jsonl`. In a run with tools a response is one turn
+unless the line says otherwise, with `num_turns`, `messages`, `tool_calls` and `tool_rewards`. Without a file
+each row gets three samples: its ground truth, an empty response and a wrong one. They do not come from a
+model: a function that requires a format, such as a box around the answer, is right to score the bare ground
+truth low.
 
 The function is called as in a run: `sequential` with each response, `batch` with all responses to a row
 or `worker.reward.batch_size` of them, `dataproto` with all. No time limit ends a call here; a call that a run
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     options = config.worker.reward
     if options.reward_function is None:
-        raise ValueError(f"`{OPTION}` must be path.py:function: this run is scored by a reward model alone")
+        raise ValueError(f"`{OPTION}` must be path.py:function: this run has no reward function")
     reward = load_reward_function(
         options.reward_function, options.reward_function_kwargs, options.reward_type
     )
@@ -94,7 +96,11 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
         if loader is None:
             raise ValueError("`--val` needs `data.val_files`")
         rows, path = RowColumns(loader.dataset), switches.responses
-        responses = sample_responses(rows, switches.rows) if path is None else read_responses(path, rows)
+        converses = config.worker.rollout.multi_turn.enable
+        if path is None:
+            responses = sample_responses(rows, switches.rows, converses=converses)
+        else:
+            responses = read_responses(path, rows, converses=converses)
     origin = SAMPLES if path is None else str(path)
     sys.stdout.write(
         f"{reward}, line {reward.line}, {reward.reward_type}\n{len(responses)} responses: {origin}\n"

@@ -11,7 +11,7 @@ from verl.config.schema import option
 ADV_ESTIMATOR_NAMES = (
     *("gae", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "optimal_token_baseline", "prime"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "sppo"),
-    "tir_optimal_token_baseline",
+    *("tir_optimal_token_baseline", "turn_gae", "turn_grpo"),
 )
 ADV_ESTIMATOR_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # verl's
 # Inputs that a run computes only for estimators that need them: by estimator here, and in the decorator
@@ -26,12 +26,13 @@ ESTIMATOR_NEEDS = {
 }
 NEEDS_OF: dict[str, frozenset[str]] = {
     **dict.fromkeys(
-        ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"), frozenset({"group"})
+        ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "turn_grpo"),
+        frozenset({"group"}),
     ),
     **dict.fromkeys(
         ("optimal_token_baseline", "tir_optimal_token_baseline"), frozenset({"group", "sum_squared_probs"})
     ),
-    "gae": frozenset({"values"}),
+    **dict.fromkeys(("gae", "turn_gae"), frozenset({"values"})),
     "gdpo": frozenset({"group", "reward_components"}),
     "prime": frozenset({"group", "process_rewards"}),
     "remax": frozenset({"reward_baselines"}),
@@ -112,7 +113,15 @@ class AlgorithmConfig:
     """Advantages, the KL term and the selection of rollouts."""
 
     gamma: float = option(1.0, "Token discount in `gae` and `reinforce_plus_plus`.", minimum=0.0, maximum=1.0)
-    lam: float = option(1.0, "Lambda of `gae`: lower is less variance, more bias.", minimum=0.0, maximum=1.0)
+    turn_gamma: float = option(
+        1.0,
+        "Discount of each turn of a conversation in `turn_grpo` and `turn_gae`.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    lam: float = option(
+        1.0, "Lambda of `gae` and `turn_gae`: lower is less variance, more bias.", minimum=0.0, maximum=1.0
+    )
     adv_estimator: str = option(
         "grpo",
         "Advantage estimator.",
@@ -121,7 +130,8 @@ class AlgorithmConfig:
         extension="advantage estimator",
     )
     norm_adv_by_std: bool = option(
-        True, "Divide advantages of `grpo`, `grpo_passk` and `gdpo` by the standard deviation of the group."
+        True,
+        "Divide advantages of `grpo`, `grpo_passk`, `turn_grpo` and `gdpo` by the group's deviation.",
     )
     gdpo_reward_keys: list[str] = option(list, "Reward components for `gdpo`.")
     gdpo_reward_weights: list[float] | None = option(None, "Weights of `gdpo_reward_keys`; null is all 1.")

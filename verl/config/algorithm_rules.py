@@ -9,14 +9,14 @@ from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig
-from verl.config.worker import RewardConfig, WorkerConfig
+from verl.config.worker import WorkerConfig
 
 
 def algorithm_problems(
     data: DataConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
     """Yield every combination that makes no sense, except of `group_problems`."""
-    yield from _filters(algorithm, worker.reward, trainer)
+    yield from _filters(algorithm, worker, trainer)
     yield from _critic(algorithm, worker, trainer)
     yield from _prime(algorithm, worker)
     yield from _bypass(algorithm)
@@ -47,12 +47,12 @@ def group_problems(
         )
 
 
-def _filters(algorithm: AlgorithmConfig, reward: RewardConfig, trainer: TrainerConfig) -> Iterator[str]:
+def _filters(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerConfig) -> Iterator[str]:
     if algorithm.online_filtering and trainer.rejection_sample:
         yield "`algorithm.online_filtering` and `trainer.rejection_sample` must not both be true: choose one"
     if trainer.rejection_sample_multiplier > 1 and not trainer.rejection_sample:
         yield "`trainer.rejection_sample_multiplier` above 1 needs `trainer.rejection_sample=true`"
-    if (algorithm.online_filtering or trainer.rejection_sample) and reward.reward_function is None:
+    if (algorithm.online_filtering or trainer.rejection_sample) and not worker.scores_when_sampled:
         yield "`worker.reward.reward_function` must be set to filter prompts: sampling sees only its scores"
 
 

@@ -81,6 +81,11 @@ class MultiTurnConfig:
         choices=ON_TOOL_ERROR,
     )
 
+    @property
+    def earns_rewards(self) -> bool:
+        """True if turns earn rewards, which are the score of a run without a reward function."""
+        return self.enable and (self.environment is not None or self.agent is not None)
+
     def problems(self, path: str) -> Iterator[str]:
         has_tools = bool(self.tools) or self.tool_config_path is not None
         worlds = [name for name in ("environment", "agent") if getattr(self, name) is not None]

@@ -105,10 +105,11 @@ class PPOConfig(RunTree):
         yield from [*groups, *cores]
         yield from self.input_problems()
         yield from self.kernel_problems()
-        if self.worker.reward.reward_function is None and not self.worker.reward_model.is_used:
+        if not self.worker.scores_when_sampled and not self.worker.reward_model.is_used:
             yield (
                 "`worker.reward.reward_function` must be set: `file.py:function`;"
-                " or `worker.reward_model.model.model_path`"
+                " or `worker.reward_model.model.model_path`, or an environment or an agent in"
+                " `worker.rollout.multi_turn`, whose turns earn rewards"
             )
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)

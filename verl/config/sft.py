@@ -16,6 +16,9 @@ class SFTDataConfig(RowsConfig):
 
     messages_key: str = option("messages", "Column of chat messages, including the assistant's turns.")
     response_key: str = option("response", "Column of the response to `prompt_key`, if not in messages.")
+    tools_key: str = option(
+        "tools", "Column of the schemas of the tools of a conversation, a list or its JSON; optional."
+    )
     train_turns: str = option("all", "Assistant turns to train on.", choices=("all", "last"))
     max_length: int = option(1024, "Maximum length of a conversation in tokens.", minimum=2, example=4096)
     filter_overlong_prompts: bool = option(True, "Drop overlong rows; otherwise they are an error.")

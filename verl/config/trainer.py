@@ -119,6 +119,9 @@ class TrainerConfig(RunConfig):
     rollouts_to_keep: int = option(
         8, "Prompts per step, and per validation, whose responses are saved; 0 is none.", minimum=0
     )
+    keep_whole_images: bool = option(
+        False, "Save images that have no file, as those of tools, in full, to fine-tune on kept rollouts."
+    )
     viewer_port: int | None = option(
         None, "Local port of the rollout viewer; 0 is any, null disables it.", minimum=0, maximum=65535
     )

@@ -237,7 +237,9 @@ class WorkerConfig:
             "offload": {"offload_params": True, "offload_optimizer": True},
         },
     )
-    critic: CriticConfig = option(CriticConfig, "Value model; used by `algorithm.adv_estimator=gae`.")
+    critic: CriticConfig = option(
+        CriticConfig, "Value model; used by the advantage estimators `gae` and `turn_gae`."
+    )
     prime: PrimeConfig = option(PrimeConfig, "Process reward model; used by `algorithm.adv_estimator=prime`.")
     reward_model: RewardModelConfig = option(
         RewardModelConfig, "Reward model that scores responses in addition to the reward function."
@@ -245,3 +247,8 @@ class WorkerConfig:
     ref: RefConfig = option(RefConfig, "Frozen reference policy.")
     rollout: RolloutConfig = option(RolloutConfig, "Rollout engine.")
     reward: RewardConfig = option(RewardConfig, "Reward function.")
+
+    @property
+    def scores_when_sampled(self) -> bool:
+        """True if responses have a score without a reward model."""
+        return self.reward.reward_function is not None or self.rollout.multi_turn.earns_rewards

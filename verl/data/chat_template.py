@@ -50,17 +50,32 @@ class ChatTemplate:
                     f" {OTHER_TEMPLATE}"
                 )
             variables = {**variables, "tools": list(tools)}
+        self._shows_tools = "tools" in source
         self._file = override or _template_file(str(tokenizer.name_or_path))
         limit = partial(limit_memory, RENDER_MEMORY)
         self._render = IsolatedCalls(
             partial(_render, tokenizer, template, dict(variables)), timeout_s, limit, retry=True
         )
 
-    def __call__(self, messages: Sequence[Message], add_generation_prompt: bool, name: str) -> str:
-        """Render messages; errors call them `name`. A TimeoutError is the template's fault, not the row's."""
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        name: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Render messages; errors call them `name`. A TimeoutError is the template's fault, not the row's.
+
+        Args:
+            tools: Schemas of the tools of these messages, instead of those of all.
+        """
+        if tools and not self._shows_tools:
+            raise BadRowError(
+                f"the chat template ({self._file}) shows no tools, and the row has some: {OTHER_TEMPLATE}"
+            )
         template = f"the chat template ({self._file})"
         try:
-            return self._render((messages, add_generation_prompt))
+            return self._render((messages, add_generation_prompt, tools))
         except TimeoutError as error:
             raise TimeoutError(
                 f"{template} {error} for {name}: does it loop forever? {OTHER_TEMPLATE}"
@@ -74,9 +89,14 @@ class ChatTemplate:
 
 
 def _render(
-    tokenizer: Any, template: str | None, variables: dict[str, Any], request: tuple[Sequence[Message], bool]
+    tokenizer: Any,
+    template: str | None,
+    variables: dict[str, Any],
+    request: tuple[Sequence[Message], bool, Sequence[Mapping[str, Any]]],
 ) -> str:
-    messages, add_generation_prompt = request
+    messages, add_generation_prompt, tools = request
+    if tools:
+        variables = {**variables, "tools": list(tools)}
     try:
         text = tokenizer.apply_chat_template(
             list(messages),

@@ -8,7 +8,8 @@ A turn starts where the chat template ends with `add_generation_prompt`, which i
 ends with the special token that closes it. Text after that token is not trained: no engine samples it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from verl.data.bad_rows import BadRowError
@@ -31,16 +32,21 @@ class ConversationTokenizer:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(special | set(tokenizer.all_special_tokens))
 
-    def __call__(self, messages: Sequence[Message]) -> tuple[str, list[int], list[bool]]:
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int], list[bool]]:
         """Return text, tokens (one for each image and video), and for each token whether to train on it."""
-        text = self._render(messages, False)
-        spans = learned_spans(messages, self._render, self._special, self.turns)
+        render = partial(self._render, tools)
+        text = render(messages, False)
+        spans = learned_spans(messages, render, self._special, self.turns)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return text, encoded["input_ids"], tokens_inside(encoded["offset_mapping"], spans)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(
+        self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Message], add_generation_prompt: bool
+    ) -> str:
         name = f"{len(messages)} messages of the conversation"
-        return self.chat_template(messages, add_generation_prompt, name)
+        return self.chat_template(messages, add_generation_prompt, name, tools)
 
 
 def check_offsets(tokenizer: Any) -> None:

@@ -6,6 +6,7 @@ row's images and videos, in order. A template (`PromptFormat`) may rewrite the t
 """
 
 import io
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +87,21 @@ def conversation_of(
     return [*prompt, *build_conversation([{"role": "assistant", "content": response}], has_media)]
 
 
+def tools_of(row: Row, key: str) -> list[dict[str, Any]]:
+    """Return the schemas of the tools of a row's conversation; none without the column."""
+    tools = row.get(key)
+    is_json = isinstance(tools, str)
+    if isinstance(tools, str):
+        tools = _json_of(tools, f"column `{key}` (`data.tools_key`)") if tools.strip() else None
+    if tools is None:
+        return []
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRowError(
+            f"column `{key}` (`data.tools_key`) must hold a list of schemas or its JSON, got {tools!r:.80}"
+        )
+    return list(tools) if is_json else _without_none(tools)
+
+
 def media_of(
     row: Row, messages: list[Message], config: RowsConfig, has_media: bool
 ) -> dict[str, list[Reference]] | None:
@@ -111,10 +127,46 @@ def _check_messages(prompt: Any) -> list[Message]:
     for number, message in enumerate(map(_as_message, prompt)):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise BadRowError(f"message {number} must be a dictionary whose `role` is one of {ROLES}")
+        if message.get("tool_calls"):
+            calls = [
+                _call(call, f"call {place} of message {number}")
+                for place, call in enumerate(message["tool_calls"])
+            ]
+            message = message | {"tool_calls": calls, "content": message.get("content") or ""}
         if not isinstance(message.get("content"), str | list | tuple):
             raise BadRowError(f"message {number} must have a `content`: a string or a list of parts")
         messages.append({key: value for key, value in message.items() if value is not None})
     return messages
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    """Return a call as chat templates read it, whose arguments are an object; files often have its JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRowError(
+            f"{name} must be a dictionary with a function's `name` and `arguments`, got {call!r:.80}"
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _json_of(arguments, f"{name}: `arguments`")
+    if not isinstance(arguments, dict):
+        raise BadRowError(f"{name}: `arguments` must be an object or its JSON, got {arguments!r:.80}")
+    made = {"name": function["name"], "arguments": _without_none(arguments)}
+    return {"type": "function", **({"id": call["id"]} if call.get("id") else {}), "function": made}
+
+
+def _json_of(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRowError(f"{name} must be JSON ({error}), got {text!r:.80}") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Drop the fields that Arrow adds, because another row of the file has them."""
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _as_message(message: Any) -> Any:

@@ -19,7 +19,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.chat_tokens import ConversationTokenizer, check_offsets
 from verl.data.columns import check_conversation_columns
 from verl.data.dataset import Item, Rendered, RowDataset
-from verl.data.messages import conversation_of, media_of
+from verl.data.messages import conversation_of, media_of, tools_of
 from verl.data.plain_files import Row
 from verl.models.families.interface import MediaShape
 from verl.utils.plain_data import objects
@@ -56,7 +56,7 @@ class SFTDataset(RowDataset):
         has_media = self.processor is not None
         messages = conversation_of(row, self.config, self.prompt_format, has_media)
         media = media_of(row, messages, self.config, has_media)
-        text, ids, is_trained = self._tokenize(messages)
+        text, ids, is_trained = self._tokenize(messages, tools_of(row, self.config.tools_key))
         if self.processor is not None:
             learned = set(compress(ids, is_trained))
             if learned & self._media.family.placeholders(self.processor).keys():

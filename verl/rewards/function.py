@@ -9,7 +9,8 @@ A reward file is plain Python; its `REWARD_TYPE` says how its function is called
 
 Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
 `data` has them as lists: `data.responses`, `data.prompts`, ... The result needs `overall`, for dataproto
-`reward`. Nothing here imports torch: a reward process starts in a tenth of a second.
+`reward`: a number, or for a conversation a list with the reward of each turn. Nothing here imports torch: a
+reward process starts in a tenth of a second.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from verl.rewards import turns
 from verl.rewards.foreign_signatures import wrapper_for
 from verl.utils import user_file
 from verl.utils.user_file import import_file, shorten
@@ -122,7 +124,7 @@ class RewardFunction:
                 got = f"{_size(returned)} for {describe(rows, inputs)}"
                 raise self._bad(f" must return a list of {len(rows)} dicts, one per response, got {got}")
             return [
-                self._check_row(scores, describe([row], [row_input]))
+                self._check_row(scores, describe([row], [row_input]), row_input.get("num_turns"))
                 for scores, row, row_input in zip(returned, rows, inputs, strict=True)
             ]
         except BadScoresError:
@@ -147,7 +149,7 @@ class RewardFunction:
                 raise self._bad(f": `{shorten(str(key))}` {rule}")
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
-    def _check_row(self, scores: Any, where: str) -> Scores:
+    def _check_row(self, scores: Any, where: str, num_turns: int | None) -> Scores:
         # Plain strings: another process could not unpickle a user's subclass.
         names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
@@ -155,13 +157,35 @@ class RewardFunction:
             if not isinstance(scores, dict):
                 got = f"{type(scores).__name__} {shorten(repr(scores))}"
             raise self._bad(f" must return a dict with `overall` for each response, got {got} for {where}")
-        named = zip(names, scores.values(), strict=True)
-        checked = {name: self._as_float(name, value, where) for name, value in named}
-        if len(checked) < len(names):
+        named = dict(zip(names, scores.values(), strict=True))
+        if len(named) < len(names):
             raise self._bad(
                 f" must give each score its own name, got {shorten(str(sorted(names)))} for {where}"
             )
-        return checked
+        own = sorted(filter(turns.is_reward_of_turn, names))
+        if own:
+            raise self._bad(
+                f" must return the rewards of turns as a list, `overall`, got {shorten(str(own))} for {where}"
+            )
+        by_turn = _as_list(named["overall"])
+        if by_turn is not None:
+            named |= self._by_turn(by_turn, num_turns, where)
+        return {name: self._as_float(name, value, where) for name, value in named.items()}
+
+    def _by_turn(self, rewards: list[Any], num_turns: int | None, where: str) -> Scores:
+        got = f"got {shorten(repr(rewards))} for {where}"
+        if num_turns is None:
+            rule = "must be a finite number for a response that is not a conversation of turns"
+            raise self._bad(f": `overall` {rule}, {got}")
+        if len(rewards) != num_turns:
+            raise self._bad(
+                f": `overall` must hold one number for each turn ({num_turns}, as `num_turns` says), or be a"
+                f" number for the whole response, {got}"
+            )
+        checked = [
+            self._as_float(turns.name_of(number), reward, where) for number, reward in enumerate(rewards)
+        ]
+        return turns.values_of(checked)
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
@@ -284,6 +308,13 @@ def _check_kwargs(
 
 def _size(values: Any) -> int | str:
     return len(values) if isinstance(values, list | tuple) else type(values).__name__
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """Return a list, tuple or array of one dimension as a list."""
+    if getattr(value, "ndim", None) == 1:  # of numpy or torch
+        return value.tolist()
+    return list(value) if isinstance(value, list | tuple) else None
 
 
 def _nearest_float(value: Real) -> float:

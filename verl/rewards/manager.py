@@ -16,6 +16,7 @@ from queue import Empty
 from typing import Any
 
 from verl.config.worker import RewardConfig
+from verl.rewards import turns
 from verl.rewards.failures import FAILURES, RETRIES, FailedCalls
 from verl.rewards.function import OPTION, Scores
 from verl.rewards.pool import Batch, Call, RewardPool
@@ -172,15 +173,20 @@ class RewardJob:
         failed, retries = self._failed.rows, self._failed.retries
         by_row = self._scores | dict.fromkeys(failed, self._failed.scores())
         ordered = [by_row[row] for row in sorted(by_row)]
-        keys = {"overall": None} | {key: None for scores in ordered for key in scores}
-        own = sorted({FAILURES, RETRIES} & set(keys))
+        columns = columns_of(ordered)
+        own = sorted({FAILURES, RETRIES} & set(columns))
         if own:
             raise ValueError(f"the reward function returns {own}, which count its calls: rename them in it")
-        columns = {key: [scores.get(key, math.nan) for scores in ordered] for key in keys}
         if failed or retries:
             columns[FAILURES] = [float(row in failed) for row in sorted(by_row)]
             columns[RETRIES] = [float(retries.get(row, 0)) for row in sorted(by_row)]
         return columns
+
+
+def columns_of(scores: Sequence[Scores]) -> dict[str, list[float]]:
+    """Turn the scores of responses into columns; a value that a response lacks is nan."""
+    keys = {"overall": None} | {key: None for each in scores for key in each}
+    return {key: [each.get(key, math.nan) for each in scores] for key in keys}
 
 
 def spread_groups(rows: list[Row], parts: int) -> list[list[Row]]:
@@ -213,22 +219,26 @@ def _check_picklable(row: int, key: str, value: Any, cause: Exception) -> None:
 
 
 class NoRewardFunction:
-    """Replaces the manager in a run that only a reward model scores."""
+    """Replaces the manager in a run without a reward function."""
 
     reward_type = "batch"
 
-    def start(self) -> "ZeroScores":
-        return ZeroScores()
+    def start(self) -> "TurnRewards":
+        return TurnRewards()
 
 
-class ZeroScores:
-    """Scores every response 0."""
+class TurnRewards:
+    """Scores a conversation with the rewards that its turns earned on the way, and any other response 0."""
 
     def __init__(self) -> None:
-        self._num_responses = 0
+        self._scores: dict[int, Scores] = {}  # by the position of the response
 
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
-        self._num_responses += len(index)
+        for row, row_input in zip(index, inputs, strict=True):
+            rewards = row_input.get("tool_rewards") or []
+            has_reward = any(reward is not None for reward in rewards)
+            earned = [0.0 if reward is None else float(reward) for reward in rewards]
+            self._scores[row] = turns.values_of(earned if has_reward else [])
 
     def result(self) -> dict[str, list[float]]:
-        return {"overall": [0.0] * self._num_responses}
+        return columns_of([self._scores[row] for row in sorted(self._scores)])

@@ -129,8 +129,10 @@ def advantage_inputs(batch: DataProto, algorithm: AlgorithmConfig) -> AdvantageI
         group_ids=group_ids_of(batch.non_tensor_batch["uid"]),
         norm_adv_by_std=algorithm.norm_adv_by_std,
         gamma=algorithm.gamma,
+        turn_gamma=algorithm.turn_gamma,
         lam=algorithm.lam,
         values=tensors.get("values"),
+        turn_ids=turn_ids_of(batch),
         reward_baselines=tensors.get("reward_baselines"),
         reward_components=tensors.get("reward_components"),
         reward_weights=None if weights is None else torch.tensor(weights),
@@ -144,6 +146,18 @@ def advantage_inputs(batch: DataProto, algorithm: AlgorithmConfig) -> AdvantageI
         normalize_process_rewards=algorithm.prime_norm,
         softmean_beta=algorithm.sppo_beta,
     )
+
+
+def turn_ids_of(batch: DataProto) -> Tensor:
+    """Number the turn of each sampled token, (B, R) int64 from 0; a response without turns is one."""
+    mask = batch.batch["loss_mask"]  # (B, R)
+    if "turns" not in batch.non_tensor_batch:
+        return torch.zeros_like(mask[:1]).expand_as(mask)
+    numbers = torch.zeros_like(mask)
+    for row, turns in enumerate(batch.non_tensor_batch["turns"]):
+        for number, turn in enumerate(turns):
+            numbers[row, turn["start"] : turn["stop"]] = number
+    return numbers
 
 
 def entropy_estimate(batch: DataProto) -> float:

@@ -261,8 +261,10 @@ def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
     _check_tensor("the position ids", positions, (rows, LENGTH) if rows > 1 else (LENGTH,), torch.int64)
 
 
-def check_tool(_tool: Any, _used: UsedExtension, config: Any) -> None:
-    """Load the run's tools as the engines do."""
+def check_tool(_tool: Any, used: UsedExtension, config: Any) -> None:
+    """Load the run's tools as the engines do, all at once: their names must differ."""
+    if used != next(one for one in extensions_in(config) if one.kind == used.kind):
+        return
     try:
         load_tools(config.worker.rollout.multi_turn)
     except ValueError as error:

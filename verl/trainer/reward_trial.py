@@ -78,17 +78,20 @@ def sample_responses(rows: SampledRows, count: int, *, converses: bool = False) 
         samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}
         for name, text in samples.items():
             given = {"response": text, "response_length": rows.count_tokens(text)}
-            given |= _one_turn(seen["prompt"], text) if converses else {}
+            given |= one_turn(seen["prompt"], text) if converses else {}
             responses.append(Response(f"row {row}, {name}", row, row, seen | given))
     return responses
 
 
-def _one_turn(prompt: str, response: str) -> dict[str, Any]:
+def one_turn(prompt: str, response: str) -> dict[str, Any]:
+    """Return the inputs that a conversation of one turn has in addition, see `conversation_columns`."""
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
     return {"messages": messages, "num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
 
 
-def look_at_reward(rows: Sequence[Row], data: DataConfig, options: RewardConfig) -> None:
+def look_at_reward(
+    rows: Sequence[Row], data: DataConfig, options: RewardConfig, *, converses: bool = False
+) -> None:
     """Load the reward function and score samples of the first rows, if that is soon done.
 
     The check of the run, see `check_reward`, decides on all that depends on the model.
@@ -103,7 +106,8 @@ def look_at_reward(rows: Sequence[Row], data: DataConfig, options: RewardConfig)
         reward_type = pool.wait_until_loaded(LOOK_S).reward_type
         if not rows:
             return
-        samples = sample_responses(PlainRows(rows, data), 2)[:3]  # the second row has the wrong answer
+        # the second row has the wrong answer
+        samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[:3]
         calls = score_samples(pool, samples, reward_type, options, LOOK_S)
         source = Path(pool.path).read_text(encoding="utf-8", errors="replace")
         if INEXACT.search(source) is None or all(is_bad_result(call) for call in failed_calls(calls)):

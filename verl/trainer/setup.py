@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from verl.agents.setup import schemas_of
+from verl.agents.setup import check_conversations, schemas_of
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import FULL
 from verl.config.algorithm import AlgorithmConfig
@@ -88,6 +88,8 @@ def running_trainer(
             media = media_options(data, worker.rollout)
             tools = schemas_of(worker.rollout.multi_turn)
             readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
+            if worker.rollout.multi_turn.enable:
+                check_conversations(readers, data, worker.rollout.multi_turn)
             loaders = make_loaders(data, readers, folder)
             origin = origin_of(config, planned_ppo(config).models)
             checkpoint = check_resume(config, origin, loaders.train)
@@ -121,7 +123,8 @@ def running_trainer(
         )
         rollout_log = RolloutLog(
             folder, trainer.rollouts_to_keep, readers.tokenizer, readers.media,
-            skip_special_tokens=worker.reward.skip_special_tokens,
+            skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
+            keep_whole_images=trainer.keep_whole_images,
         )  # fmt: skip
         yield RayPPOTrainer(
             config, workers, collector, balancer, prime, validator, run_state, rollout_log, tracker

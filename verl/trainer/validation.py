@@ -14,7 +14,7 @@ from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
-from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_last_tokens, reward_values
+from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
@@ -125,11 +125,12 @@ class Validator:
 def as_finished(sequences: DataProto, values: Values, scores: Sequence[float]) -> DataProto:
     """Return the first scored sequences with keys of a finished batch of training, for `RolloutLog`."""
     count = len(sequences)
-    totals = torch.tensor(scores[:count]).nan_to_num()  # (B,)
+    totals = torch.tensor(scores[:count], dtype=torch.float64).nan_to_num()  # (B,)
+    values = {name: column[:count] for name, column in values.items()}
     return sequences.merge({
         "row_ids": torch.arange(count),
-        "token_level_scores": on_last_tokens(totals, sequences.batch["loss_mask"]),
-        "reward_values": reward_values({name: column[:count] for name, column in values.items()}),
+        "token_level_scores": on_tokens(sequences, totals, values),
+        "reward_values": reward_values(values),
     })  # fmt: skip
 
 

@@ -22,7 +22,8 @@ MAX_PAGE = 500  # rows
 MAX_TEXT = 1000  # characters to search for
 BINS = 30
 SHOWN_DISTRIBUTIONS = ("score", "response_length")
-EQUAL = ("kind", "data_source", "finish_reason")  # columns that a filter compares
+BOUNDED = ("step", "score", "advantage", "response_length", "num_turns", "num_calls", "num_failures")
+EQUAL = ("kind", "data_source", "finish_reason", "stop_reason")  # columns that a filter compares
 GROUP = ("run", "kind", "step", "group")  # columns that identify a prompt in a step
 SORTABLE = ("run", *(name for name in TABLE_SCHEMA.names if not name.endswith("_start")))
 
@@ -48,7 +49,7 @@ class RolloutQuery:
         given = {name: text for name, text in params if name != "run" and text}
         take = given.pop
         bounds = {}
-        for name in ("step", "score", "advantage", "response_length"):
+        for name in BOUNDED:
             smallest, largest = f"{name}_min", f"{name}_max"
             bounds[name] = (_real(smallest, take(smallest, "")), _real(largest, take(largest, "")))
         _one_of("kind", given.get("kind", ""), ("", *FILE_PREFIXES))

@@ -14,13 +14,14 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from verl.viewer.prompt_texts import PromptView, prompt_view
-from verl.viewer.rollout_store import FILE_PREFIXES, SCHEMA, TABLE_COLUMNS, step_files
+from verl.viewer.rollout_store import FILE_PREFIXES, SCHEMA, TABLE_COLUMNS, TOKEN_COLUMNS, step_files
 
 KIND = pa.field("kind", pa.string())  # "train" or "validation"
 TABLE_SCHEMA = pa.schema([KIND, *(SCHEMA.field(name) for name in TABLE_COLUMNS)])
 PROMPT_COLUMNS = ["group", "messages", "prompt_start", "media"]
-EXPORTED = [name for name in SCHEMA.names if not name.endswith("_start")]
-EXPORTED = EXPORTED[: EXPORTED.index("token_ids")]  # without lists of tokens
+EXPORTED = [
+    name for name in SCHEMA.names if not name.endswith("_start") and name not in TOKEN_COLUMNS
+]  # without lists of tokens
 CACHED_FILES = 512  # whose prompts are kept in memory
 UNREADABLE = (pa.ArrowException, OSError, ValueError)  # raised for damaged files; the last for texts
 Signature = tuple[int, int]  # modification time in ns, bytes

@@ -4,6 +4,7 @@
     rollouts/step_12.parquet         one row per kept response of step 12, columns as in `SCHEMA`
     rollouts/validation_12.parquet   the same of the validation after step 12; 0 is before training
     rollouts/media/*.jpg             small copies of the model's images and frames, named by their content
+    rollouts/media/*.image           images that were given as bytes, with `trainer.keep_whole_images`
 
 Files appear complete. A step that a resumed run repeats replaces its files. To read all scores of a run:
 
@@ -33,10 +34,12 @@ TRAIN, VALIDATION = "train", "validation"
 FILE_PREFIXES = {TRAIN: "step", VALIDATION: "validation"}  # by kind of rollout
 STEP_FILE = re.compile(r"[a-z]+_(\d{1,9})\.parquet", re.ASCII)
 MEDIA_FILE = re.compile(r"[0-9a-f]{40}\.jpg")
+WHOLE = ".image"  # ending of an image of any format
 LONGEST_SIDE = 448  # of a kept image, pixels
 JPEG_QUALITY = 80
 START_LENGTH = 160  # characters of a text in tables
 
+_TEXT, _FLOAT, _INT, _BOOL = pa.string(), pa.float32(), pa.int32(), pa.bool_()
 _FLOATS = pa.list_(pa.float32())
 _MEDIUM = pa.struct(
     [
@@ -45,6 +48,29 @@ _MEDIUM = pa.struct(
         pa.field("files", pa.list_(pa.string())),  # in the media folder: the image, or frames of the video
         pa.field("problem", pa.string()),  # reason if there are none
         pa.field("times", pa.list_(pa.float32())),  # of the frames of a video, in seconds
+        pa.field("whole", pa.string()),  # file in the media folder with the bytes of an image, if it was kept
+    ]
+)
+_OBSERVATION = pa.struct(
+    [
+        pa.field("text", _TEXT),
+        pa.field("failed", _BOOL),  # the tool raised, hung or died, or there is none of that name
+        pa.field("seconds", _FLOAT),  # of the tool; null if none was called
+        pa.field("num_media", _INT),
+        pa.field("media", pa.list_(_MEDIUM)),  # none if the conversation ended before them
+    ]
+)
+_CALL = pa.struct([pa.field("name", _TEXT), pa.field("arguments", _TEXT)])  # arguments as JSON
+_TURN = pa.struct(
+    [
+        pa.field("start", _INT),  # in the lists of tokens
+        pa.field("stop", _INT),
+        pa.field("text", _TEXT),  # of the policy
+        pa.field("calls", pa.list_(_CALL)),
+        pa.field("observations", pa.list_(_OBSERVATION)),  # to the calls in order; fewer if not all were made
+        pa.field("is_shown", _BOOL),  # the policy could read them
+        pa.field("seconds", _FLOAT),  # from the turn to the last observation
+        pa.field("reward", _FLOAT),  # the sum of the observations'; null without any
     ]
 )
 SCHEMA = pa.schema(
@@ -59,6 +85,11 @@ SCHEMA = pa.schema(
         pa.field("response_length", pa.int32()),  # tokens
         pa.field("finish_reason", pa.string()),
         pa.field("num_media", pa.int32()),
+        pa.field("num_turns", pa.int32()),  # of a conversation, like all columns up to `stop_reason`
+        pa.field("num_calls", pa.int32()),
+        pa.field("num_failures", pa.int32()),  # of calls
+        pa.field("stop_reason", pa.string()),  # "stop", "done", "tool", or the limit that cut it off
+        pa.field("is_masked", pa.bool_()),  # no token is trained
         pa.field("prompt_start", pa.string()),
         pa.field("response_start", pa.string()),
         pa.field("prompt", pa.string()),
@@ -67,6 +98,10 @@ SCHEMA = pa.schema(
         pa.field("ground_truth", pa.string()),
         pa.field("reward_values", pa.map_(pa.string(), pa.float32())),  # values of the reward function
         pa.field("media", pa.list_(_MEDIUM)),
+        pa.field("conversation", pa.string()),  # all its messages, with the prompt's, as JSON
+        pa.field("num_contexts", pa.int32()),  # more than one if an agent shortened what the policy reads
+        pa.field("tools", pa.string()),  # schemas of the tools as JSON
+        pa.field("turns", pa.list_(_TURN)),
         pa.field("token_ids", pa.list_(pa.int32())),  # of the response, like all lists below
         pa.field("tokens", pa.list_(pa.string())),  # each decoded separately
         pa.field("is_trained", pa.list_(pa.bool_())),  # false on what tools answered and on masked responses
@@ -76,6 +111,7 @@ SCHEMA = pa.schema(
     ]
 )
 # Short columns: those of all steps fit in memory.
+TOKEN_COLUMNS = SCHEMA.names[SCHEMA.names.index("token_ids") :]
 TABLE_COLUMNS = SCHEMA.names[: SCHEMA.names.index("prompt")]
 
 logger = get_logger(__name__)
@@ -120,6 +156,12 @@ class RolloutStore:
         path = self.folder / MEDIA / name
         return name if path.exists() or self._write(path, content.getvalue()) else None
 
+    def add_whole(self, content: bytes) -> str | None:
+        """Keep an image as it is; return its file name, or None if the disk is full."""
+        name = hashlib.blake2b(content, digest_size=20).hexdigest() + WHOLE
+        path = self.folder / MEDIA / name
+        return name if path.exists() or self._write(path, content) else None
+
     def _write(self, path: Path, content: bytes) -> bool:
         is_written = write_whole(path, content, make_room=lambda size: None)
         self._lost += not is_written
@@ -142,8 +184,17 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def _storable(row: dict[str, Any]) -> dict[str, Any]:
     # Replaces what UTF-8 cannot encode and adds the starts of long texts.
-    texts = {
-        name: value.encode(errors="replace").decode() for name, value in row.items() if isinstance(value, str)
-    }
+    row = {name: value if name in TOKEN_COLUMNS else _encodable(value) for name, value in row.items()}
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
     starts = {f"{name}_start": texts[name][:START_LENGTH] for name in ("prompt", "response") if name in texts}
-    return row | texts | starts
+    return row | starts
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_encodable(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _encodable(one) for name, one in value.items()}
+    return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl.agents.setup import conversation_rules
+from verl.agents.setup import agent_rules, conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.checkpoint.sharded import Restored
@@ -32,6 +32,7 @@ from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
 from verl.workers.roles.updater import Training
+from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
 from verl.workers.rollout.base import (
     EmbeddedMedia,
     EngineSetup,
@@ -348,7 +349,7 @@ class FSDPWorker(ModelWorker):
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
 
-    def _conversation_driver(self) -> ConversationDriver | None:
+    def _conversation_driver(self) -> ConversationDriver | AgentDriver | None:
         multi_turn, config, positions = self.config.rollout.multi_turn, self.policy.model.config, None
         if not multi_turn.enable:
             return None
@@ -367,7 +368,11 @@ class FSDPWorker(ModelWorker):
         )
         leads = self.rank % self.config.rollout.tensor_parallel_size == 0
         pool = ToolPool(multi_turn) if leads else None
-        return ConversationDriver(self.engine, pool, rules, self._media_of)
+        if multi_turn.agent is None:
+            return ConversationDriver(self.engine, pool, rules, self._media_of)
+        own_rules = agent_rules(rules, max_prompt_images=self.config.rollout.limit_images)
+        services = None if pool is None else AgentServices(pool, endpoint_of(own_rules))
+        return AgentDriver(self.engine, services, own_rules, self._media_of)
 
     def _engine_setup(self) -> EngineSetup:
         model = self.config.actor.model

@@ -132,15 +132,43 @@ def test_the_reward_function_gets_messages_turns_and_calls():
 
 
 def test_metrics_count_turns_calls_and_failures():
+    answers = (Observation("3", seconds=0.5), Observation("no", failed=True, seconds=0.25))
+    refused = Observation("refused")
     failing = Trajectory(
-        [True], (Turn(0, 1, (CALL, CALL), (Observation("3"), Observation("no", failed=True)), 0.75),), ()
+        [True],
+        (
+            Turn(0, 1, (CALL, CALL), answers, 0.75),
+            Turn(2, 3, (CALL, ToolCall("ad", {})), (refused, Observation("none", failed=True)), 0.5),
+            Turn(4, 5, (CALL,)),  # not made, because it was the last turn
+        ),
+        (),
     )
     conversations = [conversation().trajectory.plain_turns(), failing.plain_turns(), []]
 
     assert agent_metrics(conversations) == {
-        "agent/turns_mean": 1.0,
-        "agent/turns_max": 2.0,
-        "agent/tool_calls": 1.0,
+        "agent/turns_mean": 5 / 3,
+        "agent/turns_max": 3.0,
+        "agent/tool_calls": 2.0,
         "agent/tool_failures": 1 / 3,
         "agent/tool_s": 0.5,
+        "agent/tool/add/calls": 2.0,
+        "agent/tool/add/failures": 0.5,
+        "agent/tool/add/s": 0.375,
+    }
+
+
+def test_the_steps_of_an_environment_are_counted_without_calls():
+    observation = {"text": "", "images": 0, "failed": False, "seconds": 0.5}
+    turn = {"calls": [], "observations": [observation], "seconds": 2.0, "reward": 1.0}
+    call = {"name": "take", "arguments": {}}
+    joined = {**turn, "calls": [call, call], "seconds": 4.0}  # one answer to both
+    failed = {**turn, "observations": [observation | {"failed": True}], "seconds": 6.0}
+    last = {**turn, "observations": [], "seconds": 0.0}
+
+    assert agent_metrics([[turn, joined, failed], [last]]) == {
+        "agent/turns_mean": 2.0,
+        "agent/turns_max": 3.0,
+        "agent/tool_calls": 1.0,
+        "agent/tool_failures": 1 / 4,
+        "agent/tool_s": 4.0,
     }

@@ -3,10 +3,12 @@
 
 import json
 import math
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from tests.helpers.media import save_image, save_video
 from tests.trainer.rollouts.sampling import Words
@@ -137,3 +139,53 @@ def test_an_image_that_is_gone_is_named_and_ends_nothing(tmp_path, media_loader)
 
     (medium,) = rows[0]["media"]
     assert medium["files"] == [] and "gone.png" in medium["problem"]
+
+
+CALL = {"name": "zoom\ud800", "arguments": {"box": [0, 0, 1, 1]}}
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]
+SCHEMA = {"type": "function", "function": {"name": "zoom"}}
+
+
+def observation(images, **changed):
+    return {"text": "seen", "images": images, "videos": 0, "failed": False, "seconds": 0.5} | changed
+
+
+def turn(start, stop, observations, *, is_shown, **changed):
+    calls = [CALL] * len(observations)
+    more = {"seconds": 1.0, "reward": None, "is_shown": is_shown}
+    return {"start": start, "stop": stop, "calls": calls, "observations": observations} | more | changed
+
+
+def test_turns_are_kept_with_their_calls_and_the_pictures_that_the_policy_saw(tmp_path, media_loader):
+    files = [Path(save_image(tmp_path / f"{side}.png", side, 56)) for side in (56, 84)]
+    pictures = [{"bytes": file.read_bytes()} for file in files]
+    failed = observation(0, text="Error", failed=True, seconds=None)
+    seen = [observation(1), failed, observation(1)]
+    turns = [turn(0, 1, seen, is_shown=True, reward=0.5), turn(2, 3, [observation(1)], is_shown=False)]
+    conversations = {
+        "turns": objects([[], turns, [], []]),
+        "observation_media": objects([{}, {"images": pictures, "videos": []}, {}, {}]),
+        "conversation_messages": objects([[], MESSAGES, [], []]),
+        "stop_reason": objects([None, "turns", None, None]),
+    }
+    trained = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0], [0, 0, 0]])
+    log = RolloutLog(tmp_path / "run", 1, Words(), media_loader, skip_special_tokens=True, tools=[SCHEMA])
+
+    log.keep(make_batch(trained=trained).merge(conversations), step=5)
+
+    talk, plain = pq.read_table(step_files(tmp_path / "run")[5]).to_pylist()
+    assert (talk["num_turns"], talk["num_calls"], talk["num_failures"]) == (2, 4, 1)
+    assert (talk["stop_reason"], talk["is_masked"], plain["is_masked"]) == ("turns", False, True)
+    assert json.loads(talk["conversation"]) == MESSAGES and json.loads(talk["tools"]) == [SCHEMA]
+    first, last = talk["turns"]
+    assert [(one["text"], one["start"], one["stop"]) for one in (first, last)] == [("1", 0, 1), ("3", 2, 3)]
+    assert first["reward"] == 0.5 and (first["is_shown"], last["is_shown"]) == (True, False)
+    assert first["calls"][0] == {"name": "zoom?", "arguments": '{"box": [0, 0, 1, 1]}'}
+    assert [(one["failed"], one["seconds"], one["num_media"]) for one in first["observations"]] == [
+        (False, 0.5, 1), (True, None, 0), (False, 0.5, 1),
+    ]  # fmt: skip
+    files = [medium["files"] for one in first["observations"] for medium in one["media"]]
+    assert [Image.open(tmp_path / "run/rollouts/media" / file).width for [file] in files] == [56, 84]
+    [unseen] = last["observations"]
+    assert unseen["num_media"] == 1 and unseen["media"] == []
+    assert plain["turns"] is None and plain["num_turns"] is None

@@ -41,6 +41,8 @@ def look(number: int) -> Image.Image:
     time.sleep(0.02 * (number % 3))
     if number == 13:
         raise OSError("no such picture")
+    if number == 14:
+        return Image.new("RGB", (1, 1000))  # too narrow for the model
     return Image.new("RGB", (56, 84 if number % 2 else 56), (40 * number % 256, 90, 200))
 '''
 SAMPLING = SamplingOptions(n=2, temperature=TEMPERATURE, max_tokens=60)
@@ -169,6 +171,20 @@ def test_a_failed_call_is_shown_ends_its_conversation_or_stops_the_run(tiny, eng
     assert all(turn.observations[0].failed for turn in shown.trajectory.turns[:2])
     assert len(ended.trajectory.turns) == 1 and ended.trajectory.is_masked
     assert engine.num_unfinished == 0  # of the run that was stopped too
+
+
+def test_a_picture_that_the_model_cannot_read_is_a_failed_call(tiny, engine, pool):
+    rows, options = rows_of(tiny, 1), SAMPLING.override({"n": 1})
+    narrow = CallFormat(lambda text, schemas: [ToolCall("look", {"number": 14})], "")
+
+    (shown,) = lead(engine, pool, rules_with(tiny, narrow, on_tool_error="show"), rows, options)
+    (ended,) = lead(engine, pool, rules_with(tiny, narrow, on_tool_error="end"), rows, options)
+    with pytest.raises(RuntimeError, match=r"on_tool_error=stop.* ends the run then: .*Error: "):
+        lead(engine, pool, rules_with(tiny, narrow, on_tool_error="stop"), rows, options)
+
+    assert len(shown.trajectory.turns) == 3 and shown.trajectory.turns[0].observations[0].failed
+    assert len(ended.trajectory.turns) == 1 and ended.trajectory.is_masked
+    assert engine.num_unfinished == 0
 
 
 def calls_what_it_says():

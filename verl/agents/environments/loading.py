@@ -49,7 +49,8 @@ def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
         _check_class(kind, kwargs)
     except ValueError as error:
         raise ValueError(f"`{OPTION}`: {where} {error}") from error
-    return [LoadedTool(kind.__name__, {}, path, True, partial(prepared, kind, kwargs))]
+    build = partial(prepared, kind, kwargs)
+    return [LoadedTool(kind.__name__, {}, path, True, build, "environment")]
 
 
 def environment_schemas(options: MultiTurnConfig) -> list[dict[str, Any]]:

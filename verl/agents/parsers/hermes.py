@@ -41,4 +41,4 @@ def _read(text: str, start: int) -> tuple[ToolCall, int]:
     return call, stop
 
 
-HERMES = CallFormat(parse, sign=r"<tool_call>(?:\\n|\s)*\{\s*\\*[\"']name")
+HERMES = CallFormat(parse, sign=r"<tool_call>(?:\\n|\s)*\{\s*\\*[\"']name", start=START)

@@ -16,6 +16,10 @@ class CallFormat(NamedTuple):
     # Reads all calls of a turn's text; one that cannot be read has a `problem`.
     parse: Callable[[str, Schemas], list[ToolCall]]
     sign: str  # regular expression found in chat templates that write calls this way
+    start: str = ""  # begins a call; empty if a turn with calls is nothing else
+
+
+NO_CALLS = CallFormat(lambda _text, _schemas: [], "")  # of a policy that has no tools
 
 
 NO_CALLS = CallFormat(lambda _text, _schemas: [], "")  # of a policy that has no tools
@@ -30,3 +34,10 @@ def without_thought(text: str) -> str:
     if not text.lstrip().startswith(THOUGHT):
         return text
     return text.partition(END_OF_THOUGHT)[2]
+
+
+def text_before_calls(form: CallFormat, text: str) -> str:
+    """Return the text of a turn with calls up to the first of them."""
+    after = without_thought(text)
+    thought = len(text) - len(after)
+    return text[: thought + max(0, after.find(form.start) if form.start else 0)]

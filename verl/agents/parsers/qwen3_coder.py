@@ -105,4 +105,4 @@ def read_value(name: str, text: str, types: set[str]) -> Any:
     raise ValueError(f"`{name}` must be of the type {' or '.join(sorted(types))}, got {text[:80]!r}")
 
 
-QWEN3_CODER = CallFormat(parse, sign=r"<function=")
+QWEN3_CODER = CallFormat(parse, sign=r"<function=", start=START)

@@ -71,6 +71,7 @@ def as_observation(returned: Any, limits: AnswerLimits) -> Observation:
         reward=_plain_reward(observation.reward),
         done=bool(observation.done),
         failed=bool(observation.failed),
+        seconds=None,
     )
 
 

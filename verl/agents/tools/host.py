@@ -22,11 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from verl.agents.environments.loading import KWARGS_OPTION as ENVIRONMENT_OPTION
 from verl.agents.environments.loading import load_environments
 from verl.agents.environments.server import EnvironmentServer
+from verl.agents.harnesses.loading import load_agents
 from verl.agents.tools.answers import AnswerLimits
-from verl.agents.tools.loading import HEADING, KWARGS_OPTION, LoadedTool, load_tools
+from verl.agents.tools.loading import HEADING, LoadedTool, load_tools
 from verl.agents.tools.process import ToolServer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
@@ -34,6 +34,7 @@ from verl.utils.user_file import describe_error
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # the pool is the parallelism
 REQUEST = struct.Struct("!cIQ")
+SERVERS = {"tool": ToolServer, "environment": EnvironmentServer, "agent": ToolServer}
 FORK, KILL, STACKS = b"F", b"K", b"S"
 GIB = 1 << 30
 
@@ -45,7 +46,7 @@ class ToolFacts(NamedTuple):
     schema: dict[str, Any]
     is_stateful: bool
     path: str
-    is_environment: bool = False
+    kind: str = "tool"  # or environment, or agent
 
 
 class Loaded(NamedTuple):
@@ -65,40 +66,39 @@ def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
     try:
-        tools, environments = load_tools(options), load_environments(options)
-        made = [(ToolServer, tool, _built(tool, f"{KWARGS_OPTION}.{tool.name}", "tool")) for tool in tools]
-        made += [
-            (EnvironmentServer, each, _built(each, ENVIRONMENT_OPTION, "environment"))
-            for each in environments
-        ]
+        members = [*load_tools(options), *load_environments(options), *load_agents(options)]
         servers = [
-            kind(
+            SERVERS[tool.kind](
                 tool.name,
-                built,
+                _built(tool),
                 tool.path,
                 is_stateful=tool.is_stateful,
                 limits=limits,
                 memory_bytes=memory_bytes,
             )
-            for kind, tool, built in made
+            for tool in members
         ]
     except (ValueError, OSError) as error:
         connection.send(LoadFailure(str(error)))
         return
     facts = [
-        ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path), kind is EnvironmentServer)
-        for kind, tool, _ in made
+        ToolFacts(tool.name, dict(tool.schema), tool.is_stateful, str(tool.path), tool.kind)
+        for tool in members
     ]
     connection.send(Loaded(facts))
     _Host(connection, servers).run()
 
 
-def _built(tool: LoadedTool, option: str, what: str) -> Any:
+def _built(tool: LoadedTool) -> Any:
     try:
         return tool.build()
     except (Exception, SystemExit) as error:
         reason = describe_error(error, tool.path, HEADING)
-        raise ValueError(f"`{option}`: making the {what} of {tool.path} failed: {reason}") from error
+        option = f"worker.rollout.multi_turn.{tool.kind}_kwargs"
+        name = f".{tool.name}" if tool.kind == "tool" else ""
+        raise ValueError(
+            f"`{option}{name}`: making the {tool.kind} of {tool.path} failed: {reason}"
+        ) from error
 
 
 class _Host:

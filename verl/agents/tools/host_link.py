@@ -108,6 +108,7 @@ class ToolProcess:
         self.report = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
         self.exit: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how it ended
         self.num_calls = 0
+        self.limit = asyncio.timeout(None)  # of the call that is open
         self.is_closed = False
 
     async def ask(self, kind: str, payload: Any) -> Answer:

@@ -41,13 +41,14 @@ NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")  # as OpenAI allows
 
 @dataclass(frozen=True)
 class LoadedTool:
-    """A tool whose file was imported."""
+    """A tool, an environment or an agent whose file was imported."""
 
     name: str
     schema: Mapping[str, Any]
     path: Path  # of its file
     is_stateful: bool
     build: Callable[[], Any]  # what is called: the function, or an instance of the class
+    kind: str = "tool"  # or environment, or agent
 
 
 def load_tools(options: MultiTurnConfig) -> list[LoadedTool]:

@@ -10,6 +10,9 @@
 
 For an environment, `reset` and `step` take the place of `submit`; it is a state that every conversation has.
 
+An agent is a member with one long call. Its time is limited from one call of the policy to the next: `hold`
+stops the clock, and `release` starts it.
+
 A tool without a state runs on up to `tool_concurrency` processes. A tool with one has a process for each
 conversation that calls it, forked at its first call. A call that hangs is killed with its process, and
 all that it started: nothing but that state is lost. The next call of that conversation makes a new one.
@@ -43,19 +46,15 @@ CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
 MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
 MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
 SHOWN_FRAMES = 5
+LOST_STATES = {  # what follows when the process of a state has ended
+    "tool": "; its state is lost, a further call begins with a new one",
+    "environment": "; its state is lost",
+    "agent": "",
+}
 MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
 logger = get_logger(__name__, all_ranks=True)
-
-
-@dataclass
-class ToolStatistics:
-    """The calls of a tool since they were last taken."""
-
-    calls: int = 0
-    failures: int = 0
-    seconds: float = 0.0  # sum over the calls, without their wait for a process
 
 
 class Step(NamedTuple):
@@ -89,11 +88,10 @@ class ToolPool:
         self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = (
             SimpleQueue()
         )  # None: the pool has ended
-        self._statistics: dict[str, ToolStatistics] = defaultdict(ToolStatistics)
         self._reports: Counter[str] = Counter()
         self._ends: set[asyncio.Task[None]] = set()
         self._problem: str | None = None
-        self._lock = threading.Lock()  # guards the end of the loop, and the statistics
+        self._lock = threading.Lock()  # guards the end of the loop
         self._is_loaded = threading.Event()
         self._num_host_ends = 0
         _raise_file_limit()
@@ -161,11 +159,13 @@ class ToolPool:
         """End a conversation: release its states and drop its open calls."""
         self._do(self._end, self._conversations.pop(key))
 
-    def take_statistics(self) -> dict[str, ToolStatistics]:
-        """Return the statistics by tool since the last call."""
-        with self._lock:
-            taken, self._statistics = self._statistics, defaultdict(ToolStatistics)
-        return dict(taken)
+    def hold(self, key: Hashable) -> None:
+        """Stop the clock of an agent that waits for the policy."""
+        self._do(self._set_limit, self._conversations[key], None)
+
+    def release(self, key: Hashable) -> None:
+        """Limit the time of an agent again, from now on."""
+        self._do(self._set_limit, self._conversations[key], self.options.tool_timeout_s)
 
     def close(self) -> None:
         """Kill every process, once ended conversations have released their states. Safe to call twice."""
@@ -254,6 +254,11 @@ class ToolPool:
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
 
+    def _set_limit(self, conversation: _Conversation, seconds: float | None) -> None:
+        for process in conversation.processes.values():
+            with suppress(RuntimeError):  # its call has ended
+                process.limit.reschedule(None if seconds is None else self._loop.time() + seconds)
+
     async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
         begin = time.monotonic()
         answers = [
@@ -274,6 +279,8 @@ class ToolPool:
             )
         if problem is not None or tool is None:
             return Observation(problem or "", failed=True)
+        if tool.kind == "agent":  # it mostly waits for the policy
+            return await self._call_with_state(conversation, tool, call)
         if tool.is_stateful:
             async with conversation.locks[tool.name], self._slots:
                 return await self._call_with_state(conversation, tool, call)
@@ -326,7 +333,7 @@ class ToolPool:
         begin, limit_s = time.monotonic(), self.options.tool_timeout_s
         answer = Answer(Observation())
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as process.limit:
                 for kind, payload in messages:
                     answer = await process.ask(kind, payload)
                     self._num_host_ends = 0
@@ -334,7 +341,8 @@ class ToolPool:
                         break
         except TimeoutError:
             where = _place(await process.stacks(), tool.path)
-            answer = self._lost(tool, f"did not answer within {limit_s:g} s", f": {where}")
+            missed = "neither returned nor asked the policy" if tool.kind == "agent" else "did not answer"
+            answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
             await process.kill()
         except ProcessEndedError as error:
             answer = self._lost(tool, str(error), f"\n{process.crash_report()}".rstrip())
@@ -342,8 +350,10 @@ class ToolPool:
         except asyncio.CancelledError:
             await process.kill()  # a late answer would be taken for that of the next call
             raise
-        self._count(tool, answer, time.monotonic() - begin)
-        return answer
+        if answer.report:
+            self._log(tool.name, answer.report)
+        seconds = time.monotonic() - begin
+        return answer._replace(observation=replace(answer.observation, seconds=seconds))
 
     async def _fork(self, tool: ToolFacts) -> ToolProcess:
         await self._is_up.wait()
@@ -375,18 +385,8 @@ class ToolPool:
         return f"There is no tool {name[:100]!r}; the tools are {', '.join(self.tools)}{remedy}"
 
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
-        state = "; its state is lost, a further call begins with a new one" if tool.is_stateful else ""
-        state = "; its state is lost" if tool.is_environment else state
+        state = LOST_STATES[tool.kind] if tool.is_stateful else ""
         return Answer(Observation(f"{tool.name} {how}{state}", failed=True), f"`{tool.name}` {how}{details}")
-
-    def _count(self, tool: ToolFacts, answer: Answer, seconds: float) -> None:
-        with self._lock:
-            statistics = self._statistics[tool.name]
-            statistics.calls += 1
-            statistics.failures += answer.observation.failed
-            statistics.seconds += seconds
-        if answer.report:
-            self._log(tool.name, answer.report)
 
     def _log(self, name: str, report: str) -> None:
         self._reports[name] += 1

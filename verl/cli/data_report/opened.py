@@ -8,13 +8,14 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl.agents.setup import schemas_of
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.data import dataset as row_dataset
@@ -46,7 +47,8 @@ def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Ab
     """
     sizes: dict[str, Any] = {"rollout_batch_size": 1, "mini_rollout_batch_size": None}
     data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=measures, **sizes)
-    return _opened(config, config.worker.rollout, folder, partial(make_loaders, data))
+    tools = schemas_of(config.worker.rollout.multi_turn)
+    return _opened(config, config.worker.rollout, folder, partial(make_loaders, data), tools)
 
 
 def opened_conversations(config: SFTConfig, folder: Path) -> AbstractContextManager[Loaders]:
@@ -57,7 +59,11 @@ def opened_conversations(config: SFTConfig, folder: Path) -> AbstractContextMana
 
 @contextmanager
 def _opened(
-    config: C, frames: Any, folder: Path, make: Callable[[Readers, Path], Loaders]
+    config: C,
+    frames: Any,
+    folder: Path,
+    make: Callable[[Readers, Path], Loaders],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Loaders]:
     # `frames` is the section with the limits on the frames of a video.
     if folder.absolute() == Path(config.trainer.checkpoint_folder):
@@ -66,7 +72,7 @@ def _opened(
     report.unlink(missing_ok=True)
     model, template = config.worker.actor.model, config.data.override_chat_template
     with closing(MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)) as cache, _quiet():
-        readers = load_readers(model, template, media_options(config.data, frames), cache)
+        readers = load_readers(model, template, media_options(config.data, frames), cache, tools)
         try:
             loaders = make(readers, folder)
         except ValueError as error:

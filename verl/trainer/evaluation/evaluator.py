@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.agents.setup import schemas_of
+from verl.agents.setup import check_conversations, schemas_of
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.data.loader import load_readers, make_loaders, media_options
@@ -107,6 +107,8 @@ def running_evaluator(
         media = media_options(data, worker.rollout)
         tools = schemas_of(worker.rollout.multi_turn)
         readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
+        if worker.rollout.multi_turn.enable:
+            check_conversations(readers, data, worker.rollout.multi_turn)
         val = make_loaders(data, readers, folder).val
         assert val is not None, "the config was checked"
         if question.by is not None:
@@ -124,7 +126,7 @@ def running_evaluator(
         sampler = Sampler(data, worker, workers, reward, readers.tokenizer, on_progress)
         log = EvaluationLog(
             folder, question.keep, readers.tokenizer, readers.media,
-            skip_special_tokens=worker.reward.skip_special_tokens,
+            skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
         )  # fmt: skip
         validator = Validator(sampler, val, worker, config.dp_size, 0)
         yield Evaluator(validator, log, folder, tracker, data.answer_key)

@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,9 @@ import numpy as np
 from PIL import Image
 
 from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.media.references import Reference, shown_name
+from verl.data.media.references import Reference, payload, shown_name
 from verl.protocol import DataProto
+from verl.trainer.rollouts.conversation_log import conversation_columns
 from verl.viewer.rollout_store import TRAIN, RolloutStore
 
 MAX_FRAMES = 8  # shown of a video
@@ -42,10 +43,13 @@ class RolloutLog:
         media: MediaLoader | None,
         *,
         skip_special_tokens: bool,
+        tools: Sequence[Mapping[str, Any]] = (),  # schemas
+        keep_whole_images: bool = False,
     ) -> None:
         self.num_groups = num_groups
         self.skip_special_tokens = skip_special_tokens
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tools = tokenizer, tools
+        self.keep_whole_images = keep_whole_images
         self.media = media  # reads from the run's cache; None for a text model
         self.store = RolloutStore(run_folder)
 
@@ -85,9 +89,7 @@ class RolloutLog:
             "data_source": None if source is None else str(source),
             "prompt": item["prompt_text"],
             "messages": json.dumps(item["prompt_messages"]),
-            "response": self.tokenizer.decode(
-                token_ids.tolist(), skip_special_tokens=self.skip_special_tokens
-            ),
+            "response": self._decode(token_ids.tolist()),
             "ground_truth": str(item["ground_truth"]),
             "finish_reason": item["finish_reason"],
             "score": float(arrays["token_level_scores"].sum()) if is_scored else None,
@@ -98,8 +100,13 @@ class RolloutLog:
             "token_ids": token_ids,
             "tokens": [texts[token] for token in token_ids.tolist()],
             "is_trained": is_trained[is_response],
+            "is_masked": not is_trained.any(),
             **values,
+            **conversation_columns(item, token_ids.tolist(), self.tools, self._decode, self._media),
         }
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
 
     def _token_texts(self, token_ids: np.ndarray) -> dict[int, str]:
         # Each token is decoded alone, so a part of a character becomes a replacement character.
@@ -125,7 +132,11 @@ class RolloutLog:
         files = [file for file in map(self.store.add_image, pictures) if file is not None]
         if len(files) < len(pictures):
             return {"files": files, "problem": "the disk is full"}
-        return {"files": files, "problem": None, "times": times}
+        source = payload(ref)
+        whole = None
+        if self.keep_whole_images and plural == "images" and isinstance(source, bytes):
+            whole = self.store.add_whole(source)
+        return {"files": files, "problem": None, "times": times, "whole": whole}
 
 
 def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:

@@ -10,7 +10,7 @@ from typing import Any
 from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto, objects
-from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, ZeroScores
+from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, TurnRewards
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.scores import Scoring
 from verl.trainer.rollouts.sequences import join_responses
@@ -89,7 +89,7 @@ class Sampler:
 
     def _score(
         self,
-        job: RewardJob | ZeroScores,
+        job: RewardJob | TurnRewards,
         index: Sequence[int],
         responses: list[FinishedResponse],
         columns: dict[str, Any],

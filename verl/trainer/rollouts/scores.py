@@ -2,7 +2,8 @@
 """Scores of responses: from the reward function's values to scores on tokens, and groups of scored sequences.
 
 `Scoring` waits for the reward function; `score` adds the overlong penalty and the reward model's score and
-puts the sum on each response's last token. To add a term: one more entry in `shaping_terms`.
+puts the sum on each response's last token, rewards of turns on their turns' last tokens. To add a term: one
+more entry in `shaping_terms`.
 """
 
 import math
@@ -18,6 +19,7 @@ from verl.algorithms.reward_shaping import overlong_penalty
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.protocol import DataProto, objects
+from verl.rewards import turns
 from verl.rewards.failures import FAILURES, RETRIES
 from verl.trainer.metrics import Metrics, compute_reward_metrics
 from verl.utils.plain_data import encode
@@ -58,9 +60,11 @@ def join_values(parts: Sequence[Values]) -> Values:
 def score(
     batch: DataProto, values: Values, worker: WorkerConfig, algorithm: AlgorithmConfig
 ) -> tuple[DataProto, Metrics]:
-    """Put each response's score on its last token.
+    """Put each response's score on its last token, see `on_tokens`.
 
         score_i = overall_i + overlong penalty_i + coef * model_score_i
+
+    Rewards of turns, of which `overall` is the sum, are on the last token of each turn instead.
 
     A response without a score, because a call of the reward function failed, loses its `loss_mask`: from here
     on it takes no part.
@@ -73,8 +77,7 @@ def score(
     total, terms = add_terms(values, tensors["response_mask"], model_scores, worker)
     overall = torch.tensor(values["overall"])  # (B,)
     replaced, is_masked = _mask_unscored(batch, overall)
-    total = total.masked_fill(is_masked, 0.0)
-    added = {"token_level_scores": on_last_tokens(total, tensors["loss_mask"])}
+    added = {"token_level_scores": on_tokens(batch.merge(replaced, replace=replaced), total, values)}
     option, keys = component_keys(algorithm)
     if keys:
         components = reward_components(values, keys, option)  # (B, K)
@@ -131,6 +134,36 @@ def shaping_terms(mask: Tensor, reward: RewardConfig) -> dict[str, Tensor]:
     return {"overlong": is_overlong.float(), "overlong_penalty": penalty}
 
 
+def on_tokens(sequences: DataProto, scores: Tensor, values: Values) -> Tensor:
+    """Put scores (B,) on the last token of each response, and the rewards of turns in them on each turn's.
+
+    Only tokens that count in `loss_mask` have scores: a turn without any gives its reward to the last one
+    before it, or else to the first one after it. Returns (B, R) float32.
+    """
+    mask = sequences.batch["loss_mask"]
+    names = sorted(filter(turns.is_reward_of_turn, values), key=lambda name: (len(name), name))
+    if not names or "turns" not in sequences.non_tensor_batch:
+        return on_last_tokens(scores, mask)
+    rewards = torch.tensor([values[name] for name in names], dtype=torch.float64).T  # (B, K), nan without
+    has_rewards = ~rewards.isnan().all(-1)  # (B,)
+    overall = torch.tensor(values["overall"], dtype=torch.float64)
+    rest = torch.where(has_rewards, scores - overall, scores)  # (B,)
+    stops = torch.ones(rewards.shape, dtype=torch.int64)  # (B, K)
+    for row, conversation in enumerate(sequences.non_tensor_batch["turns"]):
+        stops[row, : len(conversation)] = torch.tensor([turn["stop"] for turn in conversation[: len(names)]])
+    return on_last_tokens(rest, mask) + _before(stops, rewards.nan_to_num(0.0), mask)
+
+
+def _before(stops: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    """Put rewards (B, K) on the last token of the mask (B, R) before each stop, (B, K)."""
+    positions = torch.arange(mask.shape[-1]) + 1  # (R,)
+    last = (mask * positions).cummax(-1).values  # (B, R), one more than the last position so far; 0 without
+    found = last.gather(-1, stops - 1) - 1  # (B, K)
+    first = mask.argmax(-1, keepdim=True)  # (B, 1)
+    kept = torch.where(mask.any(-1, keepdim=True), rewards.float(), 0.0)
+    return torch.zeros(mask.shape).scatter_add(1, torch.where(found < 0, first, found), kept)
+
+
 def on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     """Put scores (B,) on the last token of each row of the mask (B, R); rows without a token stay zero."""
     positions = torch.arange(1, mask.shape[-1] + 1)  # (R,)
@@ -172,9 +205,16 @@ def column_of(values: Values, key: str, option: str) -> Tensor:
 
 
 def reward_values(values: Values) -> np.ndarray:
-    """The values of each row as one object: {"overall": 1.0, "format": 0.0}."""
+    """The values of each row as one object: {"overall": 1.0, "format": 0.0}.
+
+    A conversation has the rewards of its own turns, however many others have.
+    """
     rows = zip(*values.values(), strict=True)
-    return objects([dict(zip(values, row, strict=True)) for row in rows])
+    named = [zip(values, row, strict=True) for row in rows]
+    return objects([
+        {name: value for name, value in row if not (turns.is_reward_of_turn(name) and math.isnan(value))}
+        for row in named
+    ])  # fmt: skip
 
 
 def _check_names(values: Values, terms: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ const LOOKS = ["text", "markdown", "tokens"];
 const ORDERS = {
   "as sampled": (row) => row.sample, "best first": (row) => -(row.score ?? -Infinity), "worst first": (row) => row.score ?? Infinity,
   "largest advantage": (row) => -(row.advantage ?? -Infinity), "shortest": (row) => row.response_length,
-  "longest": (row) => -row.response_length,
+  "longest": (row) => -row.response_length, "most turns": (row) => -(row.num_turns ?? 1),
 };
 
 export function Group({ runs, run, kind, step, group }) {
@@ -43,7 +43,7 @@ export function Group({ runs, run, kind, step, group }) {
         <${Controls} state=${state} rows=${rows} kind=${kind} />
         ${state.isOverSteps && html`
           <${OverSteps} runs=${runs} run=${run} kind=${kind} step=${step} group=${group} />`}
-        <${Responses} rows=${rows} state=${state} />`}
+        <${Responses} rows=${rows} run=${run} state=${state} />`}
   `;
 }
 
@@ -110,7 +110,7 @@ function Controls({ state, rows, kind }) {
   `;
 }
 
-function Responses({ rows, state }) {
+function Responses({ rows, run, state }) {
   const key = ORDERS[state.order];
   const sorted = [...rows].sort((one, other) => key(one) - key(other) || one.sample - other.sample);
   const { best, worst } = extremes(rows);
@@ -119,7 +119,7 @@ function Responses({ rows, state }) {
   return html`
     <section class=${state.isPair ? "responses pair" : "responses"}>
       ${visible.map((row) => html`
-        <${Response} key=${row.sample} row=${row} look=${state.look} coloring=${state.coloring} mark=${markOf(row)} />`)}
+        <${Response} key=${row.sample} row=${row} run=${run} look=${state.look} coloring=${state.coloring} mark=${markOf(row)} />`)}
     </section>
   `;
 }

@@ -21,6 +21,7 @@ const KEY = [ // label, metrics of which the first logged one is shown
 const AREAS = [
   ["Reward", /^(reward|critic\/(score|rewards))(\/|$)/],
   ["Validation", /^val(idation)?(\/|$)/],
+  ["Conversations", /^agent(\/|$)/],
   ["Length", /^(response|prompt)_length(\/|$)/],
   ["Policy", /^actor(\/|$)/],
   ["Critic", /^critic(\/|$)/],

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One response: as text, as markdown, or as tokens colored by a value.
+// One response: as text, as markdown, or as tokens colored by a value; conversations turn by turn.
 
 import { html, useState } from "./vendor/htm-preact-3.1.1.min.js";
 import { shown } from "./api.js";
 import { Text, readable } from "./text.js";
+import { Legend, Turns } from "./turns.js";
 
 const MAX_TOKENS = 2000;
 const FULL_COLOR = 5; // nats: a token this unlikely has the full color
@@ -14,34 +15,41 @@ export const COLORINGS = {
   "advantage": (row, index) => signed(row.advantages[index], row.largest),
 };
 
-export function Response({ row, look, coloring, mark }) {
+export function Response({ row, run, look, coloring, mark }) {
   const rewards = Object.entries(row.reward_values).filter(([name]) => name !== "overall");
   return html`
     <article class=${mark || ""}>
       <h3>
         <span class="score">${shown(row.score)}</span>
         ${mark && html`<b class="badge">${mark}</b>`}
+        ${row.is_masked && html`<b class="badge bad">masked</b>`}
         <small>response ${row.sample + 1}</small>
       </h3>
       <p class="facts">
         ${[
           row.advantage !== null && `advantage ${shown(row.advantage)}`,
           `${row.response_length} tokens`, shown(row.finish_reason),
+          row.turns && counted(row.num_turns, "turn"), row.turns && counted(row.num_calls, "call"),
+          row.num_failures > 0 && `${row.num_failures} failed`,
           ...rewards.map(([name, value]) => `${name} ${shown(value)}`),
         ].filter(Boolean).join(" · ")}
       </p>
       ${look === "tokens"
-        ? html`<${Tokens} row=${row} color=${COLORINGS[coloring]} />`
-        : html`<${Text} text=${readable(row.response || "")} isMarkdown=${look === "markdown"} />`}
+        ? html`<${Legend} row=${row} /><${Tokens} row=${row} color=${COLORINGS[coloring]} />`
+        : row.turns
+          ? html`<${Turns} row=${row} run=${run} isMarkdown=${look === "markdown"} />`
+          : html`<${Text} text=${readable(row.response || "")} isMarkdown=${look === "markdown"} />`}
     </article>
   `;
 }
+
+const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function Tokens({ row, color }) {
   const [most, setMost] = useState(MAX_TOKENS);
   return html`
     <pre class="tokens">${row.tokens.slice(0, most).map((token, index) => html`
-      <span title=${title(row, index)} style=${{ background: color(row, index) }}>${token}</span>`)}</pre>
+      <span title=${title(row, index)} class=${row.is_trained[index] === false ? "untrained" : ""} style=${{ background: color(row, index) }}>${token}</span>`)}</pre>
     ${row.tokens.length > most && html`
       <button class="fold" onClick=${() => setMost(row.tokens.length)}>show all ${row.tokens.length} tokens</button>`}
   `;
@@ -52,6 +60,7 @@ export function withScale(answer) {
   const rows = answer.map((row) => ({
     ...row,
     tokens: row.tokens || [],
+    is_trained: row.is_trained || [],
     token_ids: row.token_ids || [],
     rollout_log_probs: row.rollout_log_probs || [],
     old_log_probs: row.old_log_probs || [],
@@ -82,5 +91,6 @@ function title(row, index) {
     `old log-prob ${shown(row.old_log_probs[index], 4)}`,
     `rollout log-prob ${shown(row.rollout_log_probs[index], 4)}`,
     `advantage ${shown(row.advantages[index], 4)}`,
-  ].join("\n");
+    row.is_trained[index] === false && "not trained",
+  ].filter(Boolean).join("\n");
 }

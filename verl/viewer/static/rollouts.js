@@ -6,7 +6,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact-3.1.1.min.js";
 import * as address from "./address.js";
 import { fetchJson, groupLink, shown } from "./api.js";
-import { FILTERS, PAGE, filterQuery, offsetOf, orderOf } from "./filters.js";
+import { FILTERS, PAGE, TURN_FILTERS, filterQuery, offsetOf, orderOf } from "./filters.js";
 import { Histogram } from "./histogram.js";
 import { KeysHelp, useKeys } from "./keys.js";
 import { readable } from "./text.js";
@@ -16,8 +16,9 @@ const COLUMNS = [
   ["run", "run"], ["step", "step"], ["score", "score"], ["advantage", "advantage"], ["response_length", "tokens"],
   ["finish_reason", "finish"], ["data_source", "source"],
 ];
+const TURN_COLUMNS = [["num_turns", "turns"], ["num_calls", "calls"], ["num_failures", "failed"]];
 const TITLES = { score: "score", response_length: "response length (tokens)" };
-const EMPTY = { rows: [], total: 0, choices: { kind: [], data_source: [], finish_reason: [] } };
+const EMPTY = { rows: [], total: 0, choices: { kind: [], data_source: [], finish_reason: [], stop_reason: [] } };
 
 export function Rollouts({ runs, numbers, version }) {
   const { params } = address.useAddress();
@@ -27,10 +28,12 @@ export function Rollouts({ runs, numbers, version }) {
   const bindings = tableKeys(answer.rows, runs, current, setCurrent, search);
   useKeys(bindings);
   const { sort, order } = orderOf(params);
+  const hasTurns = answer.choices.stop_reason.length > 0 || TURN_FILTERS.some((name) => params.get(name));
+  const columns = hasTurns ? [...COLUMNS, ...TURN_COLUMNS] : COLUMNS;
   const sortBy = (name) =>
     address.set({ sort: name, order: sort === name && order === "down" ? "up" : "down", offset: null });
   return html`
-    <${Filters} params=${params} choices=${answer.choices} search=${search}>
+    <${Filters} params=${params} choices=${answer.choices} search=${search} hasTurns=${hasTurns}>
       <${KeysHelp} bindings=${bindings} />
     </${Filters}>
     ${problem && html`<p class="notice">${problem}</p>`}
@@ -42,19 +45,19 @@ export function Rollouts({ runs, numbers, version }) {
     <${Pager} params=${params} numbers=${numbers} total=${answer.total} />
     <div class="scroll"><table class="rollouts">
       <thead><tr>
-        ${COLUMNS.map(([name, title]) => html`
+        ${columns.map(([name, title]) => html`
           <th aria-sort=${sort === name ? (order === "up" ? "ascending" : "descending") : null}>
             <button onClick=${() => sortBy(name)}>${title}${sort === name && (order === "up" ? " ▲" : " ▼")}</button>
           </th>`)}
         <th>prompt</th><th>response</th>
       </tr></thead>
       <tbody>${answer.rows.map((row, index) => html`
-        <${Row} row=${row} runs=${runs} isCurrent=${index === current} />`)}</tbody>
+        <${Row} row=${row} runs=${runs} hasTurns=${hasTurns} isCurrent=${index === current} />`)}</tbody>
     </table></div>
   `;
 }
 
-function Row({ row, runs, isCurrent }) {
+function Row({ row, runs, hasTurns, isCurrent }) {
   const line = useRef(null);
   useEffect(() => isCurrent && line.current.scrollIntoView({ block: "nearest" }), [isCurrent]);
   return html`
@@ -65,8 +68,10 @@ function Row({ row, runs, isCurrent }) {
       <td class="score">${shown(row.score)}</td>
       <td class="advantage">${shown(row.advantage)}</td>
       <td class="tokens">${row.response_length}</td>
-      <td class="finish">${shown(row.finish_reason)}</td>
+      <td class="finish">${shown(row.finish_reason)}
+        ${row.is_masked && html` <b class="badge bad" title="no token is trained">masked</b>`}</td>
       <td class="source">${shown(row.data_source)}</td>
+      ${hasTurns && TURN_COLUMNS.map(([name, title]) => html`<td class=${title}>${shown(row[name])}</td>`)}
       <td class="text prompt-cell">
         ${row.thumbnail && html`<img loading="lazy" src=${`/media/${row.run}/${row.thumbnail}`} alt="" />`}
         <span>${row.question}</span>${row.num_media > 1 && html`<small>+${row.num_media - 1}</small>`}</td>
@@ -75,7 +80,7 @@ function Row({ row, runs, isCurrent }) {
   `;
 }
 
-function Filters({ params, choices, search, children }) {
+function Filters({ params, choices, search, hasTurns, children }) {
   const field = (name, type, hint) => html`
     <input type=${type} step="any" name=${name} placeholder=${hint} value=${params.get(name) || ""}
       ref=${name === "text" ? search : null} onInput=${(event) => setFilters({ [name]: event.target.value }, true)} />`;
@@ -99,6 +104,9 @@ function Filters({ params, choices, search, children }) {
       ${bound("step", "Step")} ${bound("score", "Score")} ${bound("response_length", "Tokens")}
       ${choice("finish_reason", "Finish", choices.finish_reason)}
       ${choice("data_source", "Source", choices.data_source)} ${choice("media", "Media", ["yes", "no"])}
+      ${hasTurns && html`
+        ${bound("num_turns", "Turns")} ${bound("num_calls", "Calls")} ${bound("num_failures", "Failed calls")}
+        ${choice("stop_reason", "End", choices.stop_reason)}`}
       ${FILTERS.some((name) => params.get(name)) && html`
         <button class="quiet" onClick=${() => setFilters(Object.fromEntries(FILTERS.map((name) => [name, null])))}>
           clear filters</button>`}

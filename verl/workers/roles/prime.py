@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.prime import check_accuracies, prime_loss, process_rewards
+from verl.algorithms.estimators.prime import check_accuracies, prime_loss, process_rewards
 from verl.config.worker import PrimeConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward

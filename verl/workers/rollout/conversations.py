@@ -106,6 +106,18 @@ class ConversationDriver:
 
     def _observe(self, key: Key, observations: list[Observation]) -> None:
         self._calling.discard(key)
+        if key in self._rows:
+            self._stop_if_failed(observations)
+            self._open[key] = self._begun(self._rows.pop(key), observations[0])
+            return
+        conversation = self._open[key]
+        conversation.observe(observations, self._now)
+        # Their media may fail too, when the conversation reads them.
+        self._stop_if_failed(conversation.last_observations)
+        if self.on_tool_error == "end" and any(one.failed for one in conversation.last_observations):
+            conversation.end(FAILED, is_masked=True)
+
+    def _stop_if_failed(self, observations: Sequence[Observation]) -> None:
         failed = [one.text for one in observations if one.failed]
         if failed and self.on_tool_error == "stop":
             what = "the environment" if self.rules.has_environment else "a tool"
@@ -113,13 +125,6 @@ class ConversationDriver:
                 f"{what} failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
                 f" {failed[0]}"
             )
-        if key in self._rows:
-            self._open[key] = self._begun(self._rows.pop(key), observations[0])
-            return
-        conversation = self._open[key]
-        conversation.observe(observations, self._now)
-        if failed and self.on_tool_error == "end":
-            conversation.end(FAILED, is_masked=True)
 
     def _answers(self) -> list[tuple[Key, list[Observation], float]]:
         # equal on all ranks of the engine, as is the clock
@@ -137,9 +142,9 @@ class ConversationDriver:
 
     def _start(self, key: Key, row: Row, seed: int | None) -> None:
         if self.pool is not None:
-            self.pool.start(key, self._columns(key, row, seed))
+            self.pool.start(key, columns_of(self.rules, key, row, seed))
         if not self.rules.has_environment:
-            self._open[key] = Conversation(self.rules, _prompt_of_row(row))
+            self._open[key] = Conversation(self.rules, prompt_of_row(row))
             return
         self._rows[key] = row
         self._calling.add(key)
@@ -150,25 +155,10 @@ class ConversationDriver:
         """Return the conversation of an environment that has answered `reset`."""
         if isinstance(opening, Opening) and opening.messages is not None:
             return Conversation(self.rules, prompt_of(self.rules, opening))
-        conversation = Conversation(self.rules, _prompt_of_row(row))
+        conversation = Conversation(self.rules, prompt_of_row(row))
         if opening.failed:
             conversation.fail(opening)
         return conversation
-
-    def _columns(self, key: Key, row: Row, seed: int | None) -> dict[str, Any]:
-        """Return a row as a conversation's tools or environment get it."""
-        columns = self._tool_row(row) | {"sample": key.sample}
-        if columns.get("seed") is None:
-            columns["seed"] = _int_of(("seed", seed, key.uid)) % MAX_SEED
-        return columns
-
-    def _tool_row(self, row: Row) -> dict[str, Any]:
-        """Return a row as tools get it: with the `images` and `videos` of its prompt, as local references."""
-        media = row["multi_modal_data"]
-        if self.rules.media is None or not media:
-            return dict(row)
-        on_disk = self.rules.media.loader.on_disk
-        return {**row, **{name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}}
 
     def _finish(self, key: Key) -> FinishedResponse:
         done = self._open.pop(key).finish()
@@ -179,7 +169,18 @@ class ConversationDriver:
         )
 
 
-def _prompt_of_row(row: Row) -> Prompt:
+def columns_of(rules: ConversationRules, key: Key, row: Row, seed: int | None) -> dict[str, Any]:
+    """Return a row as tools, environments and agents get it, with its prompt's media on disk."""
+    columns, media = {**row, "sample": key.sample}, row["multi_modal_data"]
+    if rules.media is not None and media:
+        on_disk = rules.media.loader.on_disk
+        columns |= {name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}
+    if columns.get("seed") is None:
+        columns["seed"] = _int_of(("seed", seed, key.uid)) % MAX_SEED
+    return columns
+
+
+def prompt_of_row(row: Row) -> Prompt:
     return Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
 
 

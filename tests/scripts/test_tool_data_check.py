@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools and their chat template are shown and judged before a run, and before its workers load anything."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.agent_runs import OPTIONS
+from tests.helpers.training import ROOT
+from verl.cli.data_check import main
+from verl.cli.data_report.tools import example_call
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
+from verl.trainer import extensions
+from verl.trainer.setup import running_trainer
+
+SHIPPED = f"data.override_chat_template={ROOT / 'examples/chat_template/qwen_vl_tools.jinja'}"
+ZOOM = "worker.rollout.multi_turn.tools=[zoom]"
+HERMES = "worker.rollout.multi_turn.format=hermes"
+LOSSY = """{%- for tool in tools %}{{ tool | tojson }}{% endfor -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}{% else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ loop.length }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\\n<tool_call>\\n' }}{{ call.function | tojson }}{{ '\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+{#- "tool" <tool_call> "arguments" -#}
+"""
+
+
+@pytest.fixture
+def lossy(tmp_path):
+    """A template that renders a turn differently in a longer conversation."""
+    file = tmp_path / "lossy.jinja"
+    file.write_text(LOSSY)
+    return f"data.override_chat_template={file}"
+
+
+def test_tools_are_shown_in_the_prompt_and_in_an_example(run, tmp_path, capsys):
+    options = (*OPTIONS, ZOOM, SHIPPED, "data.max_prompt_length=2000")
+    assert main([*run, *options, "--rows", "1", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+
+    assert "tool: zoom(box, image): " in text
+    prompts = text[text.index("prompt:") :]
+    assert '"name": "zoom"' in prompts  # as the model will read it
+    example = [line.strip() for line in text.splitlines() if line.startswith(("  + ", "  | "))]
+    written = [line for line in example if line.startswith("+")]
+    assert written == [
+        "+ <tool_call>", '+ {"name": "zoom", "arguments": {"box": []}}', "+ </tool_call><|im_end|>",
+    ]  # fmt: skip
+    after = example[example.index(written[-1]) + 1 :]
+    assert after[0] == "| <|im_start|>user" and "(the answer)" in "".join(after[:4])
+    assert "<|image_pad|>" in "".join(after[:4]) and after[4].startswith("| <|im_start|>assistant")
+
+
+def test_a_template_that_cannot_show_conversations_is_an_error_of_the_data(run, lossy, tmp_path, capsys):
+    status = main([*run, *OPTIONS, ZOOM, HERMES, lossy, "--out", str(tmp_path)])
+
+    said = capsys.readouterr()
+    assert status == 2
+    reason = r"`worker.rollout.multi_turn.enable=true`: the chat template .* `data.override_chat_template`"
+    assert re.search(reason, said.out + said.err)
+
+
+def test_a_run_with_such_a_template_ends_before_a_worker_loads_its_model(run, lossy):
+    config = load_config(PPOConfig, [*run, *OPTIONS, ZOOM, HERMES, lossy])
+
+    expected = r"`worker\.rollout\.multi_turn\.enable=true`: the chat template"
+    with pytest.raises(ValueError, match=expected), running_trainer(config, pool=None):
+        raise AssertionError("the run began")
+
+
+def test_the_files_of_several_tools_are_loaded_once(run, tmp_path, monkeypatch):
+    file = Path(tmp_path, "tools.py")
+    file.write_text("".join(f'def {name}() -> str:\n    """Return it."""\n\n' for name in ("one", "two")))
+    tools = f"worker.rollout.multi_turn.tools=[{file}:one,{file}:two]"
+    loads, load_tools = [], extensions.load_tools
+    monkeypatch.setattr(extensions, "load_tools", lambda options: loads.append(load_tools(options)))
+
+    extensions.check_extensions(load_config(PPOConfig, [*run, *OPTIONS[:-3], tools]))
+
+    assert [[tool.name for tool in loaded] for loaded in loads] == [["one", "two"]]
+
+
+def test_an_example_has_a_value_for_each_argument_that_is_needed():
+    kinds = {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}, "c": {"type": ["null", "string"]}, "d": {}}
+    parameters = {"type": "object", "properties": kinds, "required": ["a", "b", "c"]}
+
+    call = example_call({"function": {"name": "add", "parameters": parameters}})
+
+    assert (call.name, call.arguments) == ("add", {"a": 1, "b": "x", "c": None})

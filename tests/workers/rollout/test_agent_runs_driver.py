@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents on both engines: the tokens of every call, log-probs, failures and limits."""
+
+import itertools
+import json
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers.conversations import rules_of, template_of
+from tests.helpers.families import load_tiny, open_tiny
+from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
+from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
+from verl.agents.contexts import AgentRules
+from verl.agents.endpoint.server import Endpoint
+from verl.agents.interface import ToolCall
+from verl.agents.media import ConversationMedia
+from verl.agents.parsers.interface import CallFormat
+from verl.agents.tools.pool import ToolPool
+from verl.config.multi_turn import MultiTurnConfig
+from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
+from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
+from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.engines import build_rollout_engine
+
+pytestmark = pytest.mark.heavy
+
+# A program that knows nothing of training: two tools, a retry, a context that it shortens by itself.
+AGENT = """
+import base64
+import io
+import json
+
+from openai import OpenAI
+from PIL import Image
+
+
+def function(name, **properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+NUMBER = {"type": "integer"}
+TOOLS = [function("add", a=NUMBER, b=NUMBER), function("draw", size=NUMBER)]
+
+
+def add(a, b):
+    return str(a + b)
+
+
+def draw(size):
+    file = io.BytesIO()
+    Image.new("RGB", (size, 56), (90, 200, 40)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return [{"type": "text", "text": "seen"}, {"type": "image_url", "image_url": {"url": url}}]
+
+
+def run(row, policy):
+    client = OpenAI(max_retries=0)
+    messages = [{"role": "user", "content": f"Begin with {row['number']}."}]
+
+    def ask():
+        answer = client.chat.completions.create(
+            model="gpt-5", messages=messages, tools=TOOLS, temperature=0.2, max_tokens=24
+        )
+        return answer.choices[0].message
+
+    ask()  # thrown away, and asked again
+    for turn in range(4):
+        message = ask()
+        messages.append(message)
+        for call in message.tool_calls or []:
+            answer = {"add": add, "draw": draw}[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "Go on."})
+        if turn == 2:
+            del messages[1:-2]  # forget the past
+    return {"reward": 0.5, "turn_rewards": [1.0, 2.0]}
+"""
+SAMPLING = SamplingOptions(n=2, temperature=TEMPERATURE, max_tokens=60, seed=3)
+
+
+def sometimes_calls():
+    """Return a format in which a turn's text decides its call, since a random model writes none."""
+
+    def parse(text, schemas):
+        assert [schema["function"]["name"] for schema in schemas] == ["add", "draw"]
+        number = sum(map(ord, text))
+        calls = [ToolCall("add", {"a": number, "b": 1}), ToolCall("draw", {"size": 56 + 28 * (number % 3)})]
+        return [[], calls[:1], calls[1:]][number % 3]
+
+    return CallFormat(parse, "")
+
+
+class Recorder:
+    """An engine that notes what it was given and what it returned, by uid."""
+
+    def __init__(self, engine):
+        self._engine, self.prompts, self.turns = engine, {}, {}
+        self.is_aborted = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def submit(self, requests, sampling):
+        self.prompts |= {request.uid: request for request in requests}
+        self._engine.submit(requests, sampling)
+
+    def step(self, at_most=1):
+        finished = self._engine.step(at_most)
+        self.turns |= {one.uid: one for one in finished}
+        return finished
+
+    def abort(self, uids):
+        uids = list(uids)
+        self.is_aborted += uids
+        self._engine.abort(uids)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random model for which every third token ends a turn."""
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    shutil.copytree(load_tiny("qwen2_5_vl").folder, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    ends = [*settings["eos_token_id"], *range(30, 300, 3)]
+    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return open_tiny(folder)
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def engine(request, tiny, single_process):
+    options = dict(max_model_len=1600, max_num_batched_tokens=1600, multi_turn=MultiTurnConfig(enable=True))
+    engine = build_rollout_engine(rollout_config(name=request.param, **options), setup_of(tiny.folder))
+    engine.sync_weights(hub_tensors(tiny.model))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def lead(tiny, engine, tmp_path):
+    """Run an agent's source for a number of rows; returns the responses and the recorded engine."""
+    closing = []
+
+    def run(source, rows=3, sampling=SAMPLING, max_tokens=1300, form=None, **options):
+        path = tmp_path / "agent.py"
+        path.write_text(source)
+        config = {"agent": f"{path}:run", "tool_timeout_s": 30.0} | options
+        rules = rules_with(tiny, form or sometimes_calls(), max_tokens, config)
+        pool = ToolPool(rules.conversation.options)
+        endpoint = Endpoint(rules.conversation.media.loader.on_disk, takes_media=True, shows_tools=True)
+        closing.extend([pool, endpoint])
+        recorder = Recorder(engine)
+        decode = rules.conversation.media.loader.decode
+        driver = AgentDriver(recorder, AgentServices(pool, endpoint), rules, decode)
+        found = [one for finished in driver.run(rows_of(rows), sampling) for one in finished]
+        assert engine.num_unfinished == 0
+        return found, recorder, rules
+
+    yield run
+    for each in closing:
+        each.close()
+
+
+def rules_with(tiny, form, max_tokens, options):
+    media = ConversationMedia(
+        MediaLoader(tiny.processor, MediaOptions(1, 1 << 20)), partial(tiny.family.positions, tiny.config)
+    )
+    rules = rules_of(max_tokens=max_tokens, tokenizer=tiny.processor.tokenizer, media=media, **options)
+    source = tiny.processor.chat_template
+
+    def template(messages, add_generation_prompt, name, tools=()):
+        text = template_of(tiny.processor.tokenizer, source)(messages, add_generation_prompt, name)
+        # The tiny model's own template shows none.
+        return "".join(f"{tool['function']['name']} " for tool in tools) + text
+
+    return AgentRules(replace(rules, format=form), template, shows_tools=True, max_prompt_tokens=300)
+
+
+def rows_of(count):
+    row = {"raw_prompt_ids": [5, 6], "prompt_messages": [], "multi_modal_data": None}
+    return [row | {"uid": f"row {number}", "number": number} for number in range(count)]
+
+
+def contexts_of(response):
+    """Return the slices of a response's contexts; that of the first one begins at 0."""
+    starts = [0, *response.trajectory.context_starts, len(response.token_ids)]
+    return list(itertools.pairwise(starts))
+
+
+def test_the_tokens_of_every_call_are_those_of_the_engine(tiny, engine, lead):
+    responses, recorder, rules = lead(AGENT)
+
+    assert len({(one.uid, one.sample) for one in responses}) == len(responses) == 6
+    by_conversation = defaultdict(dict)
+    for uid, turn in recorder.turns.items():
+        by_conversation[uid.key][uid.number] = turn
+    loader = rules.conversation.media.loader
+    num_images = 0
+    for response in responses:
+        trajectory, calls = response.trajectory, by_conversation[response.uid, response.sample]
+        assert len(calls) == len(trajectory.turns) == 5 and not trajectory.is_masked
+        # The call that was thrown away, the conversation, and the shortened one.
+        assert len(trajectory.context_starts) == 2
+        found = {}
+        for number, (start, stop) in enumerate(contexts_of(response)):
+            before = trajectory.prompt.token_ids if number == 0 else []
+            for turn in trajectory.turns:
+                if start <= turn.start < stop:
+                    tokens = (*before, *response.token_ids[start : turn.start])
+                    found[tokens, tuple(response.token_ids[turn.start : turn.stop])] = turn
+        for number, turn in calls.items():
+            request = recorder.prompts[(response.uid, response.sample), number]
+            shape = loader.shape_of(request.media) if request.media else None
+            given = loader.expand(request.prompt_token_ids, shape) if shape else request.prompt_token_ids
+            assert found.pop((tuple(given), tuple(turn.token_ids)))
+        assert not found
+        sampled = [index for turn in trajectory.turns for index in range(turn.start, turn.stop)]
+        assert [index for index, is_own in enumerate(trajectory.is_sampled) if is_own] == sorted(sampled)
+        num_images += len(trajectory.media.get("images", ()))
+        assert sorted(turn.reward or 0 for turn in trajectory.turns) == [0, 0, 0.5, 1.0, 2.0]
+    assert num_images > 2
+    lengths = {len(turn.token_ids) for turn in recorder.turns.values()}
+    assert len(lengths) > 3
+
+
+def test_log_probs_of_each_context_are_the_trainers(tiny, engine, lead):
+    responses, _, rules = lead(AGENT)
+
+    loader, rows, found = rules.conversation.media.loader, [], []
+    for response in responses:
+        trajectory = response.trajectory
+        images = list(trajectory.prompt.media.get("images", ())) + list(trajectory.media.get("images", ()))
+        for number, (start, stop) in enumerate(contexts_of(response)):
+            ids, own = torch.tensor(response.token_ids[start:stop]), trajectory.is_sampled[start:stop]
+            prompt, positions = torch.tensor(trajectory.prompt.token_ids), trajectory.prompt.position_ids
+            later = trajectory.position_ids[..., start:stop]
+            if number:
+                prompt, ids, own = ids[:1], ids[1:], own[1:]
+                positions = later[..., :0]
+            positions = torch.cat([positions, later], dim=-1)
+            whole = torch.cat([prompt, ids])
+            count = int((whole == tiny.config.image_token_id).diff(prepend=torch.zeros(1)).eq(1).sum())
+            shown, images = images[:count], images[count:]
+            media = {"images": shown} if shown else None
+            expected = tiny.family.positions(tiny.config, whole, loader.measure(media))
+            assert torch.equal(positions, expected)
+            sampled = torch.tensor(own, dtype=torch.int64)
+            rows.append(Row(len(rows), prompt, ids, positions, sampled, (None, media)))
+            found.append((torch.tensor(response.log_probs[start:stop])[-len(ids) :], sampled))
+        assert not images
+    with torch.no_grad():
+        expected, _ = own_forward(tiny, tiny.model, as_batch(rows), loader)
+    for row, (log_probs, sampled) in enumerate(found):
+        assert not log_probs[sampled == 0].any()
+        difference = (log_probs - expected[row, : len(log_probs)]) * sampled
+        assert difference.abs().max() < 1e-4
+    assert sum(int(sampled.sum()) for _, sampled in found) > 100
+
+
+FAULTS = """
+import os
+import signal
+import threading
+import time
+
+from openai import APIError, APITimeoutError, AuthenticationError, BadRequestError, OpenAI
+
+QUESTION = [{"role": "user", "content": "Well?"}]
+
+
+def ask(client, **options):
+    return client.chat.completions.create(model="gpt", messages=QUESTION, **options)
+
+
+def run(row, policy):
+    client = OpenAI(max_retries=0)
+    fault = ["none", "raises", "hangs", "dies", "leaves", "calls nothing", "bad reward", "asks too much"][row["number"]]
+    if fault == "calls nothing":
+        return 1.0
+    ask(client, max_tokens=2)
+    if fault == "raises":
+        raise OSError("no such file")
+    if fault == "hangs":
+        time.sleep(600)
+    if fault == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "leaves":
+        try:
+            ask(client, timeout=0.001)
+        except APITimeoutError:
+            ask(client, max_tokens=2)
+    if fault == "bad reward":
+        return "good"
+    if fault == "asks too much":
+        for refused in ({"n": 3}, {"stop": ["x"]}):
+            try:
+                ask(client, **refused)
+            except BadRequestError as error:
+                assert error.param == list(refused)[0]
+        try:
+            OpenAI(api_key="sk-other", max_retries=0).models.list()
+        except AuthenticationError:
+            return 3.0
+    return 1.0
+"""
+
+
+def by_row(responses):
+    return {int(one.uid.split()[1]): one for one in responses}
+
+
+def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead):
+    one = SAMPLING.override({"n": 1})
+    responses, _, _ = lead(FAULTS, 8, one, tool_timeout_s=4.0, on_tool_error="end")
+
+    found = by_row(responses)
+    none, raises, hangs, dies, leaves, nothing, bad, asks = (found[number] for number in range(8))
+    assert len(responses) == 8
+    assert [one.trajectory.is_masked for one in found.values()].count(True) == 5
+    for fine, reward in ((none, 1.0), (leaves, 1.0), (asks, 3.0)):
+        assert not fine.trajectory.is_masked and fine.trajectory.turns[-1].reward == reward
+    for failed, text in (
+        (raises, "OSError: no such file"),
+        (hangs, "neither returned nor asked the policy within 4 s"),
+        (dies, "was killed by SIGKILL"),
+        (bad, "'good', not a finite number"),
+    ):
+        assert failed.trajectory.is_masked and len(failed.trajectory.turns) == 1
+        observation = failed.trajectory.turns[0].observations[-1]
+        assert observation.failed and text in observation.text
+    assert nothing.trajectory.is_masked and nothing.trajectory.turns == ()
+    assert nothing.trajectory.is_sampled == [False] and nothing.trajectory.prompt is None
+    # The call that its agent did not wait for left no token, unless the engine was faster.
+    assert len(leaves.trajectory.turns) in (2, 3)
+
+
+def test_shown_faults_count_with_their_turns_and_stopping_ones_end_the_run(tiny, engine, lead):
+    one = SAMPLING.override({"n": 1})
+    responses, _, _ = lead(FAULTS, 2, one, on_tool_error="show")
+    assert not any(each.trajectory.is_masked for each in responses)
+    assert by_row(responses)[1].trajectory.turns[0].observations[0].failed
+
+    with pytest.raises(RuntimeError, match=r"on_tool_error=stop` ends the run then: .*no such file"):
+        lead(FAULTS, 2, one, on_tool_error="stop")
+    assert engine.num_unfinished == 0
+
+
+LONG = """
+from openai import BadRequestError, OpenAI
+
+
+def run(row, policy):
+    client, messages, refused = OpenAI(max_retries=0), [{"role": "user", "content": "Count."}], None
+    while refused is None:
+        try:
+            answer = client.chat.completions.create(model="gpt", messages=messages)
+        except BadRequestError as error:
+            refused = error.code
+        else:
+            messages += [answer.choices[0].message, {"role": "user", "content": "Further."}]
+    return {"context_length_exceeded": 1.0, "max_assistant_turns": 2.0}[refused]
+"""
+
+
+def test_calls_without_room_or_turns_are_refused(tiny, engine, lead):
+    one = SAMPLING.override({"n": 1})
+    (full,), _, _ = lead(LONG, 1, one, max_tokens=150)
+    (turns,), _, _ = lead(LONG, 1, one, max_assistant_turns=3, max_tokens_per_turn=5)
+    (prompt,), _, _ = lead(LONG.replace("Count.", "Count. " * 200), 1, one)
+
+    assert full.trajectory.turns[-1].reward == 1.0 and full.finish_reason == "length"
+    assert 100 < len(full.token_ids) <= 150
+    assert turns.trajectory.turns[-1].reward == 2.0 and len(turns.trajectory.turns) == 3
+    assert all(turn.stop - turn.start <= 5 for turn in turns.trajectory.turns)
+    assert prompt.trajectory.is_masked and prompt.trajectory.turns == ()
+
+
+def test_the_seconds_of_a_conversation_are_limited_and_what_it_has_counts(tiny, engine, lead):
+    source = FAULTS.replace("time.sleep(600)", "[ask(client, max_tokens=1) for _ in range(10**6)]")
+    one = SAMPLING.override({"n": 1})
+
+    responses, _, _ = lead(source, 3, one, max_tokens=100_000, max_seconds=3.0)
+
+    found = by_row(responses)
+    assert len(found[2].trajectory.turns) > 5 and not found[2].trajectory.is_masked
+    assert [found[number].finish_reason for number in range(3)] == ["stop", "stop", "length"]
+
+
+PARALLEL = """
+import asyncio
+
+from openai import AsyncOpenAI
+
+
+async def run(row, policy):
+    client = AsyncOpenAI()
+    messages = [{"role": "user", "content": "Well?"}]
+    create = client.chat.completions.create
+    answers = await asyncio.gather(*[create(model="gpt", messages=messages, max_tokens=4) for _ in range(6)])
+    mine = await policy.generate([*messages, answers[2].choices[0].message.model_dump(), messages[0]], max_tokens=4)
+    assert mine.message["role"] == "assistant" and mine.token_ids
+    return 1.0
+"""
+
+
+def test_calls_at_once_are_contexts_of_their_own(tiny, engine, lead):
+    responses, _, _ = lead(PARALLEL, 2)
+    narrow, _, _ = lead(PARALLEL, 2, max_tokens=6 * 80)
+
+    for one in (*responses, *narrow):
+        assert len(one.trajectory.turns) == 7 and len(one.trajectory.context_starts) == 5
+        assert one.trajectory.turns[-1].reward == 1.0 or any(turn.reward for turn in one.trajectory.turns)

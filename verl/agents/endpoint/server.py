@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI-compatible endpoint over a rollout engine, on 127.0.0.1, whose keys are conversations.
+
+    with Endpoint(read_url, takes_media=True, shows_tools=True) as endpoint:
+        api_key = endpoint.open(key)                 # a conversation; agents call with it
+        for call in endpoint.take(0.1):              # in the order of their arrival
+            call.answer(reply)                       # or call.refuse(error)
+        endpoint.close_conversation(key)             # its key is unknown from now on
+
+Requests are read in the server's own threads. The thread that leads conversations takes them from a queue.
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Hashable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.messages import ReadUrl
+from verl.agents.endpoint.replies import Reply, completion, events
+from verl.agents.endpoint.requests import ChatRequest, read_request
+from verl.utils.rank_logger import get_logger
+
+MAX_BODY = 256 << 20  # bytes; images are base64
+BACKLOG = 4096
+KEEP_ALIVE_S = 60
+START_LIMIT_S = 30.0
+SHUTDOWN_S = 2
+MODEL = "policy"  # the name of the only model; calls may use any
+
+logger = get_logger(__name__, all_ranks=True)
+
+
+class IncomingCall:
+    """A call of an agent that waits for its answer; its client may have gone."""
+
+    def __init__(self, key: Hashable, request: ChatRequest, loop: asyncio.AbstractEventLoop) -> None:
+        self.key, self.request, self.is_gone = key, request, False  # is_gone: the client has disconnected
+        self.future: asyncio.Future[Reply] = loop.create_future()
+        self._loop = loop
+
+    def answer(self, reply: Reply) -> None:
+        self._set(reply, None)
+
+    def refuse(self, error: ApiError) -> None:
+        self._set(None, error)
+
+    def _set(self, reply: Reply | None, error: ApiError | None) -> None:
+        def set_now() -> None:
+            if self.future.done():
+                return
+            if error is not None:
+                self.future.set_exception(error)
+            elif reply is not None:
+                self.future.set_result(reply)
+
+        with suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(set_now)
+
+
+class Endpoint:
+    """The server and the calls that wait.
+
+    Args:
+        read_url: See `read_request`.
+    """
+
+    def __init__(self, read_url: ReadUrl, *, takes_media: bool, shows_tools: bool) -> None:
+        self._options = {"takes_media": takes_media, "shows_tools": shows_tools}
+        self._read_url = read_url
+        self._keys: dict[str, Hashable] = {}
+        self._calls: SimpleQueue[IncomingCall] = SimpleQueue()
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self.base_url = "http://{}:{}/v1".format(*self._listening.getsockname())
+        routes = [
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes, exception_handlers={Exception: _crashed}),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="agent-endpoint", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Endpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, key: Hashable) -> str:
+        """Begin a conversation and return its API key."""
+        api_key = f"sk-{secrets.token_urlsafe(24)}"
+        self._keys[api_key] = key
+        return api_key
+
+    def close_conversation(self, key: Hashable) -> None:
+        """Forget the API key of a conversation; its further calls are refused."""
+        for api_key in [name for name, one in self._keys.items() if one == key]:
+            del self._keys[api_key]
+
+    def take(self, timeout_s: float) -> list[IncomingCall]:
+        """Return the calls that came, in order; wait for one for at most `timeout_s`."""
+        found: list[IncomingCall] = []
+        with suppress(Empty):
+            found.append(self._calls.get(timeout=timeout_s) if timeout_s > 0 else self._calls.get_nowait())
+            while True:
+                found.append(self._calls.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """End the server. Safe to call twice."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listening.close()
+
+    # Everything below runs on the server's threads.
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listening]))
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._key_of(request)
+        except ApiError as error:
+            return _failure(error)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _unknown(self, request: Request) -> Response:
+        path = request.url.path
+        return _failure(ApiError(f"there is no {request.method} {path}", status=404, code="not_found"))
+
+    async def _complete(self, request: Request) -> Response:
+        try:
+            key = self._key_of(request)
+            body = await _read_body(request)
+            asked = await run_in_threadpool(self._read, body)
+            call = IncomingCall(key, asked, asyncio.get_running_loop())
+            reply = await self._wait(request, call)
+        except ApiError as error:
+            return _failure(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if asked.streams:
+            return StreamingResponse(events(asked, reply), media_type="text/event-stream")
+        return JSONResponse(completion(asked, reply))
+
+    def _key_of(self, request: Request) -> Hashable:
+        scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
+        key = self._keys.get(api_key.strip()) if scheme.lower() == "bearer" else None
+        if key is None:
+            raise ApiError(
+                "the API key belongs to no conversation, or to one that has ended",
+                status=401,
+                code="invalid_api_key",
+            )
+        return key
+
+    def _read(self, body: bytes) -> ChatRequest:
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
+        return read_request(value, self._read_url, **self._options)
+
+    async def _wait(self, request: Request, call: IncomingCall) -> Reply:
+        """Wait for the answer, and drop the call when its client disconnects."""
+        self._calls.put(call)
+        gone = asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait({gone, call.future}, return_when=asyncio.FIRST_COMPLETED)
+            if call.future.done():
+                return call.future.result()
+            call.is_gone = True
+            raise ClientDisconnect
+        except asyncio.CancelledError:
+            call.is_gone = True
+            raise
+        finally:
+            gone.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(request: Request) -> bytes:
+    too_large = ApiError(f"the body has over {MAX_BODY >> 20} MiB", status=413, code="request_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > MAX_BODY:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise too_large
+    return bytes(body)
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    logger.error("a call of an agent failed in the endpoint", exc_info=error)
+    return _failure(ApiError(f"the endpoint failed: {error!r}", status=500, code="internal_error"))
+
+
+def _failure(error: ApiError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the agent that a config names, a function of a file or a shipped one, as a member of the pool.
+
+async def run(row, policy, **agent_kwargs):
+    reply = await policy.generate([{"role": "user", "content": row["question"]}])
+    return float(reply.text == row["answer"])
+"""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from verl.agents.harnesses.policy import AsyncPolicy, Policy
+from verl.agents.interface import AgentResult, Observation
+from verl.agents.tools.answers import BadAnswerError
+from verl.agents.tools.loading import LoadedTool
+from verl.config.multi_turn import MultiTurnConfig
+from verl.utils.user_file import import_file
+
+OPTION = "worker.rollout.multi_turn.agent"
+AGENT = "agent"  # its name in the pool
+HEADING = "Traceback in the agent (most recent call last):"
+SHIPPED = {"verifiers": "verifiers_agent.py:run"}  # the names of `multi_turn.SHIPPED_AGENTS`
+ADDRESS = {name: {"type": "string"} for name in ("base_url", "api_key", "model")}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": AGENT, "parameters": {"type": "object", "properties": ADDRESS}},
+}
+NO_PROXY = ("NO_PROXY", "no_proxy")
+RESULT = ("reward", "turn_rewards")
+
+
+def load_agents(options: MultiTurnConfig) -> list[LoadedTool]:
+    """Import the agent of a config; none if it has none.
+
+    Raises:
+        ValueError: The file cannot be imported, or has no such function.
+    """
+    return [] if options.agent is None else [_load(options.agent, options.agent_kwargs)]
+
+
+def _load(spec: str, kwargs: Mapping[str, Any]) -> LoadedTool:
+    if spec in SHIPPED:
+        spec = f"{Path(__file__).parent / 'shipped' / SHIPPED[spec]}"
+    file, _, name = spec.rpartition(":")
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise ValueError(f"`{OPTION}`: no file {path}")
+    function = getattr(import_file(path, OPTION, "agent_file", HEADING), name, None)
+    if not callable(function):
+        raise ValueError(f"`{OPTION}`: {path} has no function `{name}`")
+    build = partial(AgentRunner, function, kwargs)
+    return LoadedTool(AGENT, SCHEMA, path, True, build, AGENT)
+
+
+class AgentRunner:
+    """Runs an agent in its process; the state of a conversation is its row."""
+
+    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self.function, self.kwargs = function, dict(kwargs)
+
+    def create(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return row
+
+    def __call__(self, row: Mapping[str, Any], **address: str) -> Any:
+        """Run the agent; `address` are the fields of its `Policy`."""
+        is_async = inspect.iscoroutinefunction(self.function)
+        policy = (AsyncPolicy if is_async else Policy)(**address)
+        os.environ |= {"OPENAI_BASE_URL": policy.base_url, "OPENAI_API_KEY": policy.api_key}
+        for name in NO_PROXY:  # the endpoint is on this machine
+            os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        returned = self.function(row, policy, **self.kwargs)
+        return _awaited(returned) if inspect.isawaitable(returned) else as_result(returned)
+
+
+async def _awaited(returned: Any) -> AgentResult:
+    return as_result(await returned)
+
+
+def as_result(returned: Any) -> AgentResult:
+    """Read what an agent returned: None, a reward, or a dictionary with `reward` and `turn_rewards`.
+
+    Raises:
+        BadAnswerError: It is none of these.
+    """
+    if returned is None:
+        return AgentResult()
+    if isinstance(returned, Observation):
+        return AgentResult(reward=_reward(returned.reward))
+    if isinstance(returned, Mapping):
+        if unknown := set(returned) - set(RESULT):
+            raise BadAnswerError(f"a dictionary with {sorted(unknown, key=str)}; it may have {RESULT}")
+        rewards = returned.get("turn_rewards") or ()
+        if isinstance(rewards, str | bytes | Mapping) or not hasattr(rewards, "__iter__"):
+            raise BadAnswerError(f"`turn_rewards` that are no list: {rewards!r:.100}")
+        return AgentResult(reward=_reward(returned.get("reward")), turn_rewards=tuple(map(_reward, rewards)))
+    return AgentResult(reward=_reward(returned))
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise BadAnswerError(
+            f"{value!r:.100}, not a finite number, None, or a dictionary with `reward` and `turn_rewards`"
+        )
+    return float(value)
