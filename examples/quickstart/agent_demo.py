@@ -2,12 +2,12 @@
 """Train a tiny model with random weights to call a tool, with the complete training system.
 
 The questions ask for the color of a dot that the model cannot see unless it calls the tool `zoom`. A random
-model never writes JSON, so its tokenizer has a token that is a whole call. A few steps of supervised fine-tuning
-show it both ways to answer: a guess, in two of three conversations, and a call with an answer after it. That
-calls are better it learns from rewards.
+model never writes JSON, so its tokenizer has a token that is a whole call. A few steps of supervised
+fine-tuning show it both ways to answer: a guess, in two of three conversations, and a call with an answer
+after it. From rewards it learns that calls are better, and to read what they show.
 
-Creates the model and the questions, fine-tunes, trains with `verl.trainer.main` and plots the curves. The last
-line of the output is JSON.
+Creates the model and the questions, fine-tunes, trains with `verl.trainer.main` and plots the curves. The
+last line of the output is JSON.
 
     python3 examples/quickstart/agent_demo.py [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
