@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from tests.helpers.quickstart import COLORS
-from tests.helpers.training import QUICKSTART
+from tests.helpers.training import ROOT
 from verl.models.tiny import save_tiny_model
 
 # isort: split
@@ -22,7 +22,7 @@ CALLS = [CALL, *map(call_of, ([100, 100, 108, 108], [900, 100, 908, 108], [500, 
 OPTIONS = (
     f"data.max_pixels={56 * 56}",
     "data.max_response_length=64",
-    f"data.override_chat_template={QUICKSTART / 'agent.jinja'}",
+    f"data.override_chat_template={ROOT / 'examples/chat_template/tiny_tools.jinja'}",
     "worker.rollout.limit_images=2",
     "worker.rollout.multi_turn.enable=true",
     "worker.rollout.multi_turn.tool_kwargs={zoom: {units: thousandths, size: 56}}",
