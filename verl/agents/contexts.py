@@ -1,51 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contexts of a conversation that an agent leads: calls of the policy, assembled by prefix.
+"""The contexts of a conversation that an agent leads, and the row that they make.
 
-A call whose messages begin with those of a known context, its answer included, continues it: the tokens of
-that context stay as they were sampled, and only the new messages are tokenized. Any other call begins a new
-context: the first one, one after the agent shortened or edited its history, a retry, one of several at once.
-Nothing here waits, serves or reads a clock.
+A context is all that the policy reads from its first message on. Further ones follow in the response of the
+row, each as a whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from verl.agents.conversation import ConversationRules, FinishedConversation
-from verl.agents.endpoint.errors import ApiError, context_full
-from verl.agents.endpoint.messages import ChatMessage, assistant_message
-from verl.agents.endpoint.replies import Reply
+from verl.agents.endpoint.messages import ChatMessage
 from verl.agents.endpoint.requests import ChatRequest
-from verl.agents.interface import AgentResult, Message, Observation, OwnPrompt, ToolCall, Trajectory, Turn
+from verl.agents.interface import Turn
 from verl.agents.media import join_media
-from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
-from verl.agents.rendering import call_id
-from verl.agents.row import Piece, Prompt, Row
+from verl.agents.row import Piece, Row
 from verl.data.media.loader import MediaData
-from verl.models.families.interface import MediaShape
-
-LONGEST_TOKEN = 256  # characters; a text with more than as many for each token that fits is not tokenized
-NAME = "the messages of a call"  # in errors of templates
-
-
-@dataclass(frozen=True)
-class AgentRules:
-    """Properties that all conversations of a run with an agent share."""
-
-    conversation: ConversationRules
-    # Renders messages with the schemas of tools, as `verl.data.chat_template.ChatTemplate`.
-    template: Callable[..., str]
-    shows_tools: bool  # the template does
-    max_prompt_tokens: int  # of the first context; `conversation.max_tokens` limits all that follows
-    max_prompt_images: int = 0  # of a context; 0 is any number
 
 
 @dataclass
-class _ContextTurn:
+class ContextTurn:
+    """A turn of the policy in its context."""
+
     turn: Turn
     number: int  # of the call
     ended_at: float
@@ -60,7 +38,7 @@ class Context:
     text: str  # of the prompt
     tools: Sequence[Mapping[str, Any]]
     messages: list[ChatMessage] = field(default_factory=list)  # the last answer included
-    turns: list[_ContextTurn] = field(default_factory=list)
+    turns: list[ContextTurn] = field(default_factory=list)
     is_first: bool = False  # its prompt is that of the row
     is_busy: bool = False  # a call that continues it is open
 
@@ -113,337 +91,42 @@ class OpenCall:
         return 0 if self.context.is_first else len(self.context.row.expanded_prompt)
 
 
-class AgentConversation:
-    """The state of one conversation that an agent leads.
+class JoinedContexts(NamedTuple):
+    """The response of a row: the first context after its prompt, and each further one as a whole."""
 
-    Example::
-
-        call = conversation.begin(request)
-        ...  # the engine samples
-        reply = conversation.complete(call, token_ids, log_probs, finish_reason)
-        ...  # the agent ends
-        response = conversation.finish(result)
-
-    `at` is in seconds since the conversation started.
-    """
-
-    def __init__(self, rules: AgentRules, prompt: Prompt) -> None:
-        self.rules, self._prompt = rules, prompt
-        self._contexts: list[Context] = []
-        self._open: list[OpenCall] = []
-        self._num_calls = self._num_tool_calls = 0
-        self._is_cut = False  # the last call was cut off or had no room
-
-    def begin(self, request: ChatRequest, at: float = 0.0) -> OpenCall | None:
-        """Return the call to sample; None if it must wait for room that another one may use.
-
-        Raises:
-            ApiError: There is none.
-        """
-        limit = self._options.max_assistant_turns
-        if limit is not None and self._num_calls >= limit:
-            self._is_cut = True
-            raise ApiError(
-                f"the conversation has {limit} turns (`max_assistant_turns`)", code="max_assistant_turns"
-            )
-        self._check_size(request)
-        call = self._continued(request, at) or self._begun(request, at)
-        max_tokens = self._room - call.num_observed
-        if max_tokens < 1:
-            if self._open:
-                return None
-            self._is_cut = True
-            raise context_full(
-                f"the messages leave no room: the conversation may have {self._limit} tokens after its first"
-                f" prompt (`data.max_response_length`), {self._limit - self._room} of them are used, and"
-                f" these take {call.num_observed}"
-            )
-        limits = (max_tokens, request.max_tokens, self._options.max_tokens_per_turn)
-        call.max_tokens = min(each for each in limits if each is not None)
-        call.context.is_busy = True
-        if call.piece is None:
-            self._contexts.append(call.context)
-        self._open.append(call)
-        self._num_calls += 1
-        return call
-
-    def complete(
-        self,
-        call: OpenCall,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str,
-        at: float = 0.0,
-    ) -> Reply:
-        """Append the sampled turn of a call and return how it is answered."""
-        prompt_ids, context = call.token_ids, call.context
-        self._close(call)
-        if call.piece is not None:
-            self._note_answers(context, call)
-            context.row.add_piece(call.piece)
-        start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
-        context.row.add_sampled(token_ids, log_probs)
-        is_whole = finish_reason != "length"
-        message = self._answer(call, prompt_ids, token_ids, is_whole)
-        context.messages = [*call.request.messages, message]
-        turn = Turn(start, start + len(token_ids), message.calls)
-        context.turns.append(_ContextTurn(turn, call.number, at, message.call_ids))
-        self._is_cut = not is_whole
-        decode = self._conversation.tokenizer.decode
-        return Reply(
-            message,
-            "length" if not is_whole else "tool_calls" if message.calls else "stop",
-            prompt_tokens + start,
-            list(token_ids),
-            list(log_probs),
-            [decode([token]) for token in token_ids] if call.request.has_log_probs else [],
-        )
-
-    def cancel(self, call: OpenCall) -> None:
-        """Drop a call that is not sampled to its end."""
-        self._close(call)
-        if not call.context.turns:
-            self._contexts.remove(call.context)
-
-    def finish(
-        self, result: AgentResult, reason: str = "stop", is_masked: bool = False
-    ) -> FinishedConversation:
-        """Return the response: the first context after its prompt, and each further one as a whole.
-
-        Args:
-            result: That of the agent; failed if it raised, hung or died.
-            reason: Another one than stop cut the conversation off.
-        """
-        for call in list(self._open):
-            self.cancel(call)
-        contexts = [context for context in self._contexts if context.turns]
-        first = next(filter(self._can_be_first, sorted(contexts, key=lambda one: not one.is_first)), None)
-        if first is None:
-            return self._empty(reason)
-        self._give_rewards(contexts, result)
-        contexts.remove(first)
-        row, parts = first.row, [first.row, *(context.row for context in contexts)]
-        starts = [len(row.response)]
-        for part in parts[1:]:
-            starts.append(starts[-1] + len(part.expanded_prompt) + len(part.response))
-        first_turns = [each.turn for each in first.turns]
-        later = [
-            _moved(each.turn, start + len(context.row.expanded_prompt))
-            for start, context in zip(starts, contexts, strict=False)
-            for each in context.turns
-        ]
-        latest = max([first, *contexts], key=lambda context: context.turns[-1].number)
-        trajectory = Trajectory(
-            is_sampled=_joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
-            turns=(*first_turns, *later),
-            messages=_plain_messages(latest.messages),
-            media=_as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
-            position_ids=_positions(parts) if contexts else row.positions(),
-            is_masked=is_masked,
-            stop_reason=reason,
-            prompt=self._own_prompt(first),
-            context_starts=tuple(starts[:-1]),
-        )
-        tokens = _joined(row.response, parts, lambda part: part.response, None)
-        log_probs = _joined(row.log_probs, parts, lambda part: part.log_probs, 0.0)
-        finish_reason = "length" if self._is_cut or reason != "stop" else "stop"
-        return FinishedConversation(tokens, log_probs, finish_reason, reason, trajectory)
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
-    def num_turns(self) -> int:
-        return sum(len(context.turns) for context in self._contexts)
-
-    # --- the tokens of a call
-
-    @property
-    def _conversation(self) -> ConversationRules:
-        return self.rules.conversation
-
-    @property
-    def _options(self) -> Any:
-        return self._conversation.options
-
-    @property
-    def _limit(self) -> int:
-        return self._conversation.max_tokens
-
-    @property
-    def _room(self) -> int:
-        used = sum(context.num_tokens for context in self._contexts if context.turns)
-        return self._limit - used - sum(call.num_observed + call.max_tokens for call in self._open)
-
-    def _check_size(self, request: ChatRequest) -> None:
-        limit = LONGEST_TOKEN * (self.rules.max_prompt_tokens + self._limit)
-        length = sum(len(message.text) for message in request.messages)
-        if length > limit:
-            self._is_cut = True
-            raise context_full(f"the messages have {length} characters, which fill any context of this run")
-
-    def _continued(self, request: ChatRequest, at: float) -> OpenCall | None:
-        found = [context for context in self._contexts if context.is_continued_by(request)]
-        if not found:
-            return None
-        context = max(found, key=lambda one: len(one.messages))
-        new = request.messages[len(context.messages) :]
-        media, shape = self._media_of(new, context)
-        last, messages = context.turns[-1], [one.message for one in new]
-        renderer = self._conversation.renderer
-        try:
-            tokens = renderer.after_turn(context.row.token_ids[-1], _called(last, new), messages)
-        except (ValueError, TimeoutError) as error:
-            raise ApiError(f"the messages cannot be rendered: {error}", param="messages") from error
-        return OpenCall(self._num_calls, request, context, context.row.piece(tokens, media, shape), 0, at)
-
-    def _begun(self, request: ChatRequest, at: float) -> OpenCall:
-        """Return a call whose messages are rendered as a whole."""
-        rules, reader = self._conversation, self._conversation.media
-        media, _ = self._media_of(request.messages, None)
-        messages = [self._plain(one.message) for one in request.messages]
-        try:
-            text = self.rules.template(messages, True, NAME, request.tools)
-        except (ValueError, TimeoutError) as error:
-            raise ApiError(f"the messages cannot be rendered: {error}", param="messages") from error
-        tokens = rules.tokenizer.encode(text, add_special_tokens=False)
-        if reader is not None and media:
-            media = reader.with_order(media, tokens)
-        row = Row(Prompt(tokens, _plain_messages(request.messages), media), reader)
-        is_first = not any(context.is_first for context in self._contexts)
-        limit = self.rules.max_prompt_tokens
-        if is_first and len(row.expanded_prompt) > limit:
-            self._is_cut = True
-            raise context_full(
-                f"the messages have {len(row.expanded_prompt)} tokens, and the first prompt of a"
-                f" conversation at most {limit} (`data.max_prompt_length`)"
-            )
-        return OpenCall(
-            self._num_calls, request, Context(row, text, request.tools, is_first=is_first), None, 0, at
-        )
-
-    def _plain(self, value: Any) -> Any:
-        """Return messages in whose texts no special token is read."""
-        if isinstance(value, str):
-            return self._conversation.renderer.plain(value)
-        if isinstance(value, Mapping):
-            return {key: self._plain(each) for key, each in value.items()}
-        return [self._plain(each) for each in value] if isinstance(value, list) else value
-
-    def _media_of(
-        self, messages: Sequence[ChatMessage], context: Context | None
-    ) -> tuple[MediaData, MediaShape]:
-        """Return the media of new messages, after those of the context that they continue."""
-        given = [each for message in messages for each in message.media]
-        reader = self._conversation.media
-        if not given or reader is None:
-            return None, MediaShape()
-        images, videos = ([ref for kind, ref in given if kind == wanted] for wanted in ("image", "video"))
-        self._check_images(len(images), context)
-        try:
-            return reader.of(Observation(images=images, videos=videos))
-        except (ValueError, OSError) as error:
-            raise ApiError(f"a medium cannot be read: {error}", param="messages") from error
-
-    def _check_images(self, added: int, context: Context | None) -> None:
-        before = [_num_images(one.row.media) for one in self._contexts]
-        limits = {
-            "max_images": (self._options.max_images, sum(before) + added),
-            "worker.rollout.limit_images": (
-                self.rules.max_prompt_images or None,
-                added + (0 if context is None else _num_images(context.row.media)),
-            ),
-        }
-        for name, (limit, count) in limits.items():
-            if added and limit is not None and count > limit:
-                raise ApiError(
-                    f"{count} images, at most {limit} (`{name}`)", code="too_many_images", param="messages"
-                )
-
-    # --- turns
-
-    def _close(self, call: OpenCall) -> None:
-        self._open.remove(call)
-        call.context.is_busy = False
-
-    def _answer(
-        self, call: OpenCall, prompt_ids: Sequence[int], token_ids: Sequence[int], is_whole: bool
-    ) -> ChatMessage:
-        rules, request = self._conversation, call.request
-        text, calls = rules.text_of(token_ids), []
-        if is_whole and request.parses_calls:
-            thought = THOUGHT * rules.starts_thought(prompt_ids)
-            calls = rules.format.parse(without_thought(thought + text), request.tools)
-            if any(one.problem for one in calls):
-                calls = []  # the agent reads the text as it is
-            if calls:
-                text = text_before_calls(rules.format, thought + text).removeprefix(thought).rstrip()
-        calls = calls[: request.max_calls]
-        ids = [call_id(self._num_tool_calls + number) for number in range(len(calls))]
-        self._num_tool_calls += len(calls)
-        return assistant_message(text, calls, ids)
-
-    def _note_answers(self, context: Context, call: OpenCall) -> None:
-        last, new = context.turns[-1], call.request.messages[len(context.messages) :]
-        images = [[ref for kind, ref in one.media if kind == "image"] for one in new]
-        observations = [Observation(one.text, shown) for one, shown in zip(new, images, strict=True)]
-        last.turn = replace(last.turn, observations=tuple(observations), seconds=call.at - last.ended_at)
-
-    def _give_rewards(self, contexts: Sequence[Context], result: AgentResult) -> None:
-        turns = sorted((each for context in contexts for each in context.turns), key=lambda each: each.number)
-        for each, reward in zip(turns, result.turn_rewards, strict=False):
-            each.turn = replace(each.turn, reward=reward)
-        last = turns[-1]
-        if result.reward is not None:
-            last.turn = replace(last.turn, reward=result.reward + (last.turn.reward or 0.0))
-        if result.failed:
-            failure = Observation(result.text, failed=True)
-            last.turn = replace(last.turn, observations=(*last.turn.observations, failure))
-
-    # --- the row
-
-    def _can_be_first(self, context: Context) -> bool:
-        return len(context.row.expanded_prompt) <= self.rules.max_prompt_tokens
-
-    def _own_prompt(self, context: Context) -> OwnPrompt:
-        row = context.row
-        tokens = row.expanded_prompt
-        positions = row.all_positions()[..., : len(tokens)]
-        messages = tuple(row.prompt.messages)
-        return OwnPrompt(tokens, positions, messages, context.text, _as_lists(row.prompt.media))
-
-    def _empty(self, reason: str) -> FinishedConversation:
-        """Return the response of an agent that has no turn of the policy: a token that does not count."""
-        tokenizer = self._conversation.tokenizer
-        token = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        trajectory = Trajectory([False], (), tuple(self._prompt.messages), is_masked=True, stop_reason=reason)
-        return FinishedConversation(
-            [token], [0.0], "length" if reason != "stop" else reason, reason, trajectory
-        )
+    token_ids: list[int]
+    log_probs: list[float]
+    is_sampled: list[bool]
+    position_ids: Any  # None continues from the prompt's last one
+    media: dict[str, list[Any]]  # all but those of the first prompt
+    turns: tuple[Turn, ...]
+    starts: tuple[int, ...]  # of the further contexts
 
 
-def _called(last: _ContextTurn, new: Sequence[ChatMessage]) -> list[ToolCall]:
-    """Return the calls of a turn in the order of the messages that answer them."""
-    answers = list(takewhile(lambda one: one.message["role"] == "tool", new))
-    if not answers:
-        return list(last.turn.calls)
-    by_id = dict(zip(last.call_ids, last.turn.calls, strict=True))
-    found = [by_id.get(one.answers or "") for one in answers]
-    in_order = [*last.turn.calls, *[None] * len(answers)]
-    calls = [call or other for call, other in zip(found, in_order, strict=False)]
-    return [call or ToolCall("unknown", {}) for call in calls]
+def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
+    """Join contexts to the response of a row, whose prompt is that of the first."""
+    first, *others = contexts
+    row, parts = first.row, [context.row for context in contexts]
+    starts = [len(row.response)]
+    for part in parts[1:]:
+        starts.append(starts[-1] + len(part.expanded_prompt) + len(part.response))
+    later = [
+        _moved(each.turn, start + len(context.row.expanded_prompt))
+        for start, context in zip(starts, others, strict=False)
+        for each in context.turns
+    ]
+    return JoinedContexts(
+        _joined(row.response, parts, lambda part: part.response, None),
+        _joined(row.log_probs, parts, lambda part: part.log_probs, 0.0),
+        _joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
+        _positions(parts) if others else row.positions(),
+        as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
+        (*(each.turn for each in first.turns), *later),
+        tuple(starts[:-1]),
+    )
 
 
-def _num_images(media: MediaData) -> int:
-    return len((media or {}).get("images") or ())
-
-
-def _plain_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    return tuple(one.message for one in messages)
-
-
-def _as_lists(media: MediaData) -> dict[str, list[Any]]:
+def as_lists(media: MediaData) -> dict[str, list[Any]]:
     return {name: list(values) for name, values in (media or {}).items()}
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build what all conversations of a run share, from its options and the files of its model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from verl.agents.contexts import AgentRules
+from verl.agents.agent_conversation import AgentRules
 from verl.agents.conversation import ConversationRules
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
@@ -106,8 +106,8 @@ def agent_rules(rules: ConversationRules, *, max_prompt_images: int) -> AgentRul
     )
 
 
-def endpoint_of(rules: AgentRules) -> Endpoint:
-    """Start the endpoint that a run's agents call."""
+def endpoint_of(rules: AgentRules, on_call: Callable[[Hashable], None]) -> Endpoint:
+    """Start the endpoint that a run's agents call; `on_call` is told the conversation of each call."""
     reader = rules.conversation.media
 
     def read_url(url: str) -> Reference:
@@ -115,4 +115,6 @@ def endpoint_of(rules: AgentRules) -> Endpoint:
             raise ValueError("the model reads no images and videos")
         return reader.loader.on_disk(url)
 
-    return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.shows_tools)
+    return Endpoint(
+        read_url, takes_media=reader is not None, shows_tools=rules.shows_tools, on_call=on_call
+    )

@@ -371,7 +371,7 @@ class FSDPWorker(ModelWorker):
         if multi_turn.agent is None:
             return ConversationDriver(self.engine, pool, rules, self._media_of)
         own_rules = agent_rules(rules, max_prompt_images=self.config.rollout.limit_images)
-        services = None if pool is None else AgentServices(pool, endpoint_of(own_rules))
+        services = None if pool is None else AgentServices(pool, endpoint_of(own_rules, on_call=pool.hold))
         return AgentDriver(self.engine, services, own_rules, self._media_of)
 
     def _engine_setup(self) -> EngineSetup:

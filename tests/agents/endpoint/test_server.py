@@ -309,3 +309,21 @@ def test_a_text_model_refuses_images_and_a_template_without_tools_refuses_tools(
                 ask(client, **fields)
         leader.is_running = False
         leader.thread.join()
+
+
+def test_a_call_is_announced_before_it_can_be_taken_and_a_wrong_one_is_not():
+    announced, taken = [], []
+    with Endpoint(no_urls, takes_media=False, shows_tools=False, on_call=announced.append) as endpoint:
+        client = openai.OpenAI(
+            base_url=endpoint.base_url, api_key=endpoint.open("one"), max_retries=0, timeout=20
+        )
+        with pytest.raises(openai.BadRequestError):
+            ask(client, n=2)
+        assert announced == []
+        leader = Leader(endpoint)
+        leader.answer = lambda call: (taken.append(list(announced)), call.answer(reply_to(call.request)))
+        ask(client)
+        leader.is_running = False
+        leader.thread.join()
+
+    assert taken == [["one"]]

@@ -15,7 +15,7 @@ from tests.helpers.conversations import rules_of, template_of
 from tests.helpers.families import load_tiny, open_tiny
 from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
-from verl.agents.contexts import AgentRules
+from verl.agents.agent_conversation import AgentRules
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.interface import ToolCall
 from verl.agents.media import ConversationMedia
@@ -155,7 +155,8 @@ def lead(tiny, engine, tmp_path):
         config = {"agent": f"{path}:run", "tool_timeout_s": 30.0} | options
         rules = rules_with(tiny, form or sometimes_calls(), max_tokens, config)
         pool = ToolPool(rules.conversation.options)
-        endpoint = Endpoint(rules.conversation.media.loader.on_disk, takes_media=True, shows_tools=True)
+        read_url = rules.conversation.media.loader.on_disk
+        endpoint = Endpoint(read_url, takes_media=True, shows_tools=True, on_call=pool.hold)
         closing.extend([pool, endpoint])
         recorder = Recorder(engine)
         decode = rules.conversation.media.loader.decode

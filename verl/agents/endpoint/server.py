@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -74,9 +74,18 @@ class Endpoint:
 
     Args:
         read_url: See `read_request`.
+        on_call: Called with the conversation before a call can be taken, in a thread of the server.
     """
 
-    def __init__(self, read_url: ReadUrl, *, takes_media: bool, shows_tools: bool) -> None:
+    def __init__(
+        self,
+        read_url: ReadUrl,
+        *,
+        takes_media: bool,
+        shows_tools: bool,
+        on_call: Callable[[Hashable], None] = lambda key: None,
+    ) -> None:
+        self._on_call = on_call
         self._options = {"takes_media": takes_media, "shows_tools": shows_tools}
         self._read_url = read_url
         self._keys: dict[str, Hashable] = {}
@@ -186,6 +195,7 @@ class Endpoint:
 
     async def _wait(self, request: Request, call: IncomingCall) -> Reply:
         """Wait for the answer, and drop the call when its client disconnects."""
+        self._on_call(call.key)
         self._calls.put(call)
         gone = asyncio.ensure_future(_disconnect(request))
         try:

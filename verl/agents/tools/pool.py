@@ -160,8 +160,10 @@ class ToolPool:
         self._do(self._end, self._conversations.pop(key))
 
     def hold(self, key: Hashable) -> None:
-        """Stop the clock of an agent that waits for the policy."""
-        self._do(self._set_limit, self._conversations[key], None)
+        """Stop the clock of an agent that waits for the policy; it may have ended."""
+        conversation = self._conversations.get(key)
+        if conversation is not None:
+            self._do(self._set_limit, conversation, None)
 
     def release(self, key: Hashable) -> None:
         """Limit the time of an agent again, from now on."""

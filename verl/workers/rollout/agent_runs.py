@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from verl.agents.contexts import AgentConversation, AgentRules, OpenCall
+from verl.agents.agent_conversation import AgentConversation, AgentRules
+from verl.agents.contexts import OpenCall
 from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
@@ -174,6 +175,7 @@ class _Leader:
                 incoming.refuse(_ended())
             else:
                 run.waiting.append(incoming)
+                run.is_held = True  # by the endpoint, when the call came
         for key, run in self._runs.items():
             self._drop_gone(key, run, step)
         for finished in self.pool.ready(0.0):

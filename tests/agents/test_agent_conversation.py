@@ -4,7 +4,7 @@
 import pytest
 
 from tests.helpers.conversations import CALL, encode, rules_of, template_of
-from verl.agents.contexts import AgentConversation, AgentRules
+from verl.agents.agent_conversation import AgentConversation, AgentRules
 from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.replies import completion
 from verl.agents.endpoint.requests import read_request
