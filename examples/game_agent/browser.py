@@ -4,9 +4,11 @@
 A connection sends `(method, arguments)` of `Table` and gets the answer. When it ends, its page is kept for
 the next game.
 
-    python3 examples/game_agent/browser.py SOCKET
+    python3 examples/game_agent/browser.py SOCKET PARENT_PID
 """
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from typing import NamedTuple
 
 from game import Game, open_page
 from playwright.sync_api import Page
+
+from verl.utils.processes.child_process import end_with_parent
 
 START_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -81,7 +85,7 @@ def serve(path: str) -> None:
 
 def start_browser(path: Path) -> None:
     """Start the browser in a process of its own and wait until it takes players."""
-    process = subprocess.Popen([sys.executable, __file__, str(path)])
+    process = subprocess.Popen([sys.executable, __file__, str(path), str(os.getpid())])
     end = time.monotonic() + START_LIMIT_S
     while time.monotonic() < end and process.poll() is None:
         with suppress(FileNotFoundError, ConnectionRefusedError):
@@ -93,4 +97,5 @@ def start_browser(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[2]), signal.SIGTERM)  # when the engine's process is killed
     serve(sys.argv[1])

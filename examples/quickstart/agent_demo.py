@@ -2,12 +2,12 @@
 """Train a tiny model with random weights to call a tool, with the complete training system.
 
 The questions ask for the color of a dot that the model cannot see unless it calls the tool `zoom`. A random
-model never writes JSON, so its tokenizer has a token that is a whole call. A few steps of supervised fine-tuning
-show it both ways to answer: a guess, in two of three conversations, and a call with an answer after it. That
-calls are better it learns from rewards.
+model never writes JSON, so its tokenizer has a token that is a whole call. A few steps of supervised
+fine-tuning show it both ways to answer: a guess, in two of three conversations, and a call with an answer
+after it. From rewards it learns that calls are better, and to read what they show.
 
-Creates the model and the questions, fine-tunes, trains with `verl.trainer.main` and plots the curves. The last
-line of the output is JSON.
+Creates the model and the questions, fine-tunes, trains with `verl.trainer.main` and plots the curves. The
+last line of the output is JSON.
 
     python3 examples/quickstart/agent_demo.py [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
@@ -29,6 +29,7 @@ from verl.agents.tools.shipped.zoom import Zoom
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
 
+CHAT_TEMPLATE = ROOT / "examples" / "chat_template" / "tiny_tools.jinja"
 BASE = "image"  # the demo whose model and options this one shares
 CALLED = "val/called_reward"  # share of held-out questions with a call
 SFT_STEPS, TAUGHT = 120, 960  # conversations
@@ -46,7 +47,7 @@ OPTIONS = (
     "worker.actor.entropy_coef=0.02",
     "worker.actor.optim.lr=5e-4",
     "trainer.max_steps=100",
-    f"data.override_chat_template={HERE / 'agent.jinja'}",
+    f"data.override_chat_template={CHAT_TEMPLATE}",
     "worker.rollout.limit_images=2",
     "worker.rollout.multi_turn.enable=true",
     "worker.rollout.multi_turn.tools=[zoom]",
@@ -102,7 +103,7 @@ def show_calls(folder: Path, seed: int) -> Path:
         "data.min_pixels=784",
         "data.max_length=128",
         f"data.max_pixels={VIEW}",
-        f"data.override_chat_template={HERE / 'agent.jinja'}",
+        f"data.override_chat_template={CHAT_TEMPLATE}",
         "data.apply_chat_template_kwargs={tools: [{function: {name: zoom}}]}",
         f"data.seed={seed + 1}",
         f"worker.actor.model.model_path={folder / 'model'}",

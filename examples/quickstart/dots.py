@@ -14,8 +14,15 @@ from shapes import COLORS, save_rows, vary
 
 IMAGE_SIZE, DOT_SIZE = 448, 2  # pixels
 BOX = [496, 496, 504, 504]  # twice the dot's size, in thousandths of the sides
-# The call of `zoom` as the policy writes it.
-CALL = f'<tool_call>\n{json.dumps({"name": "zoom", "arguments": {"box": BOX}})}\n</tool_call>'
+
+
+def call_of(box: list[int]) -> str:
+    """Return a call of `zoom` as the policy writes it."""
+    call = json.dumps({"name": "zoom", "arguments": {"box": box}})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+CALL = call_of(BOX)
 
 
 def draw(rng: random.Random, color: str) -> Image.Image:

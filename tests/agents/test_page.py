@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools and the environment of docs/agents.md can be used as they are written there."""
+"""The tools, the environment and the agent of docs/agents.md can be used as they are written there."""
 
 import re
 
+from tests.agents.endpoint.test_server import Leader, no_urls, reply_to
 from tests.agents.test_environments import begin, step
 from tests.architecture.source import ROOT
+from verl.agents.endpoint.server import MODEL, Endpoint
+from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import ToolCall
 from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
@@ -49,3 +52,26 @@ def test_the_environment_of_the_page_is_won_by_halving(tmp_path):
 
     assert opening.messages[0]["content"].startswith("Guess my number from 1 to 20.")
     assert len(answers) <= 5 and answers[-1].reward == 1.0
+
+
+def test_the_agent_of_the_page_tries_again(tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text("\n".join(BLOCKS))
+    options = MultiTurnConfig(enable=True, agent=f"{path}:run", agent_kwargs={"tries": 2})
+    with ToolPool(options) as pool, Endpoint(no_urls, takes_media=False, shows_tools=False) as endpoint:
+        leader = Leader(endpoint)
+        leader.answer = lambda call: call.answer(
+            reply_to(call.request, f"{len(call.request.messages)} it is")
+        )
+        pool.start("a", {"question": "How many?", "ground_truth": "3"})
+        address = {"base_url": endpoint.base_url, "api_key": endpoint.open("a"), "model": MODEL}
+        pool.submit("a", [ToolCall(AGENT, address)])
+        finished = []
+        while not finished:
+            finished = pool.ready(60.0)
+        leader.is_running = False
+        leader.thread.join()
+
+    ((_, [result], _),) = finished
+    assert result.reward == 0.5 and not result.failed
+    assert leader.calls[1].request.messages[-1].text == "That is wrong. Try again."

@@ -3,10 +3,10 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from examples.search_server import Bm25, SearchHandler, SearchServer
 from verl.agents.interface import ToolCall
 from verl.agents.tools.pool import ToolPool
 from verl.agents.tools.shipped import search
@@ -20,33 +20,27 @@ INDEX = {
 }
 
 
-class Index(BaseHTTPRequestHandler):
-    """Ranks documents by the words that they share with a query."""
+class Handler(SearchHandler):
+    """Records requests, and answers with the status or the body that a test wants."""
 
-    def do_POST(self):
+    def do_POST(self):  # noqa: N802 - the name that http.server calls
         server = self.server
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.requests.append((request, self.headers["Authorization"]))
         status = server.statuses.pop(0) if server.statuses else 200
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(self.answer(request)).encode() if server.body is None else server.body)
-
-    def answer(self, request):
-        words = set(request["queries"][0].lower().split())
-        scores = {title: len(words & set(text.lower().strip(".").split())) for title, text in INDEX.items()}
-        ranked = sorted((title for title in INDEX if scores[title]), key=lambda title: -scores[title])
-        contents = [{"contents": f'"{title}"\n{INDEX[title]}'} for title in ranked[: request["topk"]]]
-        return {"result": [[{"document": document, "score": 1.0} for document in contents]]}
-
-    def log_message(self, *_):
-        pass
+        if server.body is None:
+            self.send(status, self.answer(request))
+        else:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(server.body)
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(search, "PAUSE_S", 0.01)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    index = Bm25(f'"{title}"\n{text}' for title, text in INDEX.items())
+    server = SearchServer(("127.0.0.1", 0), index, Handler)
     server.requests, server.statuses, server.body = [], [], None
     server.url = f"http://127.0.0.1:{server.server_port}/retrieve"
     thread = threading.Thread(target=server.serve_forever)

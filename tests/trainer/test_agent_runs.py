@@ -2,6 +2,8 @@
 """Runs in which the policy calls a tool, from the command to the kept rows and the resumed run."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.faults.runs import saved_tensors
 from tests.helpers.agent_runs import CALLS, OPTIONS, save_model, write_dots
 from tests.helpers.quickstart import COLORS
-from tests.helpers.training import learned, quickstart_arguments, train
+from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, train
 from verl.viewer.rollout_store import step_files
 
 pytestmark = pytest.mark.heavy
@@ -210,3 +212,23 @@ def test_each_turn_learns_from_its_own_reward_and_later_ones(folder):
             baseline = np.mean(group) if len(group) > 1 else 0.0
             found = row["advantages"][turn["start"] : turn["stop"]]
             assert found == pytest.approx([own[number] - baseline] * len(found), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_quickstart_with_a_tool_learns_to_call_it(seed, tmp_path):
+    command = [
+        sys.executable,
+        str(QUICKSTART / "agent_demo.py"),
+        "--folder",
+        str(tmp_path),
+        "--seed",
+        str(seed),
+    ]
+
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    assert found["calls_before"] < 0.5 and found["val_before"] < 0.5
+    assert found["calls_after"] > 0.95 and found["val_after"] > 0.9

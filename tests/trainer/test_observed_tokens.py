@@ -7,13 +7,15 @@ import torch
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.controllers import get_kl_controller
 from verl.algorithms.kl import KL_ESTIMATORS
-from verl.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from verl.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.protocol import DataProto, objects
 from verl.trainer.core_algos import (
     apply_kl_penalty,
     compute_advantages,
     correct_rollouts,
     entropy_estimate,
+    resample_by_score,
+    turn_ids_of,
 )
 from verl.trainer.metrics import compute_batch_metrics, compute_timing_metrics
 
@@ -154,6 +156,19 @@ def test_rewards_at_observed_tokens_reach_no_advantage(estimator):
     expected = compute_advantages(batch, algorithm)
     for name in ("advantages", "returns"):
         torch.testing.assert_close(found.batch[name], expected.batch[name], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
+def test_rows_are_drawn_by_score_with_their_masks_and_turns_whatever_was_observed(method):
+    batch = conversations().merge({"row_ids": torch.arange(ROWS)})
+    other = with_other_observations(batch, *PERTURBED)
+
+    drawn, others = (resample_by_score(each, PFPPOConfig(method), seed=1, step=2) for each in (batch, other))
+
+    rows = drawn.batch["row_ids"]
+    assert rows.equal(others.batch["row_ids"]) and len(rows.unique()) < ROWS
+    assert drawn.batch["observation_mask"].equal(batch.batch["observation_mask"][rows])
+    assert turn_ids_of(drawn).equal(turn_ids_of(batch)[rows])
 
 
 def test_advantages_do_not_depend_on_how_long_observations_are():

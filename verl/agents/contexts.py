@@ -240,6 +240,7 @@ class AgentConversation:
             media=_as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
             position_ids=_positions(parts) if contexts else row.positions(),
             is_masked=is_masked,
+            stop_reason=reason,
             prompt=self._own_prompt(first),
             context_starts=tuple(starts[:-1]),
         )
@@ -416,7 +417,7 @@ class AgentConversation:
         """Return the response of an agent that has no turn of the policy: a token that does not count."""
         tokenizer = self._conversation.tokenizer
         token = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        trajectory = Trajectory([False], (), tuple(self._prompt.messages), is_masked=True)
+        trajectory = Trajectory([False], (), tuple(self._prompt.messages), is_masked=True, stop_reason=reason)
         return FinishedConversation(
             [token], [0.0], "length" if reason != "stop" else reason, reason, trajectory
         )

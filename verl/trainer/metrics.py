@@ -94,26 +94,27 @@ def agent_metrics(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Metri
     """Statistics of conversations, each the plain data of its turns: turns, calls, failures, seconds.
 
     `agent/tool_calls` is the mean of a conversation, `agent/tool_failures` the share of the calls and of an
-    environment's answers, `agent/tool_s` the mean time between a turn and the answers to it.
-    `agent/tool/NAME/...` are of the calls that reached a tool: their number, the share that failed, and the
-    mean time of the tool's work.
+    environment's answers, `agent/tool_s` the mean time between a turn and what follows. `agent/tool/NAME/...`
+    are of the calls that reached a tool: their number, the share that failed, and the mean time of the tool's
+    work.
     """
     turns = [list(conversation) for conversation in conversations]
-    calling = [turn for each in turns for turn in each if turn["calls"] or turn["observations"]]
-    calls = sum(len(turn["calls"]) for turn in calling)
-    asked = sum(len(turn["calls"]) or len(turn["observations"]) for turn in calling)
-    failures = sum(one["failed"] for turn in calling for one in turn["observations"])
-    answered = [turn for turn in calling if turn["observations"]]  # else the conversation ended before
+    calls = sum(len(turn["calls"]) for each in turns for turn in each)
+    answered = [turn for each in turns for turn in each if turn["observations"]]  # else it ended before
+    steps = sum(len(turn["observations"]) for turn in answered if not turn["calls"])
+    failures = sum(one["failed"] for turn in answered for one in turn["observations"])
     made: dict[str, list[Mapping[str, Any]]] = {}
     for turn in answered:
-        for call, one in zip(turn["calls"], turn["observations"], strict=False):
+        if len(turn["calls"]) != len(turn["observations"]):
+            continue  # an environment's one answer to the whole turn
+        for call, one in zip(turn["calls"], turn["observations"], strict=True):
             if one["seconds"] is not None:
                 made.setdefault(call["name"], []).append(one)
     return {
         "agent/turns_mean": sum(map(len, turns)) / len(turns),
         "agent/turns_max": float(max(map(len, turns))),
         "agent/tool_calls": calls / len(turns),
-        "agent/tool_failures": failures / max(1, asked),
+        "agent/tool_failures": failures / max(1, calls + steps),
         "agent/tool_s": sum(turn["seconds"] for turn in answered) / max(1, len(answered)),
     } | {name: value for tool, ones in sorted(made.items()) for name, value in _tool_metrics(tool, ones)}
 

@@ -155,3 +155,20 @@ def test_metrics_count_turns_calls_and_failures():
         "agent/tool/add/failures": 0.5,
         "agent/tool/add/s": 0.375,
     }
+
+
+def test_the_steps_of_an_environment_are_counted_without_calls():
+    observation = {"text": "", "images": 0, "failed": False, "seconds": 0.5}
+    turn = {"calls": [], "observations": [observation], "seconds": 2.0, "reward": 1.0}
+    call = {"name": "take", "arguments": {}}
+    joined = {**turn, "calls": [call, call], "seconds": 4.0}  # one answer to both
+    failed = {**turn, "observations": [observation | {"failed": True}], "seconds": 6.0}
+    last = {**turn, "observations": [], "seconds": 0.0}
+
+    assert agent_metrics([[turn, joined, failed], [last]]) == {
+        "agent/turns_mean": 2.0,
+        "agent/turns_max": 3.0,
+        "agent/tool_calls": 1.0,
+        "agent/tool_failures": 1 / 4,
+        "agent/tool_s": 4.0,
+    }

@@ -132,6 +132,14 @@ def test_images_and_frames_that_the_model_saw_are_kept_once_for_a_group(tmp_path
     assert picture["problem"] is None and frames["problem"] is None
 
 
+def test_the_own_prompts_of_a_group_keep_their_own_images(tmp_path, media_loader):
+    ours, other = ({"images": [save_image(tmp_path / f"{width}.png", width, 56)]} for width in (56, 84))
+
+    (rows,) = kept_rows(tmp_path, make_batch([None, ours, None, other]), 1, media_loader).values()
+
+    assert [row["media"][0]["source"] for row in rows] == [*ours["images"], *other["images"]]
+
+
 def test_an_image_that_is_gone_is_named_and_ends_nothing(tmp_path, media_loader):
     gone = {"images": [str(tmp_path / "gone.png")], "videos": []}
 

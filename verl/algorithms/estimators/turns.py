@@ -17,6 +17,7 @@ from verl.algorithms.advantage_math import (
     group_z_scores,
     response_tokens,
     row_blocks,
+    sum_rewards,
     whiten,
     zero_outside,
 )
@@ -88,15 +89,15 @@ def sum_turns(inputs: AdvantageInputs, estimator: str) -> Turns:
     kept = response_tokens(inputs)
     ids = zero_outside(require_field(inputs, estimator, "turn_ids", like=kept), kept)
     num_turns = int(ids.max()) + 1
+    if num_turns == 1:  # in the order of other estimators, so that results are equal to the last bit
+        whole = sum_rewards(inputs)
+        return Turns(kept, ids, whole.scores.unsqueeze(-1), whole.lengths.unsqueeze(-1))
     rewards = inputs.token_level_rewards.new_zeros(len(kept), num_turns, dtype=torch.float64)
     lengths = torch.zeros_like(rewards)
     for rows in row_blocks(kept):
-        for number in range(int(ids[rows].max()) + 1):
-            own = kept[rows] & (ids[rows] == number)  # (b, R)
-            rewards[rows, number] = zero_outside(inputs.token_level_rewards[rows], own).sum(
-                -1, dtype=torch.float64
-            )
-            lengths[rows, number] = own.sum(-1).double()
+        earned = zero_outside(inputs.token_level_rewards[rows], kept[rows])  # (b, R)
+        rewards[rows] = rewards[rows].scatter_add(-1, ids[rows], earned.double())
+        lengths[rows] = lengths[rows].scatter_add(-1, ids[rows], kept[rows].double())
     return Turns(kept, ids, rewards, lengths)
 
 

@@ -16,6 +16,7 @@ from verl.data.media.references import Reference, payload, shown_name
 from verl.protocol import DataProto
 from verl.trainer.rollouts.conversation_log import conversation_columns
 from verl.viewer.rollout_store import TRAIN, RolloutStore
+from verl.workers.packing.media_inputs import media_key
 
 MAX_FRAMES = 8  # shown of a video
 TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validation has only the first
@@ -63,13 +64,14 @@ class RolloutLog:
         names = [name for name in KEPT_TENSORS + TOKEN_VALUES if name in present]
         arrays = {name: sequences.batch[name].cpu().numpy() for name in names}
         texts = self._token_texts(arrays["responses"])
-        media: dict[str, list[dict[str, Any]]] = {}  # by group: its responses share them
+        media: dict[Any, list[dict[str, Any]]] = {}  # responses to a prompt share them
         rows = []
         for number, one in enumerate(kept):
             item = {name: column[number] for name, column in sequences.non_tensor_batch.items()}
-            if item["uid"] not in media:
-                media[item["uid"]] = list(self._media(item.get("multi_modal_data")))
-            shared = media[item["uid"]]
+            prompt = item["uid"], media_key(item.get("multi_modal_data"))
+            if prompt not in media:
+                media[prompt] = list(self._media(item.get("multi_modal_data")))
+            shared = media[prompt]
             row = self._row(item, {name: array[number] for name, array in arrays.items()}, texts)
             rows.append(row | {"step": step, "sample": one.sample, "media": shared, "num_media": len(shared)})
         self.store.write(step, rows, kind)
