@@ -140,7 +140,7 @@ def test_a_validation_without_any_score_ends_the_run(manager):
     validator = make_validator(Engine(lambda number: [FAILING]), manager, 1)
 
     validator.sample(step=1)
-    with pytest.raises(RuntimeError, match="failed for every response of the validation"):
+    with pytest.raises(RuntimeError, match="no response of the validation has a score"):
         validator.measure()
 
 

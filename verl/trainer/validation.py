@@ -141,7 +141,9 @@ def means_of(scored: ScoredResponses) -> Metrics:
     metrics = {f"{key}_reward": mean for key, mean in means.items()}
     known = [score for score in scored.scores if not math.isnan(score)]
     if not known:
-        raise RuntimeError("the reward function failed for every response of the validation")
+        raise RuntimeError(
+            "no response of the validation has a score: the reward function or a tool failed in each of them"
+        )
     metrics["val/reward_score"] = sum(known) / len(known)
     for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
         mask = scored.sequences.batch[key]

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses become sequences, in the order of their prompts."""
 
+import math
+from dataclasses import replace
+
+import pytest
 import torch
 
 from tests.trainer.rollouts.sampling import PROMPT_LENGTH, Engine, make_config, make_sampler, numbered_prompts
+from verl.agents.interface import Trajectory
 from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.sequences import join_responses
@@ -57,3 +62,21 @@ def test_the_greedy_response_differs_from_the_sampled_ones_only_in_how_it_is_sam
 
     assert greedy.is_greedy and greedy.n == 1 and not sampled.is_greedy and sampled.n == 5
     assert (greedy.max_tokens, greedy.ignore_eos) == (sampled.max_tokens, sampled.ignore_eos)
+
+
+def test_a_masked_conversation_has_no_score_and_its_group_keeps_theirs(reward_manager):
+    class Masking(Engine):
+        def respond(self, uid, number, sample, options):
+            response = super().respond(uid, number, sample, options)
+            is_masked = (number, sample) in ((1, 1), (2, 0))
+            conversation = Trajectory([True] * len(response.token_ids), (), (), is_masked=is_masked)
+            return replace(response, trajectory=conversation)
+
+    sampler = make_sampler(make_config(), Masking(lambda number: [0.1 * number, 1.0]), reward_manager)
+
+    sequences, scoring = sampler.sample(with_uids(next(numbered_prompts(3)), "p"), sampler.options)
+    values = scoring.result()
+
+    assert values["overall"] == pytest.approx([0.0, 1.0, 0.1, math.nan, math.nan, 1.0], nan_ok=True)
+    assert values["tokens"] == pytest.approx([1, 2, 2, math.nan, math.nan, 4], nan_ok=True)
+    assert sequences.batch["loss_mask"].any(-1).tolist() == [True, True, True, False, False, True]

@@ -280,7 +280,7 @@ class ToolPool:
                 self._unknown(call.name) if tool is None else argument_problem(tool.schema, call.arguments)
             )
         if problem is not None or tool is None:
-            return Observation(problem or "", failed=True)
+            return Observation(problem or "")  # the policy's mistake, and no failure of a tool
         if tool.kind == "agent":  # it mostly waits for the policy
             return await self._call_with_state(conversation, tool, call)
         if tool.is_stateful:

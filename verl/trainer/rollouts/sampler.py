@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from verl.config.data import DataConfig
@@ -12,7 +13,7 @@ from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto, objects
 from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, TurnRewards
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.rollouts.scores import Scoring
+from verl.trainer.rollouts.scores import Scoring, unscored
 from verl.trainer.rollouts.sequences import join_responses
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 
@@ -82,7 +83,8 @@ class Sampler:
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
         in_order = [responses[row] for row in range(total)]
         sequences = join_responses(prompts, in_order, n, self.response_length, self.tokenizer.pad_token_id)
-        return sequences, Scoring([job.result])
+        failed = [row for row, one in enumerate(in_order) if one.trajectory and one.trajectory.is_masked]
+        return sequences, Scoring([partial(unscored, job.result, failed)])
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)

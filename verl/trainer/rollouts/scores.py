@@ -57,6 +57,15 @@ def join_values(parts: Sequence[Values]) -> Values:
     return joined
 
 
+def unscored(result: Callable[[], Values], rows: Sequence[int]) -> Values:
+    """Return the values with nan in some rows: conversations that do not count."""
+    values = {name: list(column) for name, column in result().items()}
+    for name in values.keys() - {FAILURES, RETRIES}:
+        for row in rows:
+            values[name][row] = math.nan
+    return values
+
+
 def score(
     batch: DataProto, values: Values, worker: WorkerConfig, algorithm: AlgorithmConfig
 ) -> tuple[DataProto, Metrics]:
@@ -66,8 +75,8 @@ def score(
 
     Rewards of turns, of which `overall` is the sum, are on the last token of each turn instead.
 
-    A response without a score, because a call of the reward function failed, loses its `loss_mask`: from here
-    on it takes no part.
+    A response without a score, because a call of the reward function failed or `on_tool_error` masked its
+    conversation, loses its `loss_mask`: from here on it takes no part.
 
     Returns:
         The batch with `token_level_scores` (B, R), `reward_values` (B,) and, for estimators that read single
