@@ -7,7 +7,7 @@ context: the first one, one after the agent shortened or edited its history, a r
 Nothing here waits, serves or reads a clock.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -219,7 +219,7 @@ class AgentConversation:
         """Return a call whose messages are rendered as a whole."""
         rules, reader = self._conversation, self._conversation.media
         media, _ = self._media_of(request.messages, None)
-        messages = [self._plain(one.message) for one in request.messages]
+        messages = [rules.renderer.plain_values(one.message) for one in request.messages]
         try:
             text = self.rules.template(messages, True, NAME, request.tools)
         except (ValueError, TimeoutError) as error:
@@ -239,14 +239,6 @@ class AgentConversation:
         return OpenCall(
             self._num_calls, request, Context(row, text, request.tools, is_first=is_first), None, 0, at
         )
-
-    def _plain(self, value: Any) -> Any:
-        """Return messages in whose texts no special token is read."""
-        if isinstance(value, str):
-            return self._conversation.renderer.plain(value)
-        if isinstance(value, Mapping):
-            return {key: self._plain(each) for key, each in value.items()}
-        return [self._plain(each) for each in value] if isinstance(value, list) else value
 
     def _media_of(
         self, messages: Sequence[ChatMessage], context: Context | None

@@ -85,6 +85,14 @@ class ObservationRenderer:
         text = text.encode(errors="replace").decode()  # a lone surrogate has no bytes
         return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
+    def plain_values(self, value: Any) -> Any:
+        """Return a message, or a part of one, in whose texts no special token is read."""
+        if isinstance(value, str):
+            return self.plain(value)
+        if isinstance(value, Mapping):
+            return {key: self.plain_values(each) for key, each in value.items()}
+        return [self.plain_values(each) for each in value] if isinstance(value, list | tuple) else value
+
     def messages(self, calls: Sequence[ToolCall], observations: Sequence[Observation]) -> list[Message]:
         """Return the messages of the observations to a turn's calls."""
         return _messages(self.style, *self._shown(calls, observations))

@@ -115,6 +115,4 @@ def endpoint_of(rules: AgentRules, on_call: Callable[[Hashable], None]) -> Endpo
             raise ValueError("the model reads no images and videos")
         return reader.loader.on_disk(url)
 
-    return Endpoint(
-        read_url, takes_media=reader is not None, shows_tools=rules.shows_tools, on_call=on_call
-    )
+    return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.shows_tools, on_call=on_call)

@@ -4,7 +4,7 @@
 import torch
 
 from verl.agents.conversation import ConversationRules
-from verl.agents.interface import Message, Opening, OwnPrompt
+from verl.agents.interface import Opening, OwnPrompt
 from verl.agents.row import Prompt
 from verl.models.families.interface import MediaShape
 
@@ -20,7 +20,7 @@ def prompt_of(rules: ConversationRules, opening: Opening) -> Prompt:
     """
     assert opening.messages is not None and rules.chat_template is not None, "the environment has a prompt"
     name = f"the prompt of the environment `{rules.options.environment}`"
-    messages = [_plain(rules, message) for message in opening.messages]
+    messages = rules.renderer.plain_values(opening.messages)
     text = rules.chat_template(messages, True, name)
     raw_ids = rules.tokenizer.encode(text, add_special_tokens=False)
     media, shape, token_ids, positions = None, MediaShape(), raw_ids, None
@@ -44,12 +44,3 @@ def prompt_of(rules: ConversationRules, opening: Opening) -> Prompt:
     kept = {name: list(values) for name, values in (media or {}).items()}
     own = OwnPrompt(token_ids, positions, tuple(messages), text, kept)
     return Prompt(raw_ids, messages, media, own)
-
-
-def _plain(rules: ConversationRules, message: Message) -> Message:
-    """Return a message in which no special token is read."""
-    plain, content = rules.renderer.plain, message["content"]
-    if isinstance(content, str):
-        return {**message, "content": plain(content)}
-    parts = [{**part, "text": plain(part["text"])} if "text" in part else part for part in content]
-    return {**message, "content": parts}
