@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.conversations import rules_of, template_of
+from tests.helpers.distributed import run_distributed
 from tests.helpers.families import load_tiny, open_tiny
 from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
@@ -154,13 +155,11 @@ def lead(tiny, engine, tmp_path):
         path.write_text(source)
         config = {"agent": f"{path}:run", "tool_timeout_s": 30.0} | options
         rules = rules_with(tiny, form or sometimes_calls(), max_tokens, config)
-        pool = ToolPool(rules.conversation.options)
-        read_url = rules.conversation.media.loader.on_disk
-        endpoint = Endpoint(read_url, takes_media=True, shows_tools=True, on_call=pool.hold)
-        closing.extend([pool, endpoint])
+        services = services_of(rules)
+        closing.extend(services)
         recorder = Recorder(engine)
         decode = rules.conversation.media.loader.decode
-        driver = AgentDriver(recorder, AgentServices(pool, endpoint), rules, decode)
+        driver = AgentDriver(recorder, services, rules, decode)
         found = [one for finished in driver.run(rows_of(rows), sampling) for one in finished]
         assert engine.num_unfinished == 0
         return found, recorder, rules
@@ -168,6 +167,12 @@ def lead(tiny, engine, tmp_path):
     yield run
     for each in closing:
         each.close()
+
+
+def services_of(rules):
+    pool = ToolPool(rules.conversation.options)
+    read_url = rules.conversation.media.loader.on_disk
+    return AgentServices(pool, Endpoint(read_url, takes_media=True, shows_tools=True, on_call=pool.hold))
 
 
 def rules_with(tiny, form, max_tokens, options):
@@ -422,3 +427,32 @@ def test_calls_at_once_are_contexts_of_their_own(tiny, engine, lead):
     for one in (*responses, *narrow):
         assert len(one.trajectory.turns) == 7 and len(one.trajectory.context_starts) == 5
         assert one.trajectory.turns[-1].reward == 1.0 or any(turn.reward for turn in one.trajectory.turns)
+
+
+def turns_on_two_ranks(rank, world_size, folder, path):
+    tiny = open_tiny(folder)
+    engine = build_rollout_engine(
+        rollout_config(tensor_parallel_size=2, max_model_len=1600), setup_of(folder)
+    )
+    engine.sync_weights(hub_tensors(tiny.model))
+    recorder = Recorder(engine)
+    rules = rules_with(tiny, sometimes_calls(), 1300, {"agent": f"{path}:run", "tool_timeout_s": 60.0})
+    services = services_of(rules) if rank == 0 else None
+    driver = AgentDriver(recorder, services, rules, rules.conversation.media.loader.decode)
+    found = [one for finished in driver.run(rows_of(3), SAMPLING) for one in finished]
+    assert engine.num_unfinished == 0
+    for each in services or ():
+        each.close()
+    engine.close()
+    turns = {uid: one.token_ids for uid, one in recorder.turns.items()}
+    return turns, {(one.uid, one.sample): one.token_ids for one in found}
+
+
+def test_ranks_of_one_engine_sample_the_same_calls(tiny, tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT)
+
+    (turns, responses), others = run_distributed(turns_on_two_ranks, 2, tiny.folder, path)
+
+    assert (turns, responses) == others
+    assert len(responses) == 6 and len(turns) == 30
