@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose policy makes calls that fail in every way: nothing is lost, nothing that failed is trained."""
+
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers.agent_faults import (
+    FAILING,
+    KINDS,
+    REASONS,
+    REFUSED,
+    WITH_TOOLS,
+    options_of,
+    save_files,
+    start,
+)
+from verl.viewer.rollout_store import step_files
+
+pytestmark = pytest.mark.heavy
+STEPS, GROUPS, SAMPLES = (1, 2), 8, 8
+MAX_TURNS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_files(tmp_path_factory.mktemp("faults"), WITH_TOOLS)
+
+
+def finish(folder, name, *options):
+    run = start(folder, folder / name, *options_of(folder), *options)
+    assert run.end() == 0, run.stderr[-8000:]
+    return {logged.step: logged.metrics for logged in run.steps}
+
+
+@pytest.fixture(scope="module")
+def ended(folder):
+    """The metrics of a run that ends conversations whose calls fail."""
+    return finish(folder, "end", "worker.rollout.multi_turn.on_tool_error=end")
+
+
+def rows_of(folder, name, step):
+    return pq.read_table(step_files(folder / name)[step]).to_pylist()
+
+
+def kinds_of(row):
+    """The calls of a conversation, with their answers."""
+    for turn in row["turns"]:
+        for observation in turn["observations"]:
+            yield KINDS[turn["text"]], observation
+
+
+def failed_kinds(row):
+    return [kind for kind, observation in kinds_of(row) if observation["failed"]]
+
+
+def check_nothing_is_lost(rows):
+    groups = defaultdict(set)
+    for row in rows:
+        groups[row["group"]].add(row["sample"])
+    assert len(rows) == GROUPS * SAMPLES
+    assert len(groups) == GROUPS and all(samples == set(range(SAMPLES)) for samples in groups.values())
+
+
+def check_answers(row):
+    for kind, observation in kinds_of(row):
+        assert observation["failed"] == (kind in FAILING), (kind, observation)
+        assert re.match(REASONS[kind], observation["text"]), (kind, observation)
+        assert (observation["seconds"] is None) == (kind in REFUSED), (kind, observation)
+    assert row["num_turns"] <= MAX_TURNS
+
+
+def check_metrics(rows, metrics):
+    by_tool = defaultdict(list)
+    for row in rows:
+        for kind, observation in kinds_of(row):
+            if kind not in REFUSED:
+                by_tool[kind if kind in ("kept", "unmade") else "fault"].append(observation["failed"])
+    calls = sum(len(turn["calls"]) for row in rows for turn in row["turns"])
+    failures = sum(len(failed_kinds(row)) for row in rows)
+    assert metrics["agent/tool_failures"] == pytest.approx(failures / calls) and failures > 0
+    assert metrics["agent/tool_calls"] == pytest.approx(calls / len(rows))
+    for tool, failed in by_tool.items():
+        assert metrics[f"agent/tool/{tool}/calls"] == len(failed)
+        assert metrics[f"agent/tool/{tool}/failures"] == pytest.approx(np.mean(failed))
+
+
+def test_every_fault_costs_its_own_conversation_and_nothing_else(folder, ended):
+    assert set(ended) == set(STEPS)
+    met = Counter()
+    for step in STEPS:
+        rows = rows_of(folder, "end", step)
+        check_nothing_is_lost(rows)
+        check_metrics(rows, ended[step])
+        scores = defaultdict(list)
+        for row in rows:
+            check_answers(row)
+            met.update(kind for kind, _ in kinds_of(row))
+            has_failed = bool(failed_kinds(row))
+            assert row["is_masked"] == has_failed == (row["stop_reason"] == "tool"), row["stop_reason"]
+            if has_failed:
+                assert failed_kinds(row) == [list(kinds_of(row))[-1][0]]  # it is the last call
+                assert (row["advantage"], row["score"]) == (None, None)
+                assert not any(row["is_trained"]) and not any(row["advantages"])
+            else:
+                scores[row["group"]].append(row["score"])
+                sampled = {place for turn in row["turns"] for place in range(turn["start"], turn["stop"])}
+                places = range(len(row["token_ids"]))
+                assert row["is_trained"] == [place in sampled for place in places]
+        for row in rows:
+            group = scores[row["group"]]
+            if not row["is_masked"]:
+                baseline = np.mean(group) if len(group) > 1 else 0.0
+                assert row["advantage"] == pytest.approx(row["score"] - baseline, abs=1e-5)
+        counted = [score for group in scores.values() for score in group]
+        assert ended[step]["reward/overall"] == pytest.approx(np.mean(counted))
+        assert ended[step]["actor/grad_norm"] > 0
+        assert max(row["num_turns"] for row in rows) == MAX_TURNS
+        assert "turns" in {row["stop_reason"] for row in rows}  # cut, and trained like others
+    assert set(met) == set(REASONS), set(REASONS) - set(met)
