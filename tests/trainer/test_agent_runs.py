@@ -8,18 +8,19 @@ import sys
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
-from tests.faults.runs import saved_tensors
-from tests.helpers.agent_runs import CALLS, OPTIONS, save_model, write_dots
-from tests.helpers.quickstart import COLORS
-from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, train
+from tests.helpers.agent_runs import (
+    OPTIONS,
+    check_resumed,
+    save_model,
+    talkative,
+    train_two_steps,
+    write_dots,
+)
+from tests.helpers.training import QUICKSTART, ROOT
 from verl.viewer.rollout_store import step_files
 
 pytestmark = pytest.mark.heavy
-# The last digits of the engine's log-probs; times.
-UNEQUAL = ("rollout/", "agent/tool_s", "agent/tool/zoom/s")
 
 # Answers in an order that no two runs share.
 TOOL = """
@@ -69,17 +70,6 @@ def compute_score(entries):
 """
 
 
-def talkative(model):
-    """Make about half of the turns of a random model calls or colors."""
-    file = model / "model.safetensors"
-    tokenizer, weights = AutoTokenizer.from_pretrained(model), load_file(file)
-    [name] = [name for name in weights if name.endswith("embed_tokens.weight")]  # the head's too
-    rows = [tokenizer.encode(text, add_special_tokens=False)[0] for text in (*CALLS, *COLORS)]
-    weights[name][rows] *= 6
-    save_file(weights, file, metadata={"format": "pt"})
-    return model
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
@@ -93,23 +83,16 @@ def folder(tmp_path_factory):
 
 
 def run(folder, name, *options):
-    arguments = quickstart_arguments(
+    return train_two_steps(
         folder,
-        folder / "model",
+        name,
         *OPTIONS,
-        "data.max_prompt_length=64",
         "data.max_response_length=64",
         f"worker.rollout.multi_turn.tools=[{folder / 'late_zoom.py'}:LateZoom]",
         "worker.rollout.multi_turn.tool_concurrency=4",
-        "worker.rollout.name=hf",
         f"worker.reward.reward_function={folder / 'count_calls.py'}:compute_score",
-        "trainer.val_before_train=false",
-        "trainer.max_steps=2",
-        "trainer.save_freq=1",
-        "trainer.save_limit=-1",
         *options,
     )
-    return train(folder / name, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +150,7 @@ def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
 
     resumed = run(folder, "resumed", f"trainer.load_checkpoint_path={checkpoint}")
 
-    assert set(resumed) == {2}
-    # The log-probs of the engine depend on which requests shared a batch, in the last digits.
-    ours, theirs = (
-        {key: value for key, value in learned(metrics[2]).items() if not key.startswith(UNEQUAL)}
-        for metrics in (resumed, unbroken)
-    )
-    assert ours == theirs
-    one, other = (saved_tensors(folder / name / "global_step_2") for name in ("unbroken", "resumed"))
-    assert one.keys() == other.keys() and len(one) > 20
-    assert all(one[key].equal(other[key]) for key in one)
+    check_resumed(folder, "resumed", resumed, unbroken)
 
 
 def test_each_turn_learns_from_its_own_reward_and_later_ones(folder):

@@ -5,15 +5,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.faults.runs import saved_tensors
-from tests.helpers.agent_runs import OPTIONS, save_model, write_dots
-from tests.helpers.training import learned, quickstart_arguments, train
-from tests.trainer.test_agent_runs import UNEQUAL as OF_TOOLS
-from tests.trainer.test_agent_runs import talkative
+from tests.helpers.agent_runs import (
+    OPTIONS,
+    check_resumed,
+    save_model,
+    talkative,
+    train_two_steps,
+    write_dots,
+)
 from verl.viewer.rollout_store import step_files
 
 pytestmark = pytest.mark.heavy
-UNEQUAL = (*OF_TOOLS, "rollout_corr/")  # last digits of the engine, in other batches
 
 AGENT = """
 import base64
@@ -78,25 +80,18 @@ def run(folder, name, *options):
     kept = [
         option for option in OPTIONS if not option.startswith(("worker.rollout.multi_turn", "data.max_resp"))
     ]
-    arguments = quickstart_arguments(
+    return train_two_steps(
         folder,
-        folder / "model",
+        name,
         *kept,
-        "data.max_prompt_length=64",
         "data.max_response_length=128",
         "worker.rollout.limit_images=3",
         "worker.rollout.multi_turn.enable=true",
         f"worker.rollout.multi_turn.agent={folder / 'agent.py'}:run",
         "worker.rollout.multi_turn.agent_kwargs={hint: 'What color?'}",
-        "worker.rollout.name=hf",
         f"worker.reward.reward_function={folder / 'reward.py'}:compute_score",
-        "trainer.val_before_train=false",
-        "trainer.max_steps=2",
-        "trainer.save_freq=1",
-        "trainer.save_limit=-1",
         *options,
     )
-    return train(folder / name, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +124,4 @@ def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
 
     resumed = run(folder, "resumed", f"trainer.load_checkpoint_path={checkpoint}")
 
-    assert set(resumed) == {2}
-    ours, theirs = (
-        {key: value for key, value in learned(metrics[2]).items() if not key.startswith(UNEQUAL)}
-        for metrics in (resumed, unbroken)
-    )
-    assert ours == theirs
-    one, other = (saved_tensors(folder / name / "global_step_2") for name in ("unbroken", "resumed"))
-    assert one.keys() == other.keys() and len(one) > 20
-    assert all(one[key].equal(other[key]) for key in one)
+    check_resumed(folder, "resumed", resumed, unbroken)
