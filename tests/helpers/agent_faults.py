@@ -35,6 +35,8 @@ def fault(kind: str):
     Args:
         kind: Function of this file.
     """
+    with open(__file__ + ".calls", "a") as file:
+        file.write(kind + "\\n")
     return globals()[kind]()
 
 def good():
@@ -227,6 +229,11 @@ def options_of(folder: Path) -> list[str]:
     """Options that name the tools."""
     tools = ",".join(f"{folder / 'tools.py'}:{name}" for name in ("fault", "Unmade", "Kept"))
     return [f"worker.rollout.multi_turn.tools=[{tools}]"]
+
+
+def num_calls(folder: Path) -> int:
+    """Return the number of calls that reached the tool `fault` in all runs of a folder."""
+    return len((folder / "tools.py.calls").read_text().splitlines())
 
 
 def start(folder: Path, output: Path, *options: str) -> Run:
