@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share of time that a rollout engine idles while its conversations wait for their tools.
 
-    python benchmarks/agents.py [--conversations 64] [--seconds 3] [--tokens 64] [--engine vllm]
+    python benchmarks/agents.py [--conversations 64] [--seconds 3] [--tokens 128] [--engine vllm]
 
 Conversations of 1 to 8 turns call a tool that takes 0 to 3 seconds. They run as the trainer runs them, each
 at its own pace, and once more turn by turn: all turns are sampled, then all calls are answered. The engine
@@ -45,6 +45,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "chat_template" / "qwen_vl_tools.jinja"
 MAX_TURNS, MAX_TOKENS, PROMPT = 8, 3900, 100
+LAYERS = 24  # more than a tiny model's, so that sampling takes about as long as the calls
 FIRST_TOKEN = 30  # after the special ones
 ONE_PROCESS = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517",
@@ -125,7 +126,7 @@ def rows_of(rules: ConversationRules, count: int, longest_s: float, seed: int) -
 
 def save_model(folder: Path, tokens: int) -> str:
     """Write a random model for which one of `tokens` tokens ends a turn."""
-    save_tiny_model(folder, "qwen2")
+    save_tiny_model(folder, "qwen2", num_hidden_layers=LAYERS)
     file = folder / "generation_config.json"
     settings = json.loads(file.read_text())
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
@@ -187,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0, help="of the longest call")
-    parser.add_argument("--tokens", type=int, default=64, help="of a turn, on average")
+    parser.add_argument("--tokens", type=int, default=128, help="of a turn, about")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

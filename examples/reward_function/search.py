@@ -29,9 +29,18 @@ def accuracy_reward(said: str, ground_truths: Iterable[str]) -> float:
     return float(bool(answers) and normalized(answers[-1]) in map(normalized, ground_truths))
 
 
+def last_turn(reward_input: dict[str, Any]) -> str:
+    """Return the policy's last turn, without what tools answered before; a plain response is one turn."""
+    last = reward_input.get("messages", [{"role": "assistant", "content": reward_input["response"]}])[-1]
+    return last["content"] if last["role"] == "assistant" else ""
+
+
 def compute_score(reward_input: dict[str, Any]) -> dict[str, float]:
     truths = reward_input["ground_truth"]
-    last = reward_input["messages"][-1]  # what tools answered is not the policy's
-    said = last["content"] if last["role"] == "assistant" else ""
+    said = last_turn(reward_input)
     accuracy = accuracy_reward(said, [truths] if isinstance(truths, str) else map(str, truths))
-    return {"overall": accuracy, "accuracy": accuracy, "searches": float(len(reward_input["tool_calls"]))}
+    return {
+        "overall": accuracy,
+        "accuracy": accuracy,
+        "searches": float(len(reward_input.get("tool_calls", []))),
+    }

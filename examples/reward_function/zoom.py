@@ -29,11 +29,16 @@ def format_reward(said: str) -> float:
     return float(len(ANSWER.findall(said)) == 1 and said.rstrip().endswith("</answer>"))
 
 
+def last_turn(reward_input: dict[str, Any]) -> str:
+    """Return the policy's last turn, without what tools answered before; a plain response is one turn."""
+    last = reward_input.get("messages", [{"role": "assistant", "content": reward_input["response"]}])[-1]
+    return last["content"] if last["role"] == "assistant" else ""
+
+
 def compute_score(reward_input: dict[str, Any], tool_weight: float = 0.1) -> dict[str, float]:
-    last = reward_input["messages"][-1]  # what tools answered is not the policy's
-    said = last["content"] if last["role"] == "assistant" else ""
+    said = last_turn(reward_input)
     accuracy = accuracy_reward(said, str(reward_input["ground_truth"]))
     formatted = format_reward(said)
-    zoomed = accuracy * (len(reward_input["tool_calls"]) > 0)
+    zoomed = accuracy * (len(reward_input.get("tool_calls", [])) > 0)
     overall = ACCURACY_WEIGHT * accuracy + FORMAT_WEIGHT * formatted + tool_weight * zoomed
     return {"overall": overall, "accuracy": accuracy, "format": formatted, "zoomed": zoomed}

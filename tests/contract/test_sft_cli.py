@@ -22,8 +22,8 @@ NEEDED = [
     "trainer.val_before_train=false",
 ]
 OWN = {  # what reinforcement learning has no use for; the rest has its keys
-    "data.messages_key", "data.response_key", "data.train_turns", "data.max_length", "data.num_video_frames",
-    "data.tokens_per_frame",
+    "data.messages_key", "data.response_key", "data.train_turns", "data.tools_key", "data.max_length",
+    "data.num_video_frames", "data.tokens_per_frame",
 }  # fmt: skip
 
 

@@ -13,6 +13,9 @@ ASKS_FOR = {
     "r1v_video": ["<think>", "<answer>"],
     "dapo": ["Answer: $ANSWER"],
     "code": ["</think>", "```python"],
+    "zoom": ["enlarge", "<answer>"],
+    "search": ["search", "<answer>"],
+    "python_tool": ["Python", r"\boxed{}"],
 }
 
 
@@ -34,8 +37,8 @@ def test_no_template_holds_a_literal_backslash_n(path):
 
 
 def test_there_is_a_template_for_each_shipped_reward_function():
-    # A judge reads free text; `r1v` serves questions about videos too.
-    assert {path.stem for path in TEMPLATES} - {"r1v_video"} | {"llm_judge"} == {
+    # A judge reads free text; `r1v` serves questions about videos too, `math` answers after programs.
+    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool"} | {"llm_judge"} == {
         path.stem for path in (FOLDER.parent / "reward_function").glob("*.py")
     }
 

@@ -176,7 +176,7 @@ RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("llm_ju
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
 def test_every_reward_function_scores_in_the_pool(path):
     kwargs = DAPO_KWARGS if path.stem == "dapo" else {}
-    responses = [r"<think>a</think><answer>\boxed{2}</answer> Answer: 2", "9^{9^{9}}", ""]
+    responses = [r"<think>a</think><answer>2</answer> \boxed{2} Answer: 2", "9^{9^{9}}", ""]
     inputs = [
         {"prompt": "1 + 1?", "response": r, "response_length": 5, "ground_truth": "2"} for r in responses
     ]

@@ -128,6 +128,10 @@ def _check_messages(prompt: Any) -> list[Message]:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise BadRowError(f"message {number} must be a dictionary whose `role` is one of {ROLES}")
         if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], list | tuple):
+                raise BadRowError(
+                    f"`tool_calls` of message {number} must be a list, got {message['tool_calls']!r:.80}"
+                )
             calls = [
                 _call(call, f"call {place} of message {number}")
                 for place, call in enumerate(message["tool_calls"])
