@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands at tokens that the policy did not sample reaches no advantage, weight or metric of a step."""
+"""Values at tokens that the policy did not sample change no advantage, weight or metric of a step."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def with_other_observations(batch, *names):
 
 
 def finished(batch, algorithm):
-    """What a step makes of a batch until the update, and its metrics."""
+    """Return the batch as a step has it before the update, and its metrics."""
     batch, kl_metrics = apply_kl_penalty(batch, get_kl_controller(algorithm))
     batch, metrics = correct_rollouts(batch, algorithm.rollout_correction)
     batch = compute_advantages(batch, algorithm)

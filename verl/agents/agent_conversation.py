@@ -167,10 +167,6 @@ class AgentConversation:
         return FinishedConversation(joined.token_ids, joined.log_probs, finish_reason, reason, trajectory)
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
     def num_turns(self) -> int:
         return sum(len(context.turns) for context in self._contexts)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands at tokens that the policy did not sample reaches no gradient and no metric of an update."""
+"""Values at tokens that the policy did not sample change no gradient and no metric of an update."""
 
 import pytest
 import torch

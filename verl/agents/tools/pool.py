@@ -28,11 +28,12 @@ import resource
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.arguments import argument_problem
@@ -54,14 +55,8 @@ LOST_STATES = {  # what follows when the process of a state has ended
 MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
+Answering = Callable[[], Coroutine[Any, Any, Observation]]  # begins when it is called
 logger = get_logger(__name__, all_ranks=True)
-
-
-class Step(NamedTuple):
-    """A turn of the policy, for an environment."""
-
-    text: str
-    calls: tuple[ToolCall, ...]
 
 
 @dataclass(eq=False)
@@ -123,15 +118,17 @@ class ToolPool:
 
     def submit(self, key: Hashable, calls: Sequence[ToolCall]) -> None:
         """Make the calls of a turn. Calls to the same state run one after another, others at once."""
-        self._do(self._submit, key, self._conversations[key], list(calls))
+        conversation = self._conversations[key]
+        self._answer_soon(key, [partial(self._answer, conversation, call) for call in calls])
 
     def reset(self, key: Hashable) -> None:
         """Begin the environment of a conversation; its observation is an `Opening`, unless it failed."""
-        self._do(self._submit, key, self._conversations[key], [None])
+        self._answer_soon(key, [partial(self._answer_by_environment, self._conversations[key], None)])
 
     def step(self, key: Hashable, text: str, calls: Sequence[ToolCall]) -> None:
         """Have the environment of a conversation answer a turn; one with a lost state is `done`."""
-        self._do(self._submit, key, self._conversations[key], [Step(text, tuple(calls))])
+        turn = text, tuple(calls)
+        self._answer_soon(key, [partial(self._answer_by_environment, self._conversations[key], turn)])
 
     def ready(self, timeout_s: float) -> list[Finished]:
         """Return the turns whose calls have all been answered; wait for one for at most `timeout_s`.
@@ -175,6 +172,9 @@ class ToolPool:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join()
+
+    def _answer_soon(self, key: Hashable, answers: list[Answering]) -> None:
+        self._do(self._submit, key, self._conversations[key], answers)
 
     def _do(self, function: Callable[..., None], *args: Any) -> None:
         with self._lock:
@@ -243,8 +243,8 @@ class ToolPool:
             task.cancel()
         await asyncio.gather(*turns, *self._ends, return_exceptions=True)
 
-    def _submit(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
-        turn = self._loop.create_task(self._answer_turn(key, conversation, calls))
+    def _submit(self, key: Hashable, conversation: _Conversation, answers: list[Answering]) -> None:
+        turn = self._loop.create_task(self._answer_turn(key, conversation, answers))
         conversation.turns.add(turn)
         turn.add_done_callback(conversation.turns.discard)
 
@@ -261,15 +261,11 @@ class ToolPool:
             with suppress(RuntimeError):  # its call has ended
                 process.limit.reschedule(None if seconds is None else self._loop.time() + seconds)
 
-    async def _answer_turn(self, key: Hashable, conversation: _Conversation, calls: list[Any]) -> None:
+    async def _answer_turn(
+        self, key: Hashable, conversation: _Conversation, answers: list[Answering]
+    ) -> None:
         begin = time.monotonic()
-        answers = [
-            self._answer(conversation, call)
-            if isinstance(call, ToolCall)
-            else self._answer_by_environment(conversation, call)
-            for call in calls
-        ]
-        observations = list(await asyncio.gather(*answers))
+        observations = list(await asyncio.gather(*(answer() for answer in answers)))
         self._finished.put((conversation, (key, observations, time.monotonic() - begin)))
 
     async def _answer(self, conversation: _Conversation, call: ToolCall) -> Observation:
@@ -281,11 +277,12 @@ class ToolPool:
             )
         if problem is not None or tool is None:
             return Observation(problem or "")  # the policy's mistake, and no failure of a tool
+        messages = [("call", call.arguments)]
         if tool.kind == "agent":  # it mostly waits for the policy
-            return await self._call_with_state(conversation, tool, call)
+            return await self._ask_state(conversation, tool, messages)
         if tool.is_stateful:
             async with conversation.locks[tool.name], self._slots:
-                return await self._call_with_state(conversation, tool, call)
+                return await self._ask_state(conversation, tool, messages)
         async with self._slots:
             return await self._call(tool, call)
 
@@ -301,19 +298,16 @@ class ToolPool:
             self._idle[tool.name].append(process)
         return answer.observation
 
-    async def _answer_by_environment(self, conversation: _Conversation, step: Step | None) -> Observation:
-        """Make a step, or begin with a reset."""
+    async def _answer_by_environment(
+        self, conversation: _Conversation, turn: tuple[str, tuple[ToolCall, ...]] | None
+    ) -> Observation:
+        """Make a step after a turn, or begin with a reset."""
         [tool] = self.tools.values()
-        messages = [] if step is None else [("call", tuple(step))]
+        messages = [] if turn is None else [("call", turn)]
         async with conversation.locks[tool.name], self._slots:
             observation = await self._ask_state(conversation, tool, messages)
-        is_lost = step is not None and tool.name not in conversation.processes
+        is_lost = turn is not None and tool.name not in conversation.processes
         return replace(observation, done=True) if is_lost else observation
-
-    async def _call_with_state(
-        self, conversation: _Conversation, tool: ToolFacts, call: ToolCall
-    ) -> Observation:
-        return await self._ask_state(conversation, tool, [("call", call.arguments)])
 
     async def _ask_state(
         self, conversation: _Conversation, tool: ToolFacts, messages: list[tuple[str, Any]]

@@ -20,7 +20,15 @@ from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
-from verl.workers.rollout.conversations import Key, Row, columns_of, prompt_of_row, seed_offset
+from verl.workers.rollout.conversations import (
+    Key,
+    Row,
+    columns_of,
+    finished_response,
+    prompt_of_row,
+    seed_offset,
+    stop_problem,
+)
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
 STEPS = 4  # of the engine, after which calls are taken
@@ -82,7 +90,6 @@ class AgentDriver:
     ) -> None:
         self.engine, self.rules, self.decode_media = engine, rules, decode_media
         self._services = services
-        self._options = rules.conversation.options
         self._leader: _Leader | None = None
 
     def run(self, rows: Sequence[Row], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -254,17 +261,10 @@ class _Leader:
         if reason == "stop":
             result = self._checked(run.conversation, result)
         if result.failed and self.options.on_tool_error == "stop":
-            step.problem = (
-                "an agent failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
-                f" {result.text}"
-            )
+            step.problem = stop_problem("an agent", result.text)
         is_masked = result.failed and self.options.on_tool_error == "end"
         done = run.conversation.finish(result, reason, is_masked)
-        step.ended.append(
-            FinishedResponse(
-                key.uid, key.sample, done.token_ids, done.log_probs, done.finish_reason, done.trajectory
-            )
-        )
+        step.ended.append(finished_response(key, done))
 
     def _checked(self, conversation: AgentConversation, result: AgentResult) -> AgentResult:
         """Return a result, failed if it does not fit the conversation."""

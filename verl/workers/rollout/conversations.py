@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl.agents.conversation import FAILED, Conversation, ConversationRules
+from verl.agents.conversation import FAILED, Conversation, ConversationRules, FinishedConversation
 from verl.agents.environments.prompts import prompt_of
 from verl.agents.interface import Observation, Opening
 from verl.agents.row import Prompt
@@ -121,10 +121,7 @@ class ConversationDriver:
         failed = [one.text for one in observations if one.failed]
         if failed and self.on_tool_error == "stop":
             what = "the environment" if self.rules.has_environment else "a tool"
-            raise RuntimeError(
-                f"{what} failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then:"
-                f" {failed[0]}"
-            )
+            raise RuntimeError(stop_problem(what, failed[0]))
 
     def _answers(self) -> list[tuple[Key, list[Observation], float]]:
         # equal on all ranks of the engine, as is the clock
@@ -164,9 +161,18 @@ class ConversationDriver:
         done = self._open.pop(key).finish()
         if self.pool is not None:
             self.pool.end(key)
-        return FinishedResponse(
-            key.uid, key.sample, done.token_ids, done.log_probs, done.finish_reason, done.trajectory
-        )
+        return finished_response(key, done)
+
+
+def finished_response(key: Key, done: FinishedConversation) -> FinishedResponse:
+    return FinishedResponse(
+        key.uid, key.sample, done.token_ids, done.log_probs, done.finish_reason, done.trajectory
+    )
+
+
+def stop_problem(what: str, reason: str) -> str:
+    """Say why a run ends whose tool, environment or agent failed."""
+    return f"{what} failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then: {reason}"
 
 
 def columns_of(rules: ConversationRules, key: Key, row: Row, seed: int | None) -> dict[str, Any]:
