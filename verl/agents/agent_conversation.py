@@ -12,13 +12,22 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from verl.agents.contexts import Context, ContextTurn, OpenCall, join_contexts
+from verl.agents.contexts import UNLEARNED, Context, ContextTurn, OpenCall, join_contexts
 from verl.agents.conversation import ConversationRules, FinishedConversation
 from verl.agents.endpoint.errors import ApiError, context_full
 from verl.agents.endpoint.messages import ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
 from verl.agents.endpoint.requests import ChatRequest
-from verl.agents.interface import AgentResult, Message, Observation, Reference, ToolCall, Trajectory, Turn
+from verl.agents.interface import (
+    AgentResult,
+    ContextRecord,
+    Message,
+    Observation,
+    Reference,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
 from verl.agents.rendering import call_id
 from verl.data.media.loader import MediaData
@@ -295,7 +304,11 @@ class AgentConversation:
         tokenizer = self.rules.tokenizer
         token = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         turn = Turn(0, 1, observations=_failures(result))
-        trajectory = Trajectory([False], (turn,), tuple(self._messages), is_masked=True, stop_reason=reason)
+        given = tuple(self._messages)
+        context = ContextRecord((*given, {"role": "assistant", "content": ""} | UNLEARNED), len(given), 1)
+        trajectory = Trajectory(
+            [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
+        )
         return FinishedConversation(
             [token], [0.0], "length" if reason != "stop" else reason, reason, trajectory
         )
