@@ -127,10 +127,10 @@ def test_what_was_not_sampled_leaves_no_token_and_a_conversation_without_turns_i
     done = conversation.finish(AgentResult())
     assert done.trajectory.prompt.token_ids == given and done.trajectory.context_starts == ()
 
-    empty = AgentConversation(rules_of(), [USER]).finish(AgentResult("it died", failed=True))
+    empty = AgentConversation(rules_of(), [USER]).finish(AgentResult("it died", failed=True, seconds=2.0))
     assert empty.trajectory.is_masked and not any(empty.trajectory.is_sampled) and len(empty.token_ids) == 1
     [turn] = empty.trajectory.turns  # counted and shown
-    assert [(one.text, one.failed) for one in turn.observations] == [("it died", True)]
+    assert [(one.text, one.failed, one.seconds) for one in turn.observations] == [("it died", True, 2.0)]
     [context] = empty.trajectory.contexts  # each turn belongs to one
     assert (context.num_turns, context.num_opening) == (1, 1)
     assert [one.get("weight") for one in context.messages] == [None, 0]

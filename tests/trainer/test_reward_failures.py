@@ -136,12 +136,13 @@ def test_a_validation_is_the_mean_of_the_responses_that_have_a_score(manager):
     assert metrics["val/failures_reward"] == 0.25
 
 
-def test_a_validation_without_any_score_ends_the_run(manager):
+def test_a_validation_without_any_score_has_no_mean(manager):
     validator = make_validator(Engine(lambda number: [FAILING]), manager, 1)
 
     validator.sample(step=1)
-    with pytest.raises(RuntimeError, match="no response of the validation has a score"):
-        validator.measure()
+    metrics = validator.measure()
+
+    assert "val/reward_score" not in metrics and metrics["val/failures_reward"] == 1
 
 
 @pytest.fixture(scope="module")

@@ -168,6 +168,11 @@ class AgentConversation:
     def num_turns(self) -> int:
         return sum(len(context.turns) for context in self._contexts)
 
+    @property
+    def turn_ended_at(self) -> float:
+        """When the last turn was sampled; 0 before the first."""
+        return max((turn.ended_at for context in self._contexts for turn in context.turns), default=0.0)
+
     # --- the tokens of a call
 
     @property
@@ -332,7 +337,7 @@ def _by_kind(media: Sequence[tuple[Kind, Reference]]) -> tuple[list[Reference], 
 
 
 def _failures(result: AgentResult) -> tuple[Observation, ...]:
-    return (Observation(result.text, failed=True),) if result.failed else ()
+    return (Observation(result.text, failed=True, seconds=result.seconds),) if result.failed else ()
 
 
 def _num_images(media: MediaData) -> int:

@@ -6,6 +6,7 @@ one duty: `RolloutCollector` samples, `Validator` validates, `PPORunState` saves
 records what was sampled, the worker group owns the devices. To change the order of a step: `train_step`.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,10 +30,12 @@ from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.scores import Scoring, score
 from verl.trainer.run.checkpointing import PPORunState
 from verl.trainer.training_loop import TrainingLoop
-from verl.trainer.validation import Validator
+from verl.trainer.validation import NO_SCORE, Validator
 from verl.viewer.rollout_store import VALIDATION
 
 RewardStage = Callable[[DataProto, StageTimer], tuple[DataProto, Metrics]]
+
+logger = logging.getLogger(__name__)
 
 
 class RayPPOTrainer(TrainingLoop):
@@ -153,7 +156,10 @@ class RayPPOTrainer(TrainingLoop):
             with self.awake_rollout_engine(timer):
                 self.validator.sample(self.run_state.step)
             metrics = self.validator.measure()
-        self.run_state.record_score(metrics["val/reward_score"])
+        if "val/reward_score" in metrics:
+            self.run_state.record_score(metrics["val/reward_score"])
+        else:
+            logger.warning("%s; training continues", NO_SCORE)
         self.tracker.log_generations(self.validator.samples, self.run_state.step)
         if self.validator.recorded is not None:
             with timer("keep_rollouts"):

@@ -17,6 +17,7 @@ from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
+NO_SCORE = "no response of the validation has a score: the reward function or a tool failed in each of them"
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
 
 
@@ -135,16 +136,13 @@ def as_finished(sequences: DataProto, values: Values, scores: Sequence[float]) -
 
 
 def means_of(scored: ScoredResponses) -> Metrics:
-    """Compute the metrics of a validation."""
+    """Compute the metrics of a validation; without any score there is no `val/reward_score`."""
     terms = {name: term.tolist() for name, term in scored.terms.items()}
     means = compute_reward_metrics(scored.values | terms, "val/")
     metrics = {f"{key}_reward": mean for key, mean in means.items()}
     known = [score for score in scored.scores if not math.isnan(score)]
-    if not known:
-        raise RuntimeError(
-            "no response of the validation has a score: the reward function or a tool failed in each of them"
-        )
-    metrics["val/reward_score"] = sum(known) / len(known)
+    if known:
+        metrics["val/reward_score"] = sum(known) / len(known)
     for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
         mask = scored.sequences.batch[key]
         metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])

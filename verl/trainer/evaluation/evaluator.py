@@ -24,7 +24,7 @@ from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse,
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options, start_workers
-from verl.trainer.validation import ScoredResponses, Validator, as_finished, means_of
+from verl.trainer.validation import NO_SCORE, ScoredResponses, Validator, as_finished, means_of
 from verl.workers.base_worker import ModelRunOptions
 from verl.workers.fsdp_worker import FSDPWorker
 
@@ -58,6 +58,8 @@ class Evaluator:
         key = correct_key(question.correct_key, scored)
         responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
         metrics = means_of(scored)
+        if "val/reward_score" not in metrics:
+            raise RuntimeError(NO_SCORE)
         self.log.keep(as_trained(scored), step)
         self.tracker.log(metrics, step)
         return Evaluation(

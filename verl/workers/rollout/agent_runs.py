@@ -7,7 +7,7 @@ the others what to sample and when, so that all make the same calls of the engin
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from verl.agents.agent_conversation import AgentConversation
@@ -273,6 +273,8 @@ class _Leader:
         self._close(key, run)
         if reason == "stop":
             result = self._checked(run.conversation, result)
+        if result.failed:
+            result = replace(result, seconds=self._now - run.conversation.turn_ended_at)
         if result.failed and self.options.on_tool_error == "stop":
             step.problem = stop_problem("an agent", result.text)
         is_masked = result.failed and self.options.on_tool_error == "end"
