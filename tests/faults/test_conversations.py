@@ -38,7 +38,8 @@ def test_faults_of_environments_and_agents_cost_their_own_conversations(kind, tm
     name, source, failing, answered = WORLDS[kind]
     save_files(tmp_path, world_faults.texts_of(failing, answered))
     (tmp_path / "world.py").write_text(source)
-    function, limit_s = {"environment": ("World", 10), "agent": ("run", 30)}[kind]  # agents start at once
+    function = {"environment": "World", "agent": "run"}[kind]
+    limit_s = 30  # agents start at once, and to fill the memory took 10 s on a busy machine
 
     run = start(
         tmp_path, tmp_path / "run", *OPTIONS, "worker.rollout.n=12",
@@ -61,7 +62,10 @@ def test_faults_of_environments_and_agents_cost_their_own_conversations(kind, tm
             met.update(one for one, _ in found)
             if row["is_masked"] and found[-1][0] in DEEDS:
                 seconds[found[-1][0]] = row["turns"][-1]["observations"][-1]["seconds"]
-    assert set(met) >= set(failing) | set(answered), (set(failing) | set(answered)) - set(met)
+    silent = {"finish"} if kind == "agent" else set()  # nothing answers the last turn of an agent
+    missing = (set(failing) | set(answered)) - silent - set(met)
+    assert not missing
+    assert seconds["hang"] >= limit_s - 0.1
     for deed, said in DEEDS.items():
         if deed in failing:
             record(f"an {kind} {said}", again=0, noticed_s=seconds[deed])

@@ -55,6 +55,9 @@ def many_rewards():
 def never_ask():
     return 1.0
 
+def finish():
+    return 2.0
+
 def ask_in_a_loop():
     while True:
         try:
@@ -75,7 +78,7 @@ def write_no_json():
         return f"refused with {error.code}"
 
 BEGINNINGS = dict(enumerate((complain, hang, leave, never_ask)))
-RETURNED = ("thing", "endless_reward", "many_rewards")
+RETURNED = ("finish", "thing", "endless_reward", "many_rewards")
 
 
 def run(row, given):
@@ -84,7 +87,7 @@ def run(row, given):
     if row["sample"] in BEGINNINGS:
         return BEGINNINGS[row["sample"]]()
     messages = [ASK]
-    for _ in range(3):
+    for _ in range(2):  # about one in nine has no fault
         answer = policy.generate(messages)
         kind = answer.text.strip("<>")
         result = globals()[kind]()
@@ -119,7 +122,6 @@ RUNS = {kind: reason.replace("fault", "agent", 1) for kind, reason in FAILING.it
     "ask_in_a_loop": LOOPED,
     "ask_too_much": "agent failed: PolicyError: the (messages have 10000|conversation has 3 turns)",
     "thing": "agent returned <object object",
-    "endless_reward": "agent returned nan, not a finite number",
     "many_rewards": "the agent returned 9 `turn_rewards` for",
 }
 RUNS = {kind: reason for kind, reason in RUNS.items() if kind not in NOT_OF_AGENTS}
@@ -128,6 +130,7 @@ ANSWERED_RUNS = {
     "leave_a_child": "it runs on",
     "flood": "written",
     "write_no_json": "refused with 400",
+    "finish": "",
 }
 
 
