@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from transformers import AutoConfig
 
-from verl.agents.conversation import ConversationRules
+from verl.agents.rules import ConversationRules
 from verl.agents.interface import ToolCall
 from verl.agents.parsers.interface import CallFormat
 from verl.agents.setup import conversation_rules, schemas_of

@@ -3,7 +3,8 @@
 
     worker.rollout.multi_turn.environment=examples/game_agent/env.py:NumberGame
 
-One browser runs next to each engine, and each conversation plays on a page of its own.
+One browser runs next to each engine, and each conversation plays on a page of its own. The policy reads one
+page and the question, and nothing that came before.
 """
 
 import tempfile
@@ -41,15 +42,14 @@ class NumberGame:
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         self.browser = Client(str(self.address))
         seen = self._ask("start", int(row["seed"]), self.levels, self.digits)
-        parts = [{"type": "image", "image": seen.screenshot}, {"type": "text", "text": INSTRUCTION}]
-        return [{"role": "user", "content": parts}]
+        return _prompt(seen)
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Observation:
         word = (text.lower().split() or [""])[0].strip(".,!")
         seen = self._ask("click", word)
         is_right, self.num_right = seen.num_right > self.num_right, seen.num_right
         reward = 1.0 if is_right else self.named_reward * (word in NAMES)
-        return Observation(images=[seen.screenshot], reward=reward, done=seen.is_over)
+        return Observation(messages=_prompt(seen), reward=reward, done=seen.is_over)
 
     def close(self) -> None:
         self.browser.close()
@@ -57,3 +57,8 @@ class NumberGame:
     def _ask(self, method: str, *arguments: Any) -> Seen:
         self.browser.send((method, arguments))
         return Seen(*self.browser.recv())
+
+
+def _prompt(seen: Seen) -> list[Message]:
+    parts = [{"type": "image", "image": seen.screenshot}, {"type": "text", "text": INSTRUCTION}]
+    return [{"role": "user", "content": parts}]

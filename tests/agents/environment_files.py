@@ -45,6 +45,13 @@ def long():
 def large_image():
     return Image.new("1", (10_000, 10_000))
 
+def new_prompt():
+    picture = {"type": "image", "image": Image.new("RGB", (4, 4))}
+    return Observation(messages=[{"role": "user", "content": [picture]}], reward=2, done=False)
+
+def prompt_and_text():
+    return Observation("and this", messages=[{"role": "user", "content": "Go."}])
+
 def half_a_message():
     return [{"role": "user"}]
 

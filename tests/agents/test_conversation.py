@@ -3,6 +3,7 @@
 
 import pickle
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -198,7 +199,7 @@ def test_calls_that_cannot_be_made_are_answered_without_a_tool_and_are_no_failur
     assert say(conversation, f"<tool_call>{written}</tool_call>{END}") == []
 
     assert not conversation.is_done
-    assert not any(observation.failed for observation in conversation.last_observations)
+    assert not any(observation.failed for observation in conversation._turns[-1].observations)
     text = rules.tokenizer.decode(conversation.request().token_ids)
     assert f"<tool_response>\nError: {answer}" in text
 
@@ -304,3 +305,68 @@ def test_each_request_continues_the_tokens_of_the_one_before():
             assert len(turn.observations) in (0, len(turn.calls))
         assert sum(trajectory.is_sampled) == sum(turn.stop - turn.start for turn in trajectory.turns)
         assert pickle.loads(pickle.dumps(finished)) == finished
+
+
+SECOND = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 7+1?"}]
+
+
+def test_messages_of_an_environment_begin_a_context_that_holds_nothing_before_them():
+    rules = rules_of(environment="env.py:Env")
+    conversation = begin(rules)
+    first = [*encode(rules, "It is 5."), rules.tokenizer.eos_token_id]
+    conversation.add_turn(first, [-0.5] * len(first), "stop")
+
+    conversation.observe([Observation(messages=SECOND, reward=0.25)])
+    request = conversation.request()
+    second = encode(rules, f"8{END}")
+    conversation.add_turn(second, [-2.0] * len(second), "stop")
+    conversation.observe([Observation("Good.", reward=1.0, done=True)])
+
+    prompt = encode(rules, rules.renderer.template(SECOND, True, "the prompt"))
+    assert request.token_ids == prompt and request.number == 1
+    assert request.max_tokens == 1000 - len(first) - len(prompt)
+    finished = conversation.finish()
+    trajectory = finished.trajectory
+    assert finished.token_ids == [*first, *prompt, *second] and trajectory.context_starts == (len(first),)
+    assert finished.log_probs == [-0.5] * len(first) + [0.0] * len(prompt) + [-2.0] * len(second)
+    assert trajectory.is_sampled == [True] * len(first) + [False] * len(prompt) + [True] * len(second)
+    start = len(first) + len(prompt)
+    assert [(turn.start, turn.stop, turn.reward) for turn in trajectory.turns] == [
+        (0, len(first), 0.25), (start, start + len(second), 1.0),
+    ]  # fmt: skip
+    assert [(one.num_opening, one.num_turns) for one in trajectory.contexts] == [(1, 1), (2, 1)]
+    assert [one.messages for one in trajectory.contexts] == [
+        (*PROMPT, {"role": "assistant", "content": "It is 5."}),
+        (*SECOND, {"role": "assistant", "content": "8"}),
+    ]
+    assert finished.stop_reason == "done" and not trajectory.plain_turns()[0]["is_shown"]
+
+
+@pytest.mark.parametrize(("more", "is_done"), [(0, True), (1, False)])
+def test_a_context_that_leaves_no_room_for_a_token_is_not_begun(more, is_done):
+    rules = rules_of(environment="env.py:Env")
+    turn = encode(rules, f"It is 5.{END}")
+    prompt = encode(rules, rules.renderer.template(SECOND, True, "the prompt"))
+    conversation = begin(replace(rules, max_tokens=len(turn) + len(prompt) + more))
+    say(conversation, f"It is 5.{END}")
+
+    conversation.observe([Observation(messages=SECOND)])
+
+    assert (conversation.is_done, conversation.stop_reason) == (is_done, "length" if is_done else None)
+    if not is_done:
+        assert conversation.request().max_tokens == 1
+    conversation.end("seconds")  # before the context has a turn
+    finished = conversation.finish()
+    assert finished.token_ids == turn and finished.trajectory.context_starts == ()
+
+
+def test_messages_that_the_model_cannot_read_are_a_failure_that_it_reads():
+    conversation = begin(rules_of(environment="env.py:Env"))
+    say(conversation, f"It is 5.{END}")
+
+    [answer] = conversation.observe([Observation(images=["one"], messages=SECOND)])
+
+    assert answer.failed and answer.text.startswith(
+        "Error: a prompt of the environment `env.py:Env` has images"
+    )
+    assert "has images" in conversation.rules.tokenizer.decode(conversation.request().token_ids)

@@ -235,6 +235,24 @@ def test_images_beyond_the_limit_end_the_conversation_before_they_are_added(limi
     assert len(finished.trajectory.media["images"]) == (2 if reason == "images" else 3)
 
 
+@pytest.mark.parametrize(("limit", "reason"), [(1, "images"), (2, "done")])
+def test_images_of_all_contexts_count(limit, reason):
+    rules = rules_with_media("qwen2_5_vl", max_images=limit, environment="env.py:Env")
+    images = pictures((40, 60), (64, 64))
+    conversation = begin(rules, QUESTION, {"images": [png(images[0])]})
+    say(conversation, f"5{END}")
+
+    conversation.observe([Observation(images=[images[1]], messages=QUESTION)])
+    if not conversation.is_done:
+        say(conversation, f"5{END}")
+        conversation.observe([Observation("Good.", done=True)])
+
+    finished = conversation.finish()
+    assert finished.stop_reason == reason
+    assert [one.num_images for one in finished.trajectory.contexts] == [1] * limit
+    assert len(finished.trajectory.media.get("images", ())) == limit - 1
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_the_tokens_of_an_image_count(more):
     (image,) = pictures((84, 84))  # 3 x 3 tokens

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.agents.environment_files import GOOD, TAKE
 from tests.agents.test_pool import gone, wait_for
-from verl.agents.interface import Observation, Opening, ToolCall
+from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
@@ -62,7 +62,7 @@ def test_an_environment_begins_answers_turns_and_is_closed(make_pool, tmp_path):
     pool.end("a")
     pool.close()
 
-    assert opening == Opening(
+    assert opening == Observation(
         images=[], videos=[], messages=({"role": "user", "content": "10 are left. The seed is 5."},)
     )
     assert first.text.startswith("6 are left in ") and (first.reward, first.done) == (0.0, False)
@@ -78,6 +78,18 @@ def test_calls_reach_the_step_with_the_text(make_pool):
     calls = [ToolCall("take", {"number": 2}), ToolCall("take", {"number": 3})]
 
     assert step(pool, "I take some.", *calls).text.startswith("5 are left")
+
+
+def test_a_step_may_give_the_messages_that_the_policy_reads_from_then_on(make_pool):
+    pool = make_pool(environment_kwargs={"start": 10})
+    begin(pool)
+
+    given, mixed = step(pool, "new_prompt"), step(pool, "prompt_and_text")
+
+    assert given.messages == ({"role": "user", "content": [{"type": "image"}]},) and given.reward == 2.0
+    assert [sorted(image) for image in given.images] == [["bytes"]] and not given.done and not given.text
+    assert mixed.failed and mixed.messages is None
+    assert mixed.text.endswith("an Observation with `messages` and a text, images or videos beside them")
 
 
 def test_rows_replace_single_arguments(make_pool):
@@ -161,15 +173,15 @@ def test_a_long_observation_is_cut_before_it_travels(make_pool):
 BAD_OPENINGS = {
     **LOST,
     **{kind: KEPT[kind] for kind in ("complain", "exit_politely", "fill_memory", "large_image")},
-    "thing": r"Counter returned object from `reset`, not a list of messages .*",
+    "thing": r"Counter returned object, not a list of messages .*",
     "long": r"Counter returned messages of 10000006 characters, at most \d+",
     "half_a_message": r"Counter returned message 0 without a `role` of .* and a `content` of text or parts.*",
     "unknown_role": r"Counter returned message 0 without a `role` of .*narrator.*",
     "words_of_the_policy": r"Counter returned messages that end with the assistant's, before its turn",
     "odd_part": r"Counter returned a part of message 0 that is no text, image or video: .*",
     "empty_image": r"Counter returned image in message 0 must have one of .*",
-    "over_already": r"Counter returned an Observation from `reset` that is `done` or `failed`: .*",
-    "no_message": r"Counter returned list from `reset`, not a list of messages .*",
+    "over_already": r"Counter returned a beginning that is `done` or `failed`: .*",
+    "no_message": r"Counter returned list, not a list of messages .*",
 }
 
 
@@ -181,7 +193,7 @@ def test_a_reset_that_fails_says_why_and_leaves_nothing(make_pool, kind, tmp_pat
     opening = begin(pool, reset=kind)
     pool.end("a")
 
-    assert opening.failed and not isinstance(opening, Opening)
+    assert opening.failed and opening.messages is None
     assert re.fullmatch(BAD_OPENINGS[kind], opening.text, re.DOTALL)
     assert log.exists() == (kind not in LOST)  # the process was there to close it
     assert begin(pool, "b").messages

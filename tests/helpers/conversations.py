@@ -7,12 +7,13 @@ from typing import Any
 from jinja2 import TemplateError
 
 from tests.helpers.tool_templates import tool_tokenizer
-from verl.agents.conversation import Conversation, ConversationRules
+from verl.agents.conversation import Conversation
 from verl.agents.interface import Message, ToolCall
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.registry import CALL_FORMATS
 from verl.agents.rendering import ObservationRenderer, Template
 from verl.agents.row import Prompt, Row
+from verl.agents.rules import ConversationRules
 from verl.config.multi_turn import MultiTurnConfig
 
 PROMPT = [{"role": "user", "content": "What is 2+3?"}]

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from verl.agents.contexts import UNLEARNED, Context, ContextTurn, OpenCall, join_contexts
-from verl.agents.conversation import ConversationRules, FinishedConversation
+from verl.agents.contexts import UNLEARNED, AgentContext, AnsweredCall, OpenCall, join_contexts
+from verl.agents.conversation import FinishedConversation
 from verl.agents.endpoint.errors import ApiError, context_full
 from verl.agents.endpoint.messages import ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
@@ -30,6 +30,7 @@ from verl.agents.interface import (
 )
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
 from verl.agents.rendering import call_id
+from verl.agents.rules import ConversationRules
 from verl.data.media.loader import MediaData
 from verl.models.families.interface import Kind, MediaShape
 
@@ -53,7 +54,7 @@ class AgentConversation:
 
     def __init__(self, rules: ConversationRules, messages: Sequence[Message]) -> None:
         self.rules, self._messages = rules, messages  # of the row of the data set
-        self._contexts: list[Context] = []
+        self._contexts: list[AgentContext] = []
         self._open: list[OpenCall] = []
         self._num_calls = self._num_tool_calls = 0
         self._is_cut = False  # the last call was cut off or had no room
@@ -109,9 +110,9 @@ class AgentConversation:
         context.row.add_sampled(token_ids, log_probs)
         is_whole = finish_reason != "length"
         message = self._answer(call, prompt_ids, token_ids, is_whole)
-        context.messages = [*call.request.messages, message]
-        turn = Turn(start, start + len(token_ids), message.calls)
-        context.turns.append(ContextTurn(turn, call.number, at, message.call_ids))
+        context.chat = [*call.request.messages, message]
+        context.turns.append(Turn(start, start + len(token_ids), message.calls))
+        context.calls.append(AnsweredCall(call.number, at, message.call_ids))
         context.add_turn(call.rendered, self.rules.text_of(token_ids), is_whole)
         self._is_cut = not is_whole
         decode = self.rules.tokenizer.decode
@@ -148,11 +149,11 @@ class AgentConversation:
         self._give_rewards(contexts, result)
         contexts.sort(key=lambda context: context is not first)
         joined = join_contexts(contexts)
-        latest = max(contexts, key=lambda context: context.turns[-1].number)
+        latest = max(contexts, key=lambda context: context.calls[-1].number)
         trajectory = Trajectory(
             is_sampled=joined.is_sampled,
             turns=joined.turns,
-            messages=_plain_messages(latest.messages),
+            messages=_plain_messages(latest.chat),
             media=joined.media,
             position_ids=joined.position_ids,
             is_masked=is_masked,
@@ -171,7 +172,7 @@ class AgentConversation:
     @property
     def turn_ended_at(self) -> float:
         """When the last turn was sampled; 0 before the first."""
-        return max((turn.ended_at for context in self._contexts for turn in context.turns), default=0.0)
+        return max((call.ended_at for context in self._contexts for call in context.calls), default=0.0)
 
     # --- the tokens of a call
 
@@ -199,10 +200,10 @@ class AgentConversation:
         found = [context for context in self._contexts if context.is_continued_by(request)]
         if not found:
             return None
-        context = max(found, key=lambda one: len(one.messages))
-        new = request.messages[len(context.messages) :]
+        context = max(found, key=lambda one: len(one.chat))
+        new = request.messages[len(context.chat) :]
         media, shape = self._media_of(new, context)
-        calls, messages = _called(context.turns[-1], new), [one.message for one in new]
+        calls, messages = _called(context, new), [one.message for one in new]
         renderer = self.rules.renderer
         try:
             tokens = renderer.after_turn(context.row.token_ids[-1], calls, messages)
@@ -226,11 +227,11 @@ class AgentConversation:
                 f"the messages have {len(row.expanded_prompt)} tokens, and the first prompt of a"
                 f" conversation at most {limit} (`data.max_prompt_length`)"
             )
-        context = Context(row, request.tools, is_first=is_first)
+        context = AgentContext(row, tools=request.tools, is_first=is_first)
         return OpenCall(self._num_calls, request, context, None, 0, at, list(row.prompt.messages))
 
     def _media_of(
-        self, messages: Sequence[ChatMessage], context: Context | None
+        self, messages: Sequence[ChatMessage], context: AgentContext | None
     ) -> tuple[MediaData, MediaShape]:
         """Return the media of new messages, after those of the context that they continue."""
         given = [each for message in messages for each in message.media]
@@ -244,7 +245,7 @@ class AgentConversation:
         except (ValueError, OSError) as error:
             raise ApiError(f"a medium cannot be read: {error}", param="messages") from error
 
-    def _check_images(self, added: int, context: Context | None) -> None:
+    def _check_images(self, added: int, context: AgentContext | None) -> None:
         before = [_num_images(one.row.media) for one in self._contexts]
         limits = {
             "max_images": (self._options.max_images, sum(before) + added),
@@ -282,23 +283,26 @@ class AgentConversation:
         self._num_tool_calls += len(calls)
         return assistant_message(text, calls, ids)
 
-    def _note_answers(self, context: Context, call: OpenCall) -> None:
-        last, new = context.turns[-1], call.request.messages[len(context.messages) :]
+    def _note_answers(self, context: AgentContext, call: OpenCall) -> None:
+        new = call.request.messages[len(context.chat) :]
         observations = [Observation(one.text, *_by_kind(one.media)) for one in new]
-        last.turn = replace(last.turn, observations=tuple(observations), seconds=call.at - last.ended_at)
+        seconds = call.at - context.calls[-1].ended_at
+        context.turns[-1] = replace(context.turns[-1], observations=tuple(observations), seconds=seconds)
 
-    def _give_rewards(self, contexts: Sequence[Context], result: AgentResult) -> None:
-        turns = sorted((each for context in contexts for each in context.turns), key=lambda each: each.number)
-        for each, reward in zip(turns, result.turn_rewards, strict=False):
-            each.turn = replace(each.turn, reward=reward)
-        last = turns[-1]
+    def _give_rewards(self, contexts: Sequence[AgentContext], result: AgentResult) -> None:
+        places = [(call.number, one, place) for one in contexts for place, call in enumerate(one.calls)]
+        places.sort(key=lambda each: each[0])
+        for (_, context, place), reward in zip(places, result.turn_rewards, strict=False):
+            context.turns[place] = replace(context.turns[place], reward=reward)
+        _, context, place = places[-1]
+        last = context.turns[place]
         if result.reward is not None:
-            last.turn = replace(last.turn, reward=result.reward + (last.turn.reward or 0.0))
-        last.turn = replace(last.turn, observations=(*last.turn.observations, *_failures(result)))
+            last = replace(last, reward=result.reward + (last.reward or 0.0))
+        context.turns[place] = replace(last, observations=(*last.observations, *_failures(result)))
 
     # --- the row
 
-    def _can_be_first(self, context: Context) -> bool:
+    def _can_be_first(self, context: AgentContext) -> bool:
         return len(context.row.expanded_prompt) <= self.rules.max_prompt_tokens
 
     def _empty(self, result: AgentResult, reason: str) -> FinishedConversation:
@@ -319,14 +323,15 @@ class AgentConversation:
         )
 
 
-def _called(last: ContextTurn, new: Sequence[ChatMessage]) -> list[ToolCall]:
-    """Return the calls of a turn in the order of the messages that answer them."""
+def _called(context: AgentContext, new: Sequence[ChatMessage]) -> list[ToolCall]:
+    """Return the calls of a context's last turn in the order of the messages that answer them."""
+    made = context.turns[-1].calls
     answers = list(takewhile(lambda one: one.message["role"] == "tool", new))
     if not answers:
-        return list(last.turn.calls)
-    by_id = dict(zip(last.call_ids, last.turn.calls, strict=True))
+        return list(made)
+    by_id = dict(zip(context.calls[-1].tool_call_ids, made, strict=True))
     found = [by_id.get(one.answers or "") for one in answers]
-    in_order = [*last.turn.calls, *[None] * len(answers)]
+    in_order = [*made, *[None] * len(answers)]
     calls = [call or other for call, other in zip(found, in_order, strict=False)]
     return [call or ToolCall("unknown", {}) for call in calls]
 

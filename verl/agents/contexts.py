@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contexts of a conversation that an agent leads, and the row that they make.
+"""The contexts of a conversation, and the row that they make.
 
 A context is all that the policy reads from its first message on. Further ones follow in the response of the
-row, each as a whole.
+row, each as a whole: an environment replaces what the policy has read, or an agent does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,41 +22,21 @@ from verl.data.media.loader import MediaData
 UNLEARNED = {"weight": 0}
 
 
-@dataclass
-class ContextTurn:
-    """A turn of the policy in its context."""
-
-    turn: Turn
-    number: int  # of the call
-    ended_at: float
-    call_ids: tuple[str, ...]
-
-
 @dataclass(eq=False)
 class Context:
     """Messages that the policy read from their first on, with its turns."""
 
     row: Row
-    tools: Sequence[Mapping[str, Any]]
-    messages: list[ChatMessage] = field(default_factory=list)  # the last answer included
-    rendered: list[Message] = field(default_factory=list)  # the same as templates were given them
+    messages: list[Message] = field(default_factory=list)  # as templates were given them
     num_opening: int = 0  # messages before the first turn
-    turns: list[ContextTurn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    tools: Sequence[Mapping[str, Any]] | None = None  # None: those of the run
     is_first: bool = False  # its prompt is that of the row
-    is_busy: bool = False  # a call that continues it is open
-
-    def add_turn(self, given: Sequence[Message], text: str, is_whole: bool) -> None:
-        """Append rendered messages and the text of the turn that follows them."""
-        if not self.rendered:
-            self.num_opening = len(given)
-            given = [one | UNLEARNED if one["role"] == "assistant" else one for one in given]
-        turn = {"role": "assistant", "content": text}
-        self.rendered += [*given, turn if is_whole else turn | UNLEARNED]
 
     def record(self) -> ContextRecord:
         images, videos = (len((self.row.prompt.media or {}).get(name) or ()) for name in ("images", "videos"))
         return ContextRecord(
-            tuple(self.rendered), self.num_opening, len(self.turns), images, videos, self.tools
+            tuple(self.messages), self.num_opening, len(self.turns), images, videos, self.tools
         )
 
     @property
@@ -64,8 +44,33 @@ class Context:
         """Tokens that it takes of the response."""
         return len(self.row.response) + (0 if self.is_first else len(self.row.expanded_prompt))
 
+
+class AnsweredCall(NamedTuple):
+    """The call of an agent that a turn answered."""
+
+    number: int  # among those of the conversation
+    ended_at: float
+    tool_call_ids: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class AgentContext(Context):
+    """A context that calls of an agent continue."""
+
+    chat: list[ChatMessage] = field(default_factory=list)  # as the agent gave them, and the last answer
+    calls: list[AnsweredCall] = field(default_factory=list)  # of the turns
+    is_busy: bool = False  # a call that continues it is open
+
+    def add_turn(self, given: Sequence[Message], text: str, is_whole: bool) -> None:
+        """Append rendered messages and the text of the turn that follows them."""
+        if not self.messages:
+            self.num_opening = len(given)
+            given = [one | UNLEARNED if one["role"] == "assistant" else one for one in given]
+        turn = {"role": "assistant", "content": text}
+        self.messages += [*given, turn if is_whole else turn | UNLEARNED]
+
     def is_continued_by(self, request: ChatRequest) -> bool:
-        count = len(self.messages)
+        count = len(self.chat)
         new = request.messages[count:]
         return (
             bool(self.turns)
@@ -75,7 +80,7 @@ class Context:
             and self.tools == request.tools
             and all(
                 old.digest == given.digest
-                for old, given in zip(self.messages, request.messages[:count], strict=True)
+                for old, given in zip(self.chat, request.messages[:count], strict=True)
             )
         )
 
@@ -86,7 +91,7 @@ class OpenCall:
 
     number: int  # among those of the conversation
     request: ChatRequest
-    context: Context
+    context: AgentContext
     piece: Piece | None  # the tokens of its new messages; None if it began its context
     max_tokens: int
     at: float
@@ -129,9 +134,9 @@ def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
     for part in parts[1:]:
         starts.append(starts[-1] + len(part.expanded_prompt) + len(part.response))
     later = [
-        _moved(each.turn, start + len(context.row.expanded_prompt))
+        _moved(turn, start + len(context.row.expanded_prompt))
         for start, context in zip(starts, others, strict=False)
-        for each in context.turns
+        for turn in context.turns
     ]
     return JoinedContexts(
         _joined(row.response, parts, lambda part: part.response, None),
@@ -139,7 +144,7 @@ def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
         _joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
         _positions(parts) if others else row.positions(),
         as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
-        (*(each.turn for each in first.turns), *later),
+        (*first.turns, *later),
         tuple(starts[:-1]),
     )
 

@@ -4,27 +4,25 @@
 Nothing here waits, runs a tool or reads a clock.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from verl.agents.interface import ContextRecord, Message, Observation, ToolCall, Trajectory, Turn
-from verl.agents.long_text import cut_text
-from verl.agents.media import ConversationMedia, as_lists, join_media, join_shapes
-from verl.agents.parsers.interface import NO_CALLS, THOUGHT, CallFormat, without_thought
-from verl.agents.rendering import ObservationRenderer, joined, user_message
-from verl.agents.row import Piece, Prompt, Row
+from verl.agents.contexts import Context, join_contexts
+from verl.agents.interface import Message, Observation, ToolCall, Trajectory, Turn
+from verl.agents.media import join_media, join_shapes
+from verl.agents.parsers.interface import THOUGHT, without_thought
+from verl.agents.readable import Readable, readable
+from verl.agents.rendering import joined, user_message
+from verl.agents.row import Piece, Row
+from verl.agents.rules import ConversationRules
 from verl.agents.tools.arguments import call_problem
-from verl.config.multi_turn import MultiTurnConfig
 from verl.data.media.loader import MediaData
-from verl.models.families.interface import MediaShape
 
 # Reasons for which the policy or a tool ended the conversation; any other one cut it off.
 COMPLETE = ("stop", "done")
 FAILED = "tool"  # the reason for which a conversation ends whose environment or tool failed
-TAIL = 8  # tokens that hold the end of a prompt's text
-NO_MEDIA = "[The model reads no images and videos: those of this answer are left out.]"
 
 
 class TurnRequest(NamedTuple):
@@ -46,81 +44,6 @@ class FinishedConversation(NamedTuple):
     trajectory: Trajectory
 
 
-class Readable(NamedTuple):
-    """An observation as the policy may read it."""
-
-    observation: Observation
-    media: MediaData = None  # by reference
-    shape: MediaShape = MediaShape()
-
-
-@dataclass(frozen=True)
-class ConversationRules:
-    """Properties that all conversations of a model share.
-
-    Args:
-        max_tokens: Maximum tokens of a response, with all turns, observations and media.
-        max_prompt_tokens: Maximum tokens of a prompt, with media.
-        media: None for a text model.
-        max_prompt_images: Maximum images of all that the policy reads in a call of an agent; 0 is any number.
-    """
-
-    tokenizer: Any
-    renderer: ObservationRenderer
-    format: CallFormat
-    schemas: Sequence[Mapping[str, Any]]
-    options: MultiTurnConfig
-    max_tokens: int
-    max_prompt_tokens: int
-    media: ConversationMedia | None = None
-    max_prompt_images: int = 0
-
-    @property
-    def has_environment(self) -> bool:
-        """Return whether an environment answers each turn, and not tools its calls."""
-        return self.options.environment is not None
-
-    @property
-    def reads_calls(self) -> bool:
-        """Return whether the template shows tools, whose calls are read."""
-        return self.format is not NO_CALLS
-
-    def new_row(
-        self,
-        messages: Sequence[Message],
-        media: MediaData,
-        name: str,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Row:
-        """Render and tokenize a prompt that is not in the data set.
-
-        Args:
-            media: Those of the messages, by reference.
-            name: That of the messages, for errors.
-            tools: Schemas that the template shows instead of those of the run.
-
-        Raises:
-            ValueError: The template cannot render the messages.
-            TimeoutError: It takes too long.
-        """
-        plain = self.renderer.plain_values(messages)
-        text = self.renderer.template(plain, True, name, tools)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if self.media is not None and media:
-            media = self.media.with_order(media, token_ids)
-        return Row(Prompt(token_ids, plain, media, text), self.media)
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return a turn's text without the token that ended it."""
-        end = len(token_ids) - self.renderer.is_end(token_ids[-1])
-        return self.tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
-
-    def starts_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether the template starts the next turn with a thought."""
-        end = self.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
-        return end.rstrip().endswith(THOUGHT)
-
-
 class Conversation:
     """The state of one conversation.
 
@@ -140,19 +63,23 @@ class Conversation:
     """
 
     def __init__(self, rules: ConversationRules, row: Row) -> None:
-        self.rules, self._row = rules, row
-        self.messages: list[Message] = list(row.prompt.messages)
+        self.rules = rules
+        self._contexts = [_begun(row, is_first=True)]
         self.stop_reason: str | None = None
         self.is_waiting = False  # for observations
         self._is_masked = False
         self._failure: Observation | None = None  # of an environment that could not begin
-        self._turns: list[Turn] = []
         self._turn_ended_at = 0.0
         self._refusals: list[Observation | None] = []  # of the last turn's calls; None for one that is made
 
     @property
     def is_done(self) -> bool:
         return self.stop_reason is not None
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Messages that the policy reads, with its turns."""
+        return self._context.messages
 
     @property
     def finish_reason(self) -> str:
@@ -165,7 +92,7 @@ class Conversation:
         tokens = self._room if limit is None else min(self._room, limit)
         if self._failure is not None:
             tokens = 1
-        return TurnRequest(list(self._row.token_ids), self._row.media, tokens, len(self._turns))
+        return TurnRequest(list(self._row.token_ids), self._row.media, tokens, self._num_turns)
 
     def add_turn(
         self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str, at: float = 0.0
@@ -180,7 +107,7 @@ class Conversation:
         is_whole = finish_reason != "length"
         calls = self._calls_of(text) if is_whole else []
         self._row.add_sampled(token_ids, log_probs)
-        self.messages.append({"role": "assistant", "content": text})
+        self._context.messages.append({"role": "assistant", "content": text})
         self._turns.append(Turn(start, len(self._row.response), tuple(calls)))
         self._turn_ended_at = at
         if self._failure is not None:
@@ -198,13 +125,14 @@ class Conversation:
             self.observe([], at)
         return made
 
-    def observe(self, observations: Sequence[Observation], at: float = 0.0) -> None:
+    def observe(self, observations: Sequence[Observation], at: float = 0.0) -> Sequence[Observation]:
         """Append the answers to the calls that `add_turn` returned, in their order, if a limit allows it.
 
-        An environment has one observation, whatever the number of calls.
+        An environment has one observation, whatever the number of calls. Returns the answers as the policy
+        may read them: media that cannot be read make one fail.
         """
         self.is_waiting = False
-        answers = [self._readable(answer) for answer in self._in_order(observations)]
+        answers = [readable(self.rules, answer) for answer in self._in_order(observations)]
         shown = tuple(answer.observation for answer in answers)
         rewards = [observation.reward for observation in shown if observation.reward is not None]
         self._turns[-1] = replace(
@@ -213,19 +141,10 @@ class Conversation:
             seconds=at - self._turn_ended_at,
             reward=sum(rewards) if rewards else None,
         )
-        reason = self._end_after_answers(shown, at)
-        piece = None if reason else self._piece(answers)
-        reason = reason or self._end_before(piece)
+        reason = self._end_after_answers(shown, at) or self._show(answers)
         if reason is not None:
             self.end(reason)
-        elif piece is not None:
-            self._row.add_piece(piece)
-            self.messages += self._messages(shown)
-
-    @property
-    def last_observations(self) -> Sequence[Observation]:
-        """The answers to the last turn as the policy reads them; media that cannot be read made one fail."""
-        return self._turns[-1].observations
+        return shown
 
     def fail(self, failure: Observation) -> None:
         """Have the conversation end after one token, masked: its environment could not begin."""
@@ -238,27 +157,47 @@ class Conversation:
     def finish(self) -> FinishedConversation:
         """Return the response and its trajectory."""
         assert self.stop_reason is not None, "the conversation has ended"
-        row = self._row
+        first, *others = self._contexts
+        contexts = [first, *(context for context in others if context.turns)]
+        joined = join_contexts(contexts)
         trajectory = Trajectory(
-            is_sampled=row.is_sampled,
-            turns=tuple(self._turns),
-            messages=tuple(self.messages),
-            media=as_lists(row.added),
-            position_ids=row.positions(),
+            is_sampled=joined.is_sampled,
+            turns=joined.turns,
+            messages=tuple(contexts[-1].messages),
+            media=joined.media,
+            position_ids=joined.position_ids,
             is_masked=self._is_masked,
             stop_reason=self.stop_reason,
-            prompt=row.own_prompt(),
-            contexts=(ContextRecord(tuple(self.messages), len(row.prompt.messages), len(self._turns)),),
+            prompt=first.row.own_prompt(),
+            context_starts=joined.starts,
+            contexts=tuple(context.record() for context in contexts),
         )
         return FinishedConversation(
-            row.response, row.log_probs, self.finish_reason, self.stop_reason, trajectory
+            joined.token_ids, joined.log_probs, self.finish_reason, self.stop_reason, trajectory
         )
 
     # --- turns
 
     @property
+    def _context(self) -> Context:
+        return self._contexts[-1]
+
+    @property
+    def _row(self) -> Row:
+        return self._context.row
+
+    @property
+    def _turns(self) -> list[Turn]:
+        """The turns of the last context."""
+        return self._context.turns
+
+    @property
+    def _num_turns(self) -> int:
+        return sum(len(context.turns) for context in self._contexts)
+
+    @property
     def _room(self) -> int:
-        return self.rules.max_tokens - len(self._row.response)
+        return self.rules.max_tokens - sum(context.num_tokens for context in self._contexts)
 
     def _calls_of(self, text: str) -> list[ToolCall]:
         is_thinking = self.rules.starts_thought(self._row.token_ids)
@@ -290,7 +229,7 @@ class Conversation:
 
     def _end_by_limit(self, at: float) -> str | None:
         """Return the limit that the next turn, or the observation before it, would exceed."""
-        options, turns = self.rules.options, len(self._turns)
+        options, turns = self.rules.options, self._num_turns
         if options.max_assistant_turns is not None and turns >= options.max_assistant_turns:
             return "turns"
         if options.max_user_turns is not None and turns > options.max_user_turns:
@@ -299,14 +238,14 @@ class Conversation:
             return "length"
         return "seconds" if self._is_overdue(at) else None
 
-    def _end_before(self, piece: Piece | None) -> str | None:
-        if piece is None:
-            return None
-        images = (join_media(self._row.media, piece.media) or {}).get("images") or ()
+    def _end_before(self, token_ids: Sequence[int], media: MediaData) -> str | None:
+        """Return the limit that tokens with these media would exceed."""
+        read = [media, *(context.row.media for context in self._contexts)]
+        new, *seen = (len((each or {}).get("images") or ()) for each in read)
         limit = self.rules.options.max_images
-        if limit is not None and len(images) > limit and (piece.media or {}).get("images"):
+        if limit is not None and new and new + sum(seen) > limit:
             return "images"
-        return "length" if len(piece.expanded) >= self._room else None
+        return "length" if len(token_ids) >= self._room else None
 
     def _is_overdue(self, at: float) -> bool:
         limit = self.rules.options.max_seconds
@@ -314,25 +253,20 @@ class Conversation:
 
     # --- observations
 
-    def _readable(self, observation: Observation) -> Readable:
-        options = self.rules.options
-        answer = Readable(observation)
-        if observation.images or observation.videos:
-            answer = self._with_media(observation)
-        text = self.rules.renderer.plain(answer.observation.text)
-        limit, side = options.max_tool_response_length, options.tool_response_truncate_side
-        text = cut_text(self.rules.tokenizer, text, limit, side)
-        return answer._replace(observation=replace(answer.observation, text=text))
-
-    def _with_media(self, observation: Observation) -> Readable:
-        without = replace(observation, images=(), videos=())
-        if self.rules.media is None:
-            return Readable(replace(without, text=f"{observation.text}\n{NO_MEDIA}".lstrip()))
-        try:
-            media, shape = self.rules.media.of(observation)
-        except ValueError as error:
-            return Readable(replace(without, text=f"Error: {error}.", failed=True))
-        return Readable(replace(observation, **media), media, shape)
+    def _show(self, answers: Sequence[Readable]) -> str | None:
+        """Have the policy read answers, or return the limit that they would exceed."""
+        row = next((answer.row for answer in answers if answer.row is not None), None)
+        if row is not None:
+            reason = self._end_before(row.expanded_prompt, row.prompt.media)
+            if reason is None:
+                self._contexts.append(_begun(row))
+            return reason
+        piece = self._piece(answers)
+        reason = self._end_before(piece.expanded, piece.media)
+        if reason is None:
+            self._row.add_piece(piece)
+            self._context.messages += self._messages([answer.observation for answer in answers])
+        return reason
 
     def _in_order(self, observations: Sequence[Observation]) -> list[Observation]:
         """Join the answers to calls that were made with the refusals of others."""
@@ -360,3 +294,8 @@ class Conversation:
             return renderer.messages(calls, observations)
         one = joined(observations)
         return renderer.messages(calls[:1], [one]) if calls else [user_message(one)]
+
+
+def _begun(row: Row, is_first: bool = False) -> Context:
+    messages = list(row.prompt.messages)
+    return Context(row, messages, len(messages), is_first=is_first)

@@ -30,15 +30,10 @@ class Observation:
     videos: Sequence[Any] = ()  # paths, bytes, or dictionaries
     reward: float | None = None  # of the turn that it answers
     done: bool = False  # the conversation ends here, without another turn of the policy
+    # of an environment, instead of text and media: what the policy reads from here on, and nothing before it
+    messages: Sequence[Message] | None = None
     failed: bool = False  # the tool raised, hung or died; `text` says so
     seconds: float | None = field(default=None, compare=False)  # of the tool's work; None if none was called
-
-
-@dataclass(frozen=True)
-class Opening(Observation):
-    """The prompt with which an environment begins; it has the media of its messages, in their order."""
-
-    messages: tuple[Message, ...] | None = None  # None: those of the row
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin, and return the messages of the prompt, one text, or None for the prompt of the row."""
+        """Begin, and return the messages of the prompt, one text, or None for that of the row."""
         ...
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Any:

@@ -4,7 +4,6 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from verl.agents.conversation import ConversationRules
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
 from verl.agents.interface import Reference
@@ -12,6 +11,7 @@ from verl.agents.media import ConversationMedia, PositionIds
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer
+from verl.agents.rules import ConversationRules
 from verl.agents.tools.loading import tool_schemas
 from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents on both engines: the tokens of every call, log-probs, failures and limits."""
 
-import itertools
 import json
 import shutil
 from collections import defaultdict
@@ -9,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from tests.helpers.conversations import rules_of
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import load_tiny, open_tiny
-from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
+from tests.helpers.family_training import TEMPERATURE
+from tests.workers.rollout.contexts import compare_contexts, contexts_of
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.interface import ToolCall
@@ -195,12 +194,6 @@ def rows_of(count):
     return [row | {"uid": f"row {number}", "number": number} for number in range(count)]
 
 
-def contexts_of(response):
-    """Return the slices of a response's contexts; that of the first one begins at 0."""
-    starts = [0, *response.trajectory.context_starts, len(response.token_ids)]
-    return list(itertools.pairwise(starts))
-
-
 def test_the_tokens_of_every_call_are_those_of_the_engine(tiny, engine, lead):
     responses, recorder, rules = lead(AGENT)
 
@@ -240,35 +233,9 @@ def test_the_tokens_of_every_call_are_those_of_the_engine(tiny, engine, lead):
 def test_log_probs_of_each_context_are_the_trainers(tiny, engine, lead):
     responses, _, rules = lead(AGENT)
 
-    loader, rows, found = rules.media.loader, [], []
-    for response in responses:
-        trajectory = response.trajectory
-        images = list(trajectory.prompt.media.get("images", ())) + list(trajectory.media.get("images", ()))
-        for number, (start, stop) in enumerate(contexts_of(response)):
-            ids, own = torch.tensor(response.token_ids[start:stop]), trajectory.is_sampled[start:stop]
-            prompt, positions = torch.tensor(trajectory.prompt.token_ids), trajectory.prompt.position_ids
-            later = trajectory.position_ids[..., start:stop]
-            if number:
-                prompt, ids, own = ids[:1], ids[1:], own[1:]
-                positions = later[..., :0]
-            positions = torch.cat([positions, later], dim=-1)
-            whole = torch.cat([prompt, ids])
-            count = int((whole == tiny.config.image_token_id).diff(prepend=torch.zeros(1)).eq(1).sum())
-            shown, images = images[:count], images[count:]
-            media = {"images": shown} if shown else None
-            expected = tiny.family.positions(tiny.config, whole, loader.measure(media))
-            assert torch.equal(positions, expected)
-            sampled = torch.tensor(own, dtype=torch.int64)
-            rows.append(Row(len(rows), prompt, ids, positions, sampled, (None, media)))
-            found.append((torch.tensor(response.log_probs[start:stop])[-len(ids) :], sampled))
-        assert not images
-    with torch.no_grad():
-        expected, _ = own_forward(tiny, tiny.model, as_batch(rows), loader)
-    for row, (log_probs, sampled) in enumerate(found):
-        assert not log_probs[sampled == 0].any()
-        difference = (log_probs - expected[row, : len(log_probs)]) * sampled
-        assert difference.abs().max() < 1e-4
-    assert sum(int(sampled.sum()) for _, sampled in found) > 100
+    difference, num_sampled = compare_contexts(tiny, rules.media.loader, responses)
+
+    assert difference < 1e-4 and num_sampled > 100
 
 
 FAULTS = """

@@ -9,6 +9,7 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import open_tiny
 from tests.helpers.family_training import Row, as_batch, own_forward
+from tests.workers.rollout.contexts import compare_contexts
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
 from tests.workers.rollout.test_conversations import SAMPLING, engine, lead, rows_of, rules_with, tiny
 from verl.agents.parsers.interface import NO_CALLS
@@ -31,7 +32,8 @@ from verl.agents.interface import Observation
 class Env:
     """Shows pictures, and answers each turn after a time of its own."""
 
-    def __init__(self, rounds=3, slow=0.02, log=None, fails_at=None):
+    def __init__(self, rounds=3, slow=0.02, log=None, fails_at=None, forgets_after=None):
+        self.forgets_after = forgets_after
         self.rounds, self.slow, self.log, self.fails_at, self.round = rounds, slow, log, fails_at, 0
 
     def reset(self, row):
@@ -56,6 +58,10 @@ class Env:
         if self.fails_at == "death":
             os._exit(1)
         done = self.round == self.rounds
+        if self.round == self.forgets_after:
+            seen = {"type": "image", "image": self.picture()}
+            parts = [{"type": "text", "text": f"Round {self.round}."}, seen]
+            return Observation(messages=[{"role": "user", "content": parts}], reward=float(self.round))
         return Observation(f"{len(text)} letters", [self.picture()], reward=float(self.round), done=done)
 
     def picture(self):
@@ -149,6 +155,23 @@ def test_log_probs_after_prompts_of_the_environment_are_the_trainers(tiny, engin
     assert len(set.union(*prompts.values())) == 3
     closed = sorted(line.partition(" after")[0] for line in log.read_text().splitlines())
     assert closed == sorted(f"row {row} {sample}" for row in range(3) for sample in range(2))
+
+
+def test_log_probs_of_contexts_that_an_environment_begins_are_the_trainers(tiny, engine, make):
+    pool, rules = make({"max_tokens_per_turn": 60}, forgets_after=2)
+
+    responses = lead(engine, pool, rules, rows_of(tiny, 3))
+
+    difference, num_sampled = compare_contexts(tiny, rules.media.loader, responses)
+    assert difference < 1e-4 and num_sampled > 50
+    trajectories = [response.trajectory for response in responses]
+    whole = [one for one in trajectories if len(one.turns) == 3]
+    assert whole and all(len(one.context_starts) == 1 for one in whole)
+    for one in whole:
+        first, second = one.contexts
+        assert (first.num_turns, second.num_turns, second.num_images) == (2, 1, 1)
+        assert second.messages[0]["content"][0]["text"] == "Round 2." and second.messages == one.messages
+        assert [turn.reward for turn in one.turns] == [1.0, 2.0, 3.0]
 
 
 def test_with_a_seed_the_order_of_answers_changes_no_conversation(tiny, engine, make):

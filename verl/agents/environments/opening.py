@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value that `reset` returned as an `Opening` of plain values, checked before it travels."""
+"""Messages of an environment as an `Observation` of plain values, checked before they travel."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
 
-from verl.agents.interface import Message, Observation, Opening
+from verl.agents.interface import Message, Observation
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation, plain_text
 from verl.data.messages import ROLES
 
@@ -18,8 +19,8 @@ SOURCES = ("bytes", "path")
 FORM = 'a list of messages like {"role": "user", "content": ...}, a text, an image, an `Observation`, or None'
 
 
-def as_opening(returned: Any) -> Opening:
-    """Turn messages, a text, an image, a list of both, an `Observation` or None into plain values.
+def as_opening(returned: Any) -> Observation:
+    """Turn messages, a text, an image, a list of both, an `Observation` or None into plain messages.
 
     Media leave the messages, in which `{"type": "image"}` remains, for `images` and `videos` in their order.
 
@@ -27,7 +28,7 @@ def as_opening(returned: Any) -> Opening:
         BadAnswerError: It is none of these, or too large.
     """
     if returned is None:
-        return Opening()
+        return Observation()
     messages = _messages_of(returned)
     media: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     plain = tuple(_plain_message(number, message, media) for number, message in enumerate(messages))
@@ -37,12 +38,29 @@ def as_opening(returned: Any) -> Opening:
     if size > MAX_CHARACTERS:
         raise BadAnswerError(f"messages of {size} characters, at most {MAX_CHARACTERS}")
     checked = as_observation(Observation(images=media["image"], videos=media["video"]), WHOLE)
-    return Opening(images=checked.images, videos=checked.videos, messages=plain)
+    return replace(checked, messages=plain)
+
+
+def as_step(returned: Any, limits: AnswerLimits) -> Observation:
+    """Turn what `step` returned into plain values, the messages of a new context too.
+
+    Raises:
+        BadAnswerError: It is no answer, or too large.
+    """
+    if not isinstance(returned, Observation) or returned.messages is None:
+        return as_observation(returned, limits)
+    if returned.text or returned.images or returned.videos:
+        raise BadAnswerError("an Observation with `messages` and a text, images or videos beside them")
+    opening = as_opening(returned.messages)
+    plain = as_observation(replace(returned, messages=None), limits)
+    return replace(plain, images=opening.images, videos=opening.videos, messages=opening.messages)
 
 
 def _messages_of(returned: Any) -> Sequence[Any]:
     if isinstance(returned, Observation):
-        return [_message_of(returned)]
+        if returned.done or returned.failed:
+            raise BadAnswerError("a beginning that is `done` or `failed`: raise an error instead")
+        return [_message_of(returned)] if returned.messages is None else _messages_of(returned.messages)
     if isinstance(returned, str):
         return [{"role": "user", "content": returned}]
     if isinstance(returned, Mapping):
@@ -52,12 +70,10 @@ def _messages_of(returned: Any) -> Sequence[Any]:
         return items
     if items and all(isinstance(item, str | Image.Image) for item in items):
         return [{"role": "user", "content": [_part(item) for item in items]}]
-    raise BadAnswerError(f"{type(returned).__name__} from `reset`, not {FORM}")
+    raise BadAnswerError(f"{type(returned).__name__}, not {FORM}")
 
 
 def _message_of(observation: Observation) -> Message:
-    if observation.done or observation.failed:
-        raise BadAnswerError("an Observation from `reset` that is `done` or `failed`: raise an error instead")
     parts: list[Any] = [_part(observation.text)] if observation.text else []
     parts += [{"type": "image", "image": image} for image in observation.images]
     parts += [{"type": "video", "video": video} for video in observation.videos]

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from verl.agents.environments.opening import as_opening
+from verl.agents.environments.opening import as_opening, as_step
 from verl.agents.interface import Observation
-from verl.agents.tools.answers import as_observation
 from verl.agents.tools.process import ToolServer
 
 
@@ -25,7 +24,7 @@ class EnvironmentServer(ToolServer):
 
     def _call(self, step: Any) -> Observation:
         text, calls = step
-        return as_observation(self._run(self.state.step, text, list(calls)), self.limits)
+        return as_step(self._run(self.state.step, text, list(calls)), self.limits)
 
     def _close(self, _: None) -> Observation:
         self._run(self.state.close)

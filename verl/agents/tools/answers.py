@@ -58,6 +58,8 @@ def as_observation(returned: Any, limits: AnswerLimits) -> Observation:
         BadAnswerError: It is none of these, or too large.
     """
     observation = returned if isinstance(returned, Observation) else _gathered(returned)
+    if observation.messages is not None:
+        raise BadAnswerError("an Observation with `messages`, which only environments give")
     images = [_encoded(image) for image in _listed(observation.images, "images", MAX_IMAGES)]
     videos = [_plain_video(video) for video in _listed(observation.videos, "videos", MAX_IMAGES)]
     size = sum(len(ref.get("bytes") or b"") for ref in (*images, *videos))

@@ -126,7 +126,7 @@ class ToolPool:
         self._answer_soon(key, [partial(self._answer, conversation, *pair) for pair in pairs])
 
     def reset(self, key: Hashable) -> None:
-        """Begin the environment of a conversation; its observation is an `Opening`, unless it failed."""
+        """Begin the environment of a conversation; its observation has the messages of the prompt, if any."""
         self._answer_soon(key, [partial(self._answer_by_environment, self._conversations[key], None)])
 
     def step(self, key: Hashable, text: str, calls: Sequence[ToolCall]) -> None:

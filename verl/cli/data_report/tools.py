@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.agents.conversation import ConversationRules
 from verl.agents.interface import Message, Observation, ToolCall
+from verl.agents.rules import ConversationRules
 from verl.agents.setup import check_conversations, schemas_of
 from verl.config.ppo import PPOConfig
 from verl.data.loader import load_readers, media_options

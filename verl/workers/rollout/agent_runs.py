@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from verl.agents.agent_conversation import AgentConversation
 from verl.agents.contexts import OpenCall
-from verl.agents.conversation import ConversationRules
 from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, Observation, ToolCall
+from verl.agents.rules import ConversationRules
 from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.utils.rank_logger import get_logger

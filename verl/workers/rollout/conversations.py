@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl.agents.conversation import FAILED, Conversation, ConversationRules, FinishedConversation
+from verl.agents.conversation import FAILED, Conversation, FinishedConversation
 from verl.agents.environments.prompts import row_of
-from verl.agents.interface import Observation, Opening
+from verl.agents.interface import Observation
 from verl.agents.row import Prompt, Row
+from verl.agents.rules import ConversationRules
 from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
@@ -116,10 +117,9 @@ class ConversationDriver:
             self._open[key] = self._begun(self._rows.pop(key), observations[0])
             return
         conversation = self._open[key]
-        conversation.observe(observations, self._now)
-        # Their media may fail too, when the conversation reads them.
-        self._stop_if_failed(conversation.last_observations)
-        if self.on_tool_error == "end" and any(one.failed for one in conversation.last_observations):
+        answers = conversation.observe(observations, self._now)
+        self._stop_if_failed(answers)
+        if self.on_tool_error == "end" and any(one.failed for one in answers):
             conversation.end(FAILED, is_masked=True)
 
     def _stop_if_failed(self, observations: Sequence[Observation]) -> None:
@@ -155,7 +155,7 @@ class ConversationDriver:
 
     def _begun(self, row: Columns, opening: Observation) -> Conversation:
         """Return the conversation of an environment that has answered `reset`."""
-        if isinstance(opening, Opening) and opening.messages is not None:
+        if opening.messages is not None:
             return Conversation(self.rules, row_of(self.rules, opening))
         conversation = Conversation(self.rules, self._row_of_prompt(row))
         if opening.failed:
