@@ -139,7 +139,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], l
     with running(folder, options) as trainer:
         workers = trainer.workers
         workers.load_bare_model(options.bare_micro_batch, options.bare_dtype)
-        prompts = next(iter(trainer.collector.prompts))
+        prompts = next(iter(trainer.sampling.collector.prompts))
         for _ in range(options.rounds + 1):
             trainer.run_state.step += 1
             timer, cpu = StageTimer(), [workers.cpu_seconds()]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -28,7 +27,7 @@ from verl.trainer.run.run_lock import locked_run_folder
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.restored_process import restored_process
 from verl.utils.version_check import check_versions, name_clash
-from verl.workers.warm_up import import_sft_worker, import_worker
+from verl.workers.warm_up import import_sft_worker, imports_of
 
 if TYPE_CHECKING:
     from verl.trainer.ray_trainer import RayPPOTrainer
@@ -54,6 +53,9 @@ EVALUATION_OPTIONS: dict[str, Any] = {  # of a config, whose run trains
     "trainer.logger": ["file"],
     "trainer.max_restarts": 0,
     "trainer.viewer_port": None,
+    "worker.hybrid_engine": True,  # nothing trains, so that all devices sample
+    "trainer.n_gpus_for_rollout": 0,
+    "trainer.async_training.mode": "off",
 }
 NO_OVERRIDES: Mapping[str, Any] = {}
 
@@ -238,8 +240,7 @@ def evaluate_model(
         from verl.trainer.prepare import prepared_run  # noqa: PLC0415
 
         stack.enter_context(locked_run_folder(config.trainer))
-        warm_up = partial(import_worker, config.worker.rollout.name)
-        run = stack.enter_context(prepared_run(config, planned_ppo, warm_up=warm_up))
+        run = stack.enter_context(prepared_run(config, planned_ppo, warm_up=imports_of(config.worker)))
         evaluator = stack.enter_context(running_evaluator(*run, question))
         evaluation = evaluator.evaluate(model.model_path, found.step, question)
         evaluation.write()
@@ -321,8 +322,7 @@ def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
             started = _started(prepared_run(config, planned_sft, warm_up=import_sft_worker), running_sft)
         else:
             engine, port = config.worker.rollout.name, config.trainer.viewer_port
-            warm_up = partial(import_worker, engine)
-            prepared = prepared_run(config, planned_ppo, 0.0, port, check_reward, warm_up)
+            prepared = prepared_run(config, planned_ppo, 0.0, port, check_reward, imports_of(config.worker))
             started = _started(prepared, running_trainer)
         with run_in_process(config.trainer, engine, started) as trainer:
             yield trainer

@@ -89,7 +89,7 @@ def test_a_step_may_give_the_messages_that_the_policy_reads_from_then_on(make_po
     assert given.messages == ({"role": "user", "content": [{"type": "image"}]},) and given.reward == 2.0
     assert [sorted(image) for image in given.images] == [["bytes"]] and not given.done and not given.text
     assert mixed.failed and mixed.messages is None
-    assert mixed.text.endswith("an Observation with `messages` and a text, images or videos beside them")
+    assert mixed.text.endswith("an Observation with `messages` and in addition a text, images or videos")
 
 
 def test_rows_replace_single_arguments(make_pool):

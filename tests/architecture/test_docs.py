@@ -101,7 +101,13 @@ def test_files_of_the_repository_are_there(path):
 def test_every_option_that_is_named_exists(path):
     entries = [*walk_options(PPOConfig), *walk_options(SFTConfig)]
     known = {entry.key for entry in entries}
-    known |= {f"{e.key.rpartition('.')[0]}.{e.info.alias}" for e in entries if e.info.alias}
+    aliases = {e.key: f"{e.key.rpartition('.')[0]}.{e.info.alias}" for e in entries if e.info.alias}
+    known |= {
+        alias + key.removeprefix(name)
+        for name, alias in aliases.items()
+        for key in known
+        if key == name or key.startswith(f"{name}.")
+    }
     known |= set(VERL_KEYS.keys) if path.parent.name == "migration" else set()
     mappings = tuple(f"{entry.key}." for entry in entries if isinstance(entry.default, dict))
     named = {key for key in OPTION.findall(path.read_text()) if not key.endswith(".py")}

@@ -229,7 +229,6 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
     ("argument", "supported"),
     [
         ("worker.actor.vila_model=true", "false"),
-        ("worker.hybrid_engine=false", "true"),
         ("worker.is_omni=true", "false"),
         ("trainer.diffusion=true", "false"),
     ],
@@ -240,6 +239,30 @@ def test_an_unsupported_feature_is_refused_with_the_supported_value(minimal, arg
     rule = f"must be one of {supported}" if supported.startswith("[") else f"must be {supported}"
     assert problem.startswith(f"`{argument.split('=')[0]}` {rule}, got ")
     assert "this version has no " in problem
+
+
+OWN = ("worker.hybrid_engine=false",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (OWN, "`trainer.n_gpus_for_rollout` must be at least 1 with `worker.hybrid_engine=false`, got 0"),
+        (("trainer.n_gpus_for_rollout=2",), "`trainer.n_gpus_for_rollout` must be 0 with"),
+        (
+            ("trainer.async.mode=one_step_off",),
+            "`trainer.async_training.mode` must be 'off' with `worker.hybrid_engine=true`",
+        ),
+        (
+            (*OWN, "trainer.n_gpus_for_rollout=3", "worker.rollout.tensor_parallel_size=2"),
+            "`trainer.n_gpus_for_rollout` (3) must be divisible by `worker.rollout.tensor_parallel_size` (2)",
+        ),
+    ],
+)
+def test_a_wrong_number_of_sampling_devices_is_refused_with_its_rule(minimal, arguments, rule):
+    (problem,) = problems_of(minimal, *arguments)
+
+    assert problem.startswith(rule)
 
 
 def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):

@@ -299,7 +299,7 @@ def test_a_bad_reward_ends_the_run_with_its_line_and_response(
     )
 
     with RewardManager(options) as manager:
-        monkeypatch.setattr(trainer.collector.sampler, "reward", manager)
+        monkeypatch.setattr(trainer.sampling.collector.sampler, "reward", manager)
         status, told = run_with(trainer, folder, capsys, monkeypatch)
 
     assert status == 1

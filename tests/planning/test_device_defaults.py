@@ -130,3 +130,17 @@ def test_a_dry_run_for_gpus_lists_none(capsys):
     assert main([*REQUIRED, "trainer.device=cuda", "--dry-run", "--device-memory-gb=80"]) == 0
 
     assert "defaults that follow" not in capsys.readouterr().out
+
+
+def test_tokens_are_corrected_by_default_where_sampling_is_ahead():
+    own = [*REQUIRED, "worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=2"]
+    ahead = [*own, "trainer.async.mode=one_step_off"]
+    correction = "algorithm.rollout_correction"
+
+    def rollout_is(*arguments):
+        return load_run_config(PPOConfig, arguments).algorithm.rollout_correction.rollout_is
+
+    assert rollout_is(*ahead) == "token"
+    assert rollout_is(*ahead, f"{correction}.rollout_is=sequence") == "sequence"
+    assert rollout_is(*ahead, f"{correction}.bypass_mode=true") is None
+    assert rollout_is(*own) is None

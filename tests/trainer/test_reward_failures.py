@@ -122,7 +122,8 @@ def test_the_responses_to_a_prompt_without_a_baseline_are_masked(manager):
 def make_validator(engine, manager, num_batches):
     config = make_config()
     prompts = list(islice(numbered_prompts(2), num_batches))
-    return Validator(make_sampler(config, engine, manager), prompts, config.worker, dp_size=1, num_samples=0)
+    sampler = make_sampler(config, engine, manager)
+    return Validator(sampler, engine, prompts, config.worker, dp_size=1, num_samples=0)
 
 
 def test_a_validation_is_the_mean_of_the_responses_that_have_a_score(manager):

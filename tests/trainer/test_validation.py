@@ -19,7 +19,7 @@ def test_batches_with_different_values_are_averaged_over_the_responses_that_have
     config = make_config()
     sampler = make_sampler(config, engine, reward_manager)
     prompts = list(islice(numbered_prompts(2), 2))
-    validator = Validator(sampler, prompts, config.worker, dp_size=1, num_samples=1)
+    validator = Validator(sampler, sampler.engines, prompts, config.worker, dp_size=1, num_samples=1)
 
     validator.sample(step=4)
     metrics = validator.measure()
@@ -38,7 +38,7 @@ def test_the_first_prompts_are_recorded_with_their_scores(reward_manager, tmp_pa
     sampler = make_sampler(config, engine, reward_manager)
     asked = {"prompt_messages": objects([[{"role": "user", "content": "?"}]] * 2)}
     prompts = [batch.merge(asked) for batch in islice(numbered_prompts(2), 2)]
-    validator = Validator(sampler, prompts, config.worker, dp_size=1, num_samples=0, num_recorded=3)
+    validator = Validator(sampler, engine, prompts, config.worker, dp_size=1, num_samples=0, num_recorded=3)
 
     validator.sample(step=4)
     validator.measure()
@@ -60,7 +60,7 @@ def test_no_responses_are_recorded_where_none_are_wanted(reward_manager):
     config = make_config()
     sampler = make_sampler(config, Engine(lambda number: [0.5]), reward_manager)
     prompts = list(islice(numbered_prompts(2), 1))
-    validator = Validator(sampler, prompts, config.worker, dp_size=1, num_samples=1)
+    validator = Validator(sampler, sampler.engines, prompts, config.worker, dp_size=1, num_samples=1)
 
     validator.sample(step=4)
     validator.measure()
@@ -74,7 +74,7 @@ def test_the_score_of_a_validation_counts_the_overlong_penalty_as_training_does(
     config = make_config(reward={"overlong_buffer_length": 4, "overlong_penalty_factor": 0.8})
     prompts = list(islice(numbered_prompts(2), 2))
     validator = Validator(
-        make_sampler(config, engine, reward_manager), prompts, config.worker, dp_size=1, num_samples=4
+        make_sampler(config, engine, reward_manager), engine, prompts, config.worker, dp_size=1, num_samples=4
     )
 
     validator.sample(step=4)

@@ -94,7 +94,8 @@ def substitute() -> None:
 
     from verl.models import registry
     from verl.models.hub_names import meta_model
-    from verl.workers import fsdp_worker, model_builder
+    from verl.workers import model_builder
+    from verl.workers.rollout import engine_host
 
     def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> tuple[Any, None]:
         source = meta_model(config, dtype)
@@ -116,7 +117,7 @@ def substitute() -> None:
         objects[:] = [value] * len(objects)
 
     model_builder._read_model = read_model
-    fsdp_worker.build_rollout_engine = engine
+    engine_host.build_rollout_engine = engine
     registry.TOLERANCE = dict.fromkeys(registry.TOLERANCE, float("inf"))
     dist.new_group = fake_group
     dist.broadcast_object_list, dist.all_gather_object = own_objects, gathered
@@ -187,9 +188,9 @@ def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
     from verl.config.algorithm import RolloutCorrectionConfig
     from verl.data.media.cache import MediaCache
     from verl.data.media.sizes import MediaOptions
-    from verl.workers.base_worker import ModelRunOptions
-    from verl.workers.fsdp_worker import FSDPWorker, RunOptions
+    from verl.workers.fsdp_worker import FSDPWorker
     from verl.workers.roles.actor import KLLoss
+    from verl.workers.run_options import ModelRunOptions, RunOptions
     from verl.workers.sft_worker import SFTWorker
 
     config = worker_config(folder, setup, ranks)

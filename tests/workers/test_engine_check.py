@@ -26,6 +26,7 @@ from verl.workers.engine_check import (
     sample,
 )
 from verl.workers.fsdp_worker import FSDPWorker
+from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.engines import build_rollout_engine
 
 ROOM = 1000
@@ -192,12 +193,15 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
         model=model, loaded=nullcontext, engine_tensors=lambda dtype, with_tower: hub_tensors(model)
     )
     worker.hub_names = SimpleNamespace(convert=lambda tensors: tensors)
-    worker.media, worker.tokenizer, worker.device = media, tiny.processor.tokenizer, torch.device("cpu")
+    worker.device = torch.device("cpu")
+    host: Any = EngineHost.__new__(EngineHost)
+    host.engine, host.media, host.tokenizer = counting, media, tiny.processor.tokenizer
+    worker.host = host
     rollout = SimpleNamespace(name="hf", dtype="fp32", max_model_len=None, limit_images=0)
     worker.config = SimpleNamespace(
         rollout=rollout, actor=SimpleNamespace(fsdp=SimpleNamespace(mp_param_dtype="fp32"))
     )
-    worker.options = SimpleNamespace(max_sequence_length=ROOM)
+    host.config, host.options = worker.config, SimpleNamespace(max_sequence_length=ROOM)
     worker.must_check_engine, worker.tower_is_synced = must_check, False
 
     worker.sync_weights()

@@ -17,6 +17,7 @@ from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
 
+FOR_ROLLOUT = "`trainer.n_gpus_for_rollout`"
 LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts lengths beyond the model's
 
 
@@ -31,7 +32,12 @@ class PPOConfig(RunTree):
 
     @property
     def num_engines(self) -> int:
-        return self.world_size // self.worker.rollout.tensor_parallel_size
+        return self.num_sampling // self.worker.rollout.tensor_parallel_size
+
+    @property
+    def num_sampling(self) -> int:
+        """Number of devices that sample."""
+        return self.world_size if self.worker.hybrid_engine else self.trainer.n_gpus_for_rollout
 
     @property
     def loader_batch_size(self) -> int:
@@ -112,8 +118,28 @@ class PPOConfig(RunTree):
                 " `worker.rollout.multi_turn`, whose turns earn rewards"
             )
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
+        yield from self._own_processes()
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
         yield from self._lengths()
+
+    def _own_processes(self) -> Iterator[str]:
+        """Problems of sampling in processes of its own."""
+        count, mode = self.trainer.n_gpus_for_rollout, self.trainer.async_training.mode
+        if not self.worker.hybrid_engine:
+            if count == 0:
+                yield f"{FOR_ROLLOUT} must be at least 1 with `worker.hybrid_engine=false`, got 0"
+            return
+        if count:
+            yield (
+                f"{FOR_ROLLOUT} must be 0 with `worker.hybrid_engine=true`, got {count}: the processes that"
+                " train also sample; set `worker.hybrid_engine=false` to sample in others"
+            )
+        if self.trainer.async_training.samples_ahead:
+            yield (
+                f"`trainer.async_training.mode` must be 'off' with `worker.hybrid_engine=true`, got {mode!r}:"
+                " the engine sleeps while the model trains; set `worker.hybrid_engine=false` and"
+                f" {FOR_ROLLOUT}"
+            )
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.
@@ -131,10 +157,11 @@ class PPOConfig(RunTree):
 
     def _engines(self) -> Iterator[str]:
         key, size = "`worker.rollout.tensor_parallel_size`", self.worker.rollout.tensor_parallel_size
-        yield from divisible(WORLD, self.world_size, key, size)
-        if self.num_engines > 0 and self.world_size % size == 0:
+        devices = WORLD if self.worker.hybrid_engine else FOR_ROLLOUT
+        yield from divisible(devices, self.num_sampling, key, size)
+        if self.num_engines > 0 and self.num_sampling % size == 0:
             name = "mini_rollout_batch_size" if self.data.mini_rollout_batch_size else "rollout_batch_size"
-            engines = f"the number of rollout engines, {WORLD} / {key}"
+            engines = f"the number of rollout engines, {devices} / {key}"
             yield from divisible(f"`data.{name}`", self.loader_batch_size, engines, self.num_engines)
 
     def _batches(self) -> Iterator[str]:

@@ -105,7 +105,7 @@ def load_config(
     layers: dict[str, Any] = {}
     names = {
         _join(entry.key.rpartition(".")[0], entry.info.alias): entry.key
-        for entry in options
+        for entry in walk_options(cls)
         if entry.info.alias
     }
     for argument in arguments:
@@ -116,7 +116,7 @@ def load_config(
             problems.append(f"the shell divides an argument at spaces: write {quoted(argument)}")
             continue
         key, equals, text = argument.partition("=")
-        key = names.get(key, key)
+        key = _without_alias(key, names)
         if not equals or "" in key.split("."):
             hint = f": pass a file as `config={argument}`" if argument.endswith((".yaml", ".yml")) else ""
             problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
@@ -328,10 +328,17 @@ def _without_aliases(values: dict[str, Any], names: Mapping[str, str], path: str
     """Return the sections of a file with each alias replaced by the option's name."""
     result = {}
     for name, value in values.items():
-        key = _join(path, str(name))
-        name = names[key].rpartition(".")[2] if key in names else name
+        key = names.get(written := _join(path, str(name)), written)
+        name = key.rpartition(".")[2] if key != written else name
         result[name] = _without_aliases(value, names, key) if isinstance(value, dict) else value
     return result
+
+
+def _without_alias(key: str, names: Mapping[str, str]) -> str:
+    """Replace the aliases of an option and of its section in a dotted key."""
+    section, _, name = key.rpartition(".")
+    key = _join(_without_alias(section, names), name) if section else key
+    return names.get(key, key)
 
 
 def _nest(key: str, value: Any) -> dict[str, Any]:

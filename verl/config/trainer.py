@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar
 
+from verl.config.async_training import AsyncConfig
 from verl.config.data import RowsConfig
 from verl.config.files.paths import checkpoint_folder, writable_file, writable_folder
 from verl.config.hints.unsupported import INERT, REFUSED
@@ -85,11 +86,22 @@ class RunConfig:
     def world_size(self) -> int:
         return self.nnodes * self.n_gpus_per_node
 
+    @property
+    def num_processes(self) -> int:
+        """Number of devices of the whole run."""
+        return self.world_size
+
     def core_problem(self) -> str | None:
         """Say that on CPU the run would have more processes than this machine has cores, if it would."""
         cores = os.cpu_count() or 1  # as Ray counts them, whatever this process may use
-        if self.nnodes > 1 or self.elastic or self.n_gpus_per_node <= cores:
+        if self.nnodes > 1 or self.elastic or self.num_processes <= cores:
             return None
+        if self.num_processes > self.world_size:
+            return (
+                f"`trainer.n_gpus_per_node` ({self.n_gpus_per_node}) and `trainer.n_gpus_for_rollout`"
+                f" ({self.num_processes - self.world_size}) are numbers of processes on CPU, and this machine"
+                f" has {cores} cores: lower them to {cores} in total"
+            )
         return (
             f"`trainer.n_gpus_per_node` ({self.n_gpus_per_node}) is the number of processes on CPU, and this"
             f" machine has {'1 core' if cores == 1 else f'{cores} cores'}: set"
@@ -127,6 +139,16 @@ class TrainerConfig(RunConfig):
     )
     debug: bool = option(False, "Check every key of the batch after each stage.")
     diffusion: bool = option(False, "Train a model that generates images or videos.")
+    n_gpus_for_rollout: int = option(
+        0,
+        "GPUs that only sample, in the whole cluster, with `worker.hybrid_engine=false`; on CPU, processes.",
+        minimum=0,
+    )
+    async_training: AsyncConfig = option(AsyncConfig, "Sampling next to training.", alias="async")
+
+    @property
+    def num_processes(self) -> int:
+        return super().num_processes + self.n_gpus_for_rollout
 
 
 class RunTree:

@@ -224,7 +224,10 @@ class RewardConfig:
 class WorkerConfig:
     """Models, rollout engine and reward function."""
 
-    hybrid_engine: bool = option(True, "Train and sample in the same processes.")
+    hybrid_engine: bool = option(
+        True,
+        "Train and sample in the same processes; false samples in `trainer.n_gpus_for_rollout` others.",
+    )
     vila_model: bool = option(False, "The model belongs to the VILA family.")
     is_omni: bool = option(False, "The model takes audio.")
     actor: ActorConfig = option(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that differ on CPU: number types, compilation, micro batches, and processes within the cores.
+"""Defaults that differ on CPU, such as number types and compilation, and for sampling ahead of training.
 
 They rank below every value that a file or an argument gives, and a loaded config holds them like any other
 value: `--dry-run` prints them. On GPUs the declared defaults apply. Needs no torch.
@@ -23,9 +23,23 @@ C = TypeVar("C", bound=RunTree)
 
 def load_run_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKeys | None = None) -> C:
     """Return the config that `arguments` describe, over the defaults of its device; see `load_config`."""
-    return load_config(
-        cls, arguments, renamed, defaults_for=lambda values: device_defaults(cls, _device_of(values))
-    )
+
+    def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
+        if "${" in str(values):  # a reference may lead anywhere
+            values = resolve_references(values)
+        return device_defaults(cls, _option_of(values, "trainer.device")) | correction_defaults(values)
+
+    return load_config(cls, arguments, renamed, defaults_for=defaults_for)
+
+
+def correction_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Correct by default for weights older than the trained ones."""
+    correction = "algorithm.rollout_correction"
+    if _option_of(values, "trainer.async_training.mode") in (None, "off"):
+        return {}
+    if _option_of(values, f"{correction}.bypass_mode"):
+        return {}  # the ratio in the loss is that of trainer to engine
+    return {f"{correction}.rollout_is": "token"}
 
 
 def device_defaults(cls: type, device: Any) -> dict[str, Any]:
@@ -70,8 +84,8 @@ def has_gpu() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS and any(map(os.path.exists, GPU_FILES))
 
 
-def _device_of(values: dict[str, Any]) -> Any:
-    if "${" in str(values):  # a reference may lead anywhere
-        values = resolve_references(values)
-    trainer = values["trainer"]
-    return trainer.get("device", "auto") if isinstance(trainer, dict) else "auto"
+def _option_of(values: Any, key: str) -> Any:
+    """Return a value that is not checked yet; None if its section is none, or lacks it."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values

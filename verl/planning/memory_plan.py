@@ -69,10 +69,10 @@ class HeldModel:
 def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> MemoryPlan:
     models = [held_model(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
     phases = [_load(models, machine)]
-    if run.engine is not None:
+    if run.shared_engine is not None:
         policy = models[0]
         sends_adapters = run.serves_adapters(machine.device)
-        sampling = run.engine.sampling(policy.shape, machine, policy.setup.ranks, sends_adapters)
+        sampling = run.shared_engine.sampling(policy.shape, machine, policy.setup.ranks, sends_adapters)
         phases.append(Phase("gen", {"models": _resting(models)} | sampling))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
@@ -155,14 +155,15 @@ def _working(model: HeldModel, *, is_update: bool) -> tuple[Parts, Parts]:
 
 
 def _sleeping_engine(run: PlannedRun, machine: Machine) -> Parts:
-    if machine.device == "cpu" or run.engine is None or run.engine.options.name != "vllm":
+    engine = run.shared_engine
+    if machine.device == "cpu" or engine is None or engine.options.name != "vllm":
         return {}
-    return {"sleeping engine": ASLEEP_BYTES[run.engine.options.enforce_eager]}
+    return {"sleeping engine": ASLEEP_BYTES[engine.options.enforce_eager]}
 
 
 def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> tuple[Parts, Parts, Parts]:
     """Parts that every phase holds: on the device, in each process, and once on a node."""
-    engine, policy, context = run.engine, models[0].shape, CONTEXT_BYTES[machine.device]
+    engine, policy, context = run.shared_engine, models[0].shape, CONTEXT_BYTES[machine.device]
     device: Parts = {"context": context} if context else {}
     process, offloaded = PROCESS_BYTES, sum(model.offloaded for model in models)
     if engine is not None:

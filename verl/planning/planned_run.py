@@ -93,6 +93,12 @@ class PlannedEngine:
     max_prompt_length: int
     max_sequence_length: int
     max_model_len: int
+    own: int = 0  # engines in processes of their own; 0: all are in the ones that train
+    samples_ahead: bool = False  # while the models train
+
+    @property
+    def own_devices(self) -> int:
+        return self.own * self.options.tensor_parallel_size
 
     @property
     def number(self) -> int:
@@ -141,6 +147,11 @@ class PlannedRun:
     reference: bool = False  # the KL term needs one; with adapters it is the policy without them
 
     @property
+    def shared_engine(self) -> PlannedEngine | None:
+        """The engine in each process that trains."""
+        return None if self.engine is None or self.engine.own else self.engine
+
+    @property
     def passes(self) -> list[PlannedPass]:
         return [each for model in self.models for each in model.passes]
 
@@ -184,7 +195,15 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
         tuple(models),
         batch_bytes,
-        PlannedEngine(rollout, engine_prompts, prompt, length, config.max_model_len),
+        PlannedEngine(
+            rollout,
+            engine_prompts,
+            prompt,
+            length,
+            config.max_model_len,
+            own=0 if config.worker.hybrid_engine else config.num_engines,
+            samples_ahead=config.trainer.async_training.samples_ahead,
+        ),
         sequences // config.dp_size,
         {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
         config.worker.actor.ring_size,

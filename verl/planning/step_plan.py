@@ -10,7 +10,7 @@ from typing import NamedTuple
 from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunConfig
+from verl.config.trainer import RunConfig, TrainerConfig
 
 
 class PlanLine(NamedTuple):
@@ -64,6 +64,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     lines = (
         HEADING,
         _processes(config.trainer),
+        *([] if worker.hybrid_engine else [_sampling_processes(config.trainer)]),
         PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
         PlanLine("rollout engines", str(config.num_engines), "", engine),
         PlanLine("prompts", str(prompts), _share(prompts, config.num_engines), "per engine"),
@@ -115,6 +116,11 @@ def _count_steps(
 
 def _processes(trainer: RunConfig) -> PlanLine:
     return PlanLine("processes", str(trainer.world_size), "1", f"{trainer.nnodes} nodes, {trainer.device}")
+
+
+def _sampling_processes(trainer: TrainerConfig) -> PlanLine:
+    order = "one step ahead" if trainer.async_training.samples_ahead else "in turn with training"
+    return PlanLine("sampling processes", str(trainer.n_gpus_for_rollout), "", f"they only sample, {order}")
 
 
 def _update_line(name: str, actor: PolicyConfig, rows: int, max_length: int) -> PlanLine:

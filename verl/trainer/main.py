@@ -3,7 +3,6 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
@@ -14,7 +13,7 @@ from verl.trainer.command import TrainingCommand, usage
 from verl.trainer.first_look import look_at_prompts
 from verl.trainer.run.exit_status import ExitStatus
 from verl.utils.imports import deferred
-from verl.workers.warm_up import import_worker
+from verl.workers.warm_up import imports_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,10 +39,9 @@ def train_once(config: PPOConfig, wait_s: float | None = None) -> ExitStatus:
 
         check_reward = deferred("verl.trainer.reward_samples", "check_reward")
         check = check_reward if wait_s is None else None  # a restart uses what was checked
-        warm_up = partial(import_worker, config.worker.rollout.name)
         running_trainer = deferred("verl.trainer.setup", "running_trainer")
         prepared = prepared_run(
-            config, planned_ppo, wait_s or 0.0, config.trainer.viewer_port, check, warm_up
+            config, planned_ppo, wait_s or 0.0, config.trainer.viewer_port, check, imports_of(config.worker)
         )
         return run_once(config.trainer, prepared, running_trainer, is_restart=wait_s is not None)
 

@@ -2,13 +2,13 @@
 """The algorithm, as ordinary Python in one CPU process.
 
 `train_step` is one step; `TrainingLoop` repeats it, validates and saves. Everything else is a component with
-one duty: `RolloutCollector` samples, `Validator` validates, `PPORunState` saves and resumes, `RolloutLog`
-records what was sampled, the worker group owns the devices. To change the order of a step: `train_step`.
+one duty: a `Schedule` has prompts sampled, `Validator` validates, `PPORunState` saves and resumes,
+`RolloutLog` records what was sampled, the worker group owns the devices. To change the order of a step:
+`train_step`.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from verl.config.ppo import PPOConfig
 from verl.logger.tracker import Tracker
@@ -25,8 +25,8 @@ from verl.trainer.core_algos import (
 )
 from verl.trainer.metrics import Metrics, StageTimer, compute_batch_metrics
 from verl.trainer.rollouts.balancing import Balancer
-from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.rollout_log import RolloutLog
+from verl.trainer.rollouts.schedule import Schedule
 from verl.trainer.rollouts.scores import Scoring, score
 from verl.trainer.run.checkpointing import PPORunState
 from verl.trainer.training_loop import TrainingLoop
@@ -42,7 +42,7 @@ class RayPPOTrainer(TrainingLoop):
     """Runs the algorithm from one CPU process; the worker group owns the devices.
 
     One step: prompts -> rollout -> log_probs -> reward -> advantage -> update.
-    The new weights reach the rollout engine when the next rollout wakes it (sync).
+    The new weights reach the rollout engines when the schedule has them sample again (sync).
     """
 
     run_state: PPORunState
@@ -51,7 +51,7 @@ class RayPPOTrainer(TrainingLoop):
         self,
         config: PPOConfig,
         workers: RayWorkerGroup,
-        collector: RolloutCollector,
+        sampling: Schedule,
         balancer: Balancer,
         reward_stages: Sequence[RewardStage],
         validator: Validator,
@@ -61,7 +61,7 @@ class RayPPOTrainer(TrainingLoop):
     ) -> None:
         super().__init__(config.trainer, workers, run_state, tracker)
         self.config = config
-        self.collector = collector
+        self.sampling = sampling
         self.balancer = balancer
         self.reward_stages = reward_stages
         self.validator = validator
@@ -69,8 +69,8 @@ class RayPPOTrainer(TrainingLoop):
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Run one rollout and its updates. Return the finished batch and the metrics of its stages."""
-        with timer("gen"), self.awake_rollout_engine(timer):
-            collected = self.collector.collect(self.run_state.step)  # scored on CPU from here on
+        with timer("gen"):
+            collected = self.sampling.collect(self.run_state.step, timer)  # scored on CPU from here on
         batch, scoring, metrics = self.balancer.spread(collected)
 
         batch = self.run_forward_passes(batch, timer)  # ref_log_probs, values, usually old_log_probs
@@ -153,7 +153,7 @@ class RayPPOTrainer(TrainingLoop):
         if not self.validator.has_prompts:
             return {}
         with timer("validation"):
-            with self.awake_rollout_engine(timer):
+            with self.sampling.current(self.run_state.step, timer):
                 self.validator.sample(self.run_state.step)
             metrics = self.validator.measure()
         if "val/reward_score" in metrics:
@@ -165,14 +165,6 @@ class RayPPOTrainer(TrainingLoop):
             with timer("keep_rollouts"):
                 self.rollout_log.keep(self.validator.recorded, self.run_state.step, VALIDATION)
         return metrics
-
-    @contextmanager
-    def awake_rollout_engine(self, timer: StageTimer) -> Iterator[None]:
-        """Keep the engine awake with the current weights inside the block."""
-        with timer("sync_weights"):
-            self.workers.sync_weights()
-        yield
-        self.workers.sleep_engine()  # not after an exception: the workers may be gone, and the run ends
 
     def check(self, batch: DataProto) -> None:
         if self.config.trainer.debug:

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunConfig
-from verl.config.worker import RewardConfig
+from verl.config.trainer import RunConfig, TrainerConfig
+from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.loader import (
     Loaders,
     PromptLoader,
@@ -42,23 +43,30 @@ from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.single_controller.ray.worker_group import Pending, RayWorkerGroup
 from verl.single_controller.worker import Worker
+from verl.trainer.prepare import start_processes
 from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
+from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.run.checkpointing import PPORunState, RunState
+from verl.trainer.run.cluster_join import engine_pool
 from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
-from verl.workers.base_worker import ModelRunOptions
-from verl.workers.fsdp_worker import FSDPWorker, RunOptions
+from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.roles.actor import KLLoss
+from verl.workers.rollout_worker import RolloutWorker
+from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
+from verl.workers.training_worker import TrainingWorker
+from verl.workers.warm_up import import_rollout_worker
 
 
 @contextmanager
@@ -101,25 +109,29 @@ def running_trainer(
         options = ppo_options(
             shared, data, algorithm, config.models, has_old_pass=config.has_old_pass, tools=tools
         )
-        workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, trainer.worker_timeout_s)
+        workers, engines = start_engines(stack, worker, trainer, pool, processes, options)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
-        on_progress = None if worker.rollout.disable_tqdm else tracker.progress
-        sampler = Sampler(data, worker, workers, reward, readers.tokenizer, on_progress)
+        samples_ahead = trainer.async_training.samples_ahead  # then the console shows training
+        on_progress = None if worker.rollout.disable_tqdm or samples_ahead else tracker.progress
+        sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
         mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
         group_filter = make_group_filter(algorithm, trainer.rejection_sample)
         quota = make_quota(data, trainer, mini_batches.values())
         prompts = endless(loaders.train)
         collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
+        sampling: Schedule = InTurn(engines, collector)
+        if samples_ahead:
+            sampling = OneStepAhead(engines, collector, training_steps)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
         validator = Validator(
-            sampler, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
+            sampler, workers, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
             num_recorded=trainer.rollouts_to_keep,
         )  # fmt: skip
         controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
         run_state = PPORunState(
-            trainer, training_steps, *controllers, workers, loaders.train, collector, origin
+            trainer, training_steps, *controllers, workers, loaders.train, sampling, origin
         )
         rollout_log = RolloutLog(
             folder, trainer.rollouts_to_keep, readers.tokenizer, readers.media,
@@ -127,7 +139,7 @@ def running_trainer(
             keep_whole_images=trainer.keep_whole_images,
         )  # fmt: skip
         yield RayPPOTrainer(
-            config, workers, collector, balancer, prime, validator, run_state, rollout_log, tracker
+            config, workers, sampling, balancer, prime, validator, run_state, rollout_log, tracker
         )
         write_timeline(trainer)
 
@@ -210,6 +222,41 @@ def ppo_options(
     )
 
 
+def start_engines(
+    stack: ExitStack,
+    worker: WorkerConfig,
+    trainer: TrainerConfig,
+    pool: ResourcePool,
+    processes: WorkerProcesses | None,
+    options: RunOptions,
+) -> tuple[RayWorkerGroup, Engines]:
+    """Start the processes that train, and the ones that sample if these are others."""
+    timeout_s, size = trainer.worker_timeout_s, worker.rollout.tensor_parallel_size
+    if worker.hybrid_engine:
+        workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, timeout_s)
+        return workers, SharedEngines(workers, worker)
+    warm_up = partial(import_rollout_worker, worker.rollout.name)
+    own = [engine_pool(trainer, size, pool.device) for _ in range(trainer.n_gpus_for_rollout // size)]
+    started = [start_processes(each, warm_up, stack) for each in own]  # all at once: imports take seconds
+    groups = []
+    for number, (each, its) in enumerate(zip(own, started, strict=True)):
+        group = RayWorkerGroup(
+            each, RolloutWorker, worker, options, number, timeout_s=timeout_s, processes=its
+        )
+        groups.append(stack.enter_context(group))
+    beginning: list[Pending] = []
+    if not worker.actor.model.lora.is_used:  # else the engines may serve the adapters of the loaded model
+        beginning = [group.start("init_engine", None) for group in groups]
+    workers = start_workers(stack, pool, processes, TrainingWorker, worker, options, timeout_s)
+    with phase("rollout engines"):
+        if not beginning:
+            adapter = workers.engine_adapter()[0]
+            beginning = [group.start("init_engine", adapter) for group in groups]
+        for pending in beginning:
+            pending.result()
+    return workers, OwnEngines(workers, groups)
+
+
 def start_workers(
     stack: ExitStack,
     pool: ResourcePool,
@@ -223,7 +270,7 @@ def start_workers(
     with phase("workers"):
         group = RayWorkerGroup(pool, kind, worker, options, timeout_s=timeout_s, processes=processes)
         workers = stack.enter_context(group)
-    with phase("models" if kind is SFTWorker else "models and engine"):
+    with phase("models and engine" if kind is FSDPWorker else "models"):
         workers.init_model()
     return workers
 

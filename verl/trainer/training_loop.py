@@ -128,7 +128,7 @@ class TrainingLoop(ABC):
                         state.save()
                 state.publish()
             metrics |= self.batch_metrics(batch) | compute_timing_metrics(batch, timer.seconds)
-            metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.workers.world_size)
+            metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.run.num_processes)
             self.tracker.log(metrics, state.step)
             self.profiles.report(state.step, metrics)
             self.last_metrics, is_trained = metrics, True

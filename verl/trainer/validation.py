@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.config.worker import WorkerConfig
 from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
@@ -45,6 +46,7 @@ class Validator:
     def __init__(
         self,
         sampler: Sampler,
+        workers: RayWorkerGroup,
         loader: Iterable[DataProto] | None,
         worker: WorkerConfig,
         dp_size: int,
@@ -52,6 +54,7 @@ class Validator:
         num_recorded: int = 0,
     ) -> None:
         self.sampler = sampler
+        self.workers = workers  # score with the reward model
         self.loader = loader or ()
         self.has_prompts = loader is not None
         self.worker = worker
@@ -105,7 +108,7 @@ class Validator:
 
     def _model_scores(self, sequences: DataProto) -> Tensor:
         padded, padding = pad_dataproto_to_divisor(sequences, self.dp_size)
-        scored = self.sampler.workers.compute_reward_model_scores(padded)
+        scored = self.workers.compute_reward_model_scores(padded)
         return unpad_dataproto(scored, padding).batch["reward_model_scores"]
 
     def _choose_samples(self, sequences: DataProto, scores: list[float]) -> list[Generation]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that hold models: building them, checkpoints and profiles."""
+"""Worker processes with a device, and the ones that hold models: building them, checkpoints and profiles."""
 
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored
 from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
-from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
-from verl.data.media.sizes import MediaOptions
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
@@ -31,29 +28,14 @@ from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.packing.media_inputs import MEDIA_KEYS
+from verl.workers.run_options import ModelRunOptions
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelRunOptions:
-    """Options of a run outside of the section `worker`."""
-
-    device: str  # "cuda" or "cpu"
-    training_steps: int
-    media: MediaOptions
-    media_cache: MediaCache  # opens the directory of the node where it is unpickled
-    override_chat_template: str | None
-    seed: int
-
-
-class ModelWorker(Worker):
-    """One process of a group, with one device and shards of models.
-
-    A subclass sets `config`, its section `worker`, and calls `_prepare` before it loads its models with
-    `_build_model`. Models with an optimizer are saved.
-    """
+class DeviceWorker(Worker):
+    """One process of a group, with one device; a subclass sets `config`, its section `worker`."""
 
     config: Any
 
@@ -73,6 +55,24 @@ class ModelWorker(Worker):
         with explained_out_of_memory(phase, self.config):
             for item in super().stream(name, phase, *args, **kwargs):  # noqa: UP028 - Ray sends values into generators
                 yield item
+
+    def _load_tokenizer(self, model: ModelConfig) -> None:
+        options = self.options
+        assert model.tokenizer_path is not None, "filled in when the config was checked"
+        family = family_of(load_model_config(model))
+        arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
+        self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
+        self.media = None
+        if self.processor is not None and isinstance(family, VisionFamily):
+            self.media = MediaLoader(self.processor, options.media, options.media_cache, family)
+
+
+class ModelWorker(DeviceWorker):
+    """One process of a group, with one device and shards of models.
+
+    A subclass calls `_prepare` before it loads its models with `_build_model`. Models with an optimizer are
+    saved.
+    """
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
@@ -144,16 +144,6 @@ class ModelWorker(Worker):
         self.checkpoints = AsyncWriter()
         self.profiler = StepProfiler()
         self.reported_media = 0  # media encoded by frozen towers, at the last call of `_encoded_media`
-
-    def _load_tokenizer(self, model: ModelConfig) -> None:
-        options = self.options
-        assert model.tokenizer_path is not None, "filled in when the config was checked"
-        family = family_of(load_model_config(model))
-        arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
-        self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
-        self.media = None
-        if self.processor is not None and isinstance(family, VisionFamily):
-            self.media = MediaLoader(self.processor, options.media, options.media_cache, family)
 
     def _build_model(
         self,

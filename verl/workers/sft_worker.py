@@ -10,9 +10,10 @@ from verl.config.sft import SFTWorkerConfig
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.base_worker import ModelRunOptions, ModelWorker
+from verl.workers.base_worker import ModelWorker
 from verl.workers.roles.sft import DataParallelSFT
 from verl.workers.roles.updater import Training
+from verl.workers.run_options import ModelRunOptions
 
 
 class SFTWorker(ModelWorker):

@@ -11,6 +11,7 @@ from tests.trainer.rollouts.sampling import PROMPT_LENGTH, Engine, make_config, 
 from verl.agents.interface import Trajectory
 from verl.config.multi_turn import MultiTurnConfig
 from verl.protocol import DataProto, objects
+from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.sequences import join_responses
 from verl.workers.rollout.base import FinishedResponse
@@ -84,7 +85,7 @@ def test_a_frozen_tower_encodes_media_of_rows_only_if_they_are_the_prompts(
     actor = replace(actor, model=replace(actor.model, freeze_vision_tower=True))
     rollout = replace(rollout, multi_turn=MultiTurnConfig(enable=bool(options), **options))
     config = replace(config, worker=replace(config.worker, actor=actor, rollout=rollout))
-    sampler = make_sampler(config, engine, reward_manager)
+    sampler = make_sampler(config, SharedEngines(engine, config.worker), reward_manager)
     media = {"multi_modal_data": objects([{"images": ["one.png"]}] * 3)}
     prompts = with_uids(next(numbered_prompts(3)), "p").merge(media, replace=media)
 

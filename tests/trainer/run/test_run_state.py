@@ -14,6 +14,8 @@ from verl.checkpoint.tracker import find_last_checkpoint
 from verl.data.loader import Readers, make_loaders
 from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
+from verl.trainer.rollouts.engines import SharedEngines
+from verl.trainer.rollouts.schedule import InTurn
 from verl.trainer.run.checkpointing import GROUPS_FILE, LOADER_FILE, STATE_FILE, PPORunState
 from verl.trainer.setup import endless
 
@@ -48,8 +50,18 @@ def start_run(folder, model, rows, manager, trainer=None, **options):
     engine = Engine(two_of_three_are_mixed, number_of=len)
     collector = make_collector(config, engine, manager, endless(loader))
     return PPORunState(
-        config.trainer, 100, FixedKLController(0.1), FixedEntropyController(0.0), engine, loader, collector
+        config.trainer,
+        100,
+        FixedKLController(0.1),
+        FixedEntropyController(0.0),
+        engine,
+        loader,
+        in_turn(engine, collector, config),
     )
+
+
+def in_turn(engine, collector, config):
+    return InTurn(SharedEngines(engine, config.worker), collector)
 
 
 def run_steps(state, last_step):
@@ -165,7 +177,13 @@ def test_a_run_that_only_validates_resumes_from_a_checkpoint_without_training_ro
     collector = make_collector(config, engine, manager=None, prompts=endless(None))
 
     run_state = PPORunState(
-        config.trainer, 0, FixedKLController(0.1), FixedEntropyController(0.0), engine, None, collector
+        config.trainer,
+        0,
+        FixedKLController(0.1),
+        FixedEntropyController(0.0),
+        engine,
+        None,
+        in_turn(engine, collector, config),
     )
     run_state.load()
 

@@ -50,7 +50,7 @@ def as_step(returned: Any, limits: AnswerLimits) -> Observation:
     if not isinstance(returned, Observation) or returned.messages is None:
         return as_observation(returned, limits)
     if returned.text or returned.images or returned.videos:
-        raise BadAnswerError("an Observation with `messages` and a text, images or videos beside them")
+        raise BadAnswerError("an Observation with `messages` and in addition a text, images or videos")
     opening = as_opening(returned.messages)
     plain = as_observation(replace(returned, messages=None), limits)
     return replace(plain, images=opening.images, videos=opening.videos, messages=opening.messages)

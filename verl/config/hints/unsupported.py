@@ -17,7 +17,6 @@ REFUSED = {  # accept only the default; completes "this version has no ..."
         "judge in the rollout; set `worker.reward.reward_function` to"
         " `examples/reward_function/llm_judge.py:compute_score`, which asks a language model"
     ),
-    "hybrid_engine": "separate processes for sampling",
 }
 _ONE_DIVISION = "the actor's `ulysses_size` and `ring_size` apply to every model"
 INERT = {  # accept every value; completes "no effect: ..."

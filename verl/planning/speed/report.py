@@ -20,7 +20,7 @@ def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
     """Format the predicted step of a run whose micro batch sizes are numbers."""
     step, cluster = predict(config), predict.cluster
     lines = [PlanLine("s", "step", "share"), *(_line(phase, step) for phase in step.phases)]
-    rate = step.tokens / step.seconds / cluster.world_size
+    rate = step.tokens / step.seconds / step.gpus
     mfu = ", ".join(f"MFU of {name} {100 * value:.0f} %" for name, value in step.mfu.items())
     lines.append(PlanLine("step", f"{step.seconds:.1f}", "", f"{rate:.0f} tokens a second and GPU, {mfu}"))
     lengths = predict.lengths(config).text

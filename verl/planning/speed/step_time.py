@@ -47,10 +47,16 @@ class StepTime:
     phases: tuple[PhaseTime, ...]
     tokens: float  # of all sequences
     mfu: Mapping[str, float]  # of updates, by phase
+    gpus: int  # that train or sample
+    samples_ahead: bool = False  # while the models train
 
     @property
     def seconds(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
+        total = sum(phase.seconds for phase in self.phases)
+        if not self.samples_ahead:
+            return total
+        sampling = self.phase("gen").seconds
+        return max(sampling, total - sampling)
 
     def phase(self, name: str) -> PhaseTime:
         return next(phase for phase in self.phases if phase.name == name)
@@ -86,7 +92,10 @@ class Predictor(Generic[C]):
                     needed = operations.needed_by_update(model.shape, _unshared(work, run, lengths))
                     mfu[each.phase] = needed / phase.seconds / self.cluster.gpu.peak
         phases += _rest(run, models, self.cluster)
-        return StepTime(tuple(phases), tokens, mfu)
+        gpus, engine = self.cluster.world_size, run.engine
+        if engine is None:
+            return StepTime(tuple(phases), tokens, mfu, gpus)
+        return StepTime(tuple(phases), tokens, mfu, gpus + engine.own_devices, engine.samples_ahead)
 
 
 def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
@@ -166,7 +175,7 @@ def _rollout(
 ) -> list[PhaseTime]:
     assert run.engine is not None
     calls = max(1, round(run.rows * cluster.world_size / run.lengths.ranks / run.engine.options.n))
-    engines = max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
+    engines = run.engine.own or max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
     calls = max(1, round(calls / engines / run.engine.prompts))
     shape = policy.shape
     as_adapter = run.serves_adapters("cuda")
@@ -177,7 +186,7 @@ def _rollout(
     sync = {
         "gathering weights": sent * gathered / cluster.link(policy.setup.ranks),
         "starting gathers": GATHER_SECONDS * LAYER_TENSORS * shape.text.layers,
-        "waking the engine": WAKE_SECONDS,
+        "waking the engine": 0.0 if run.engine.own else WAKE_SECONDS,
         "offloading": (policy.weights - policy.resting_weights) / cluster.pcie,
     }
     return [

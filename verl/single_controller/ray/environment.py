@@ -33,7 +33,7 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
     on_one_machine = len({slot.node_ip for slot in slots}) == 1
     port = _port_on(slots[0])
     processes = Counter(slot.node_ip for slot in slots)
-    threads = {ip: max(1, cores_on(ip) // count) for ip, count in processes.items()}
+    threads = {ip: max(1, cores_on(ip) // (count + pool.neighbors)) for ip, count in processes.items()}
     address = "127.0.0.1" if on_one_machine else slots[0].node_ip
     common = {"WORLD_SIZE": str(pool.world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if on_one_machine:

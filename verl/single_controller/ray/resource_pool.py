@@ -37,6 +37,8 @@ class ResourcePool:
     device: str  # "cuda": one GPU and one CPU per process; "cpu": one CPU
     timeout_s: float = 60.0  # wait for resources in use
     group: PlacementGroup | None = None
+    neighbors: int = 0  # other processes of the run, which share the cores of a node
+    options: tuple[str, ...] = ("trainer.nnodes", "trainer.n_gpus_per_node")  # that ask for them, for errors
 
     @property
     def world_size(self) -> int:
@@ -63,7 +65,7 @@ class ResourcePool:
         found = "; ".join(
             f"{node['NodeManagerAddress']}: {_amounts(node['Resources'], self.per_node())}" for node in nodes
         )
-        remedy = "lower `trainer.n_gpus_per_node`"
+        remedy = f"lower `{self.options[-1]}`"
         if self.nnodes > 1:
             remedy += " or `trainer.nnodes`, or join nodes with `ray start --address=<head node>:6379`"
         elif self.device == "cpu":
@@ -108,10 +110,9 @@ class ResourcePool:
 
     def _need(self) -> str:
         need = self.per_node()
-        return (
-            f"`trainer.nnodes` ({self.nnodes}) x `trainer.n_gpus_per_node` ({self.processes_per_node}) on"
-            f" {self.device} needs {self.nnodes} nodes with {_amounts(need, need)}"
-        )
+        sizes = zip(self.options, (self.nnodes, self.processes_per_node)[-len(self.options) :], strict=True)
+        asked = " x ".join(f"`{option}` ({size})" for option, size in sizes)
+        return f"{asked} on {self.device} needs {self.nnodes} nodes with {_amounts(need, need)}"
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -21,12 +21,14 @@ from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.trainer.evaluation.pass_at_k import powers_up_to
 from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
+from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options, start_workers
 from verl.trainer.validation import NO_SCORE, ScoredResponses, Validator, as_finished, means_of
-from verl.workers.base_worker import ModelRunOptions
 from verl.workers.fsdp_worker import FSDPWorker
+from verl.workers.run_options import ModelRunOptions
 
 ACCURACY, OVERALL = "accuracy", "overall"  # keys of the reward function that may say what is correct
 
@@ -50,10 +52,8 @@ class Evaluator:
     def evaluate(self, model: str, step: int, question: Question) -> Evaluation:
         """Sample, score and report; `model` and `step` are the report's."""
         ks = self._checked(question)
-        workers = self.validator.sampler.workers
-        workers.sync_weights()
-        self.validator.sample(step)
-        workers.sleep_engine()
+        with self.validator.sampler.engines.awake(step, StageTimer()):
+            self.validator.sample(step)
         scored = self.validator.score()
         key = correct_key(question.correct_key, scored)
         responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
@@ -125,12 +125,13 @@ def running_evaluator(
         )
         tracker = stack.enter_context(open_tracker(config, 0, None))
         on_progress = None if worker.rollout.disable_tqdm else tracker.progress
-        sampler = Sampler(data, worker, workers, reward, readers.tokenizer, on_progress)
+        engines = SharedEngines(workers, worker)
+        sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
         log = EvaluationLog(
             folder, question.keep, readers.tokenizer, readers.media,
             skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
         )  # fmt: skip
-        validator = Validator(sampler, val, worker, config.dp_size, 0)
+        validator = Validator(sampler, workers, val, worker, config.dp_size, 0)
         yield Evaluator(validator, log, folder, tracker, data.answer_key)
 
 

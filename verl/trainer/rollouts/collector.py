@@ -69,14 +69,19 @@ class RolloutCollector:
         self.has_baselines = "reward_baselines" in algorithm.needs
         self.reward = reward
         self.group_size = sampler.options.n
+        self.weights_of = 0  # the step that begins with the weights that sample
         # Surplus groups, oldest first, with the `rollout_log_probs` of the weights that sampled them.
         self.carried: ScoredGroups | None = None
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int, weights_of: int | None = None) -> Collected:
         """Sample until the step has its prompts; consumes from the loader, waits for the workers.
 
         Adds `row_ids`, `rollout_steps` and, for `remax`, `reward_baselines` to the sequences.
+
+        Args:
+            weights_of: The step that begins with the weights that sample; None is `step`.
         """
+        self.weights_of = step if weights_of is None else weights_of
         if self.filter is None:
             collected = self._collect_all(step)
         else:
@@ -99,7 +104,10 @@ class RolloutCollector:
         if self.filter is None:
             logger.warning("carried groups are dropped, this run filters nothing: groups=%d", len(groups))
             return
-        self._check_fits(groups)
+        self.check_fits(
+            groups,
+            "or set `algorithm.online_filtering=false` and `trainer.rejection_sample=false` to drop them",
+        )
         self.carried = groups
 
     def _collect_all(self, step: int) -> Collected:
@@ -156,7 +164,7 @@ class RolloutCollector:
     def _sample(self, prompts: DataProto, step: int, call: int) -> tuple[DataProto, Scoring]:
         """Sample a group for each prompt, and before it the greedy response of `remax`."""
         prompts = with_uids(prompts, f"step{step}-{call}")
-        prompts = prompts.merge({"rollout_steps": torch.full((len(prompts),), step)})
+        prompts = prompts.merge({"rollout_steps": torch.full((len(prompts),), self.weights_of)})
         if not self.has_baselines:
             return self.sampler.sample(prompts, self.sampler.options)
         greedy, greedy_scoring = self.sampler.sample(prompts, self.sampler.greedy_options)
@@ -186,7 +194,8 @@ class RolloutCollector:
             f" {group_filter.reasons(self._sampled_scores(collected))}, or allow more calls"
         )
 
-    def _check_fits(self, groups: ScoredGroups) -> None:
+    def check_fits(self, groups: ScoredGroups, remedy: str) -> None:
+        """Raise a ValueError if groups of a checkpoint were sampled with options that differ."""
         tensors, sampler = groups.sequences.batch, self.sampler
         found = {
             "worker.rollout.n": (groups.group_size, self.group_size),
@@ -198,6 +207,5 @@ class RolloutCollector:
         if changed:
             raise ValueError(
                 f"the checkpoint carries {len(groups)} groups sampled with other options, (then, now):"
-                f" {changed}: resume with the same options, or set `algorithm.online_filtering=false` and"
-                " `trainer.rejection_sample=false` to drop them"
+                f" {changed}: resume with the same options, {remedy}"
             )

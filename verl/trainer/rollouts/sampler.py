@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts in, sequences out: samples responses on the worker group and has them scored as they finish.
+"""Prompts in, sequences out: samples responses with the engines and has them scored as they finish.
 
 `RolloutCollector` calls `Sampler` until a step has its prompts; validation uses it with other options.
 """
@@ -12,7 +12,7 @@ from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto, objects
 from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, TurnRewards
-from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.scores import Scoring, unscored
 from verl.trainer.rollouts.sequences import join_responses
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
@@ -29,12 +29,12 @@ class Sampler:
         self,
         data: DataConfig,
         worker: WorkerConfig,
-        workers: RayWorkerGroup,
+        engines: Engines,
         reward: RewardManager | NoRewardFunction,
         tokenizer: Any,
         on_progress: Progress | None = None,
     ) -> None:
-        self.workers = workers
+        self.engines = engines
         self.reward = reward
         self.tokenizer = tokenizer
         self.on_progress = on_progress
@@ -42,10 +42,6 @@ class Sampler:
         self.skip_special_tokens = worker.reward.skip_special_tokens
         rollout = worker.rollout
         multi_turn = rollout.multi_turn
-        # Environments and agents give prompts of their own: the media of the rows may be in none of them.
-        self.encodes_first = worker.actor.model.freeze_vision_tower and (
-            multi_turn.environment is None and multi_turn.agent is None
-        )
         self.converses = multi_turn.enable  # tools may read every column
         self.options = SamplingOptions(
             n=rollout.n,
@@ -68,10 +64,8 @@ class Sampler:
         total = len(prompts) * n
         responses: dict[int, FinishedResponse] = {}  # by the row of the sequence
         unfinished = dict.fromkeys(row_of, n)
-        if self.encodes_first and any(prompts.non_tensor_batch["multi_modal_data"]):
-            list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
         sampled_from = prompts.select([], None if self.converses else SAMPLED_FROM)
-        for finished in self.workers.generate(sampled_from, options):
+        for finished in self.engines.generate(sampled_from, options):
             for response in finished:
                 row = row_of[response.uid]
                 responses[row * n + response.sample] = response

@@ -19,7 +19,7 @@ from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoi
 from verl.config.trainer import RunConfig
 from verl.logger.console.start_up import phase
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.schedule import Schedule
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -203,15 +203,20 @@ class PPORunState(RunState):
         entropy_controller: EntropyController,
         workers: RayWorkerGroup,
         loader: ResumableLoader | None,
-        collector: RolloutCollector,
+        sampling: Schedule,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(config, training_steps, workers, loader, origin)
         self.kl_controller = kl_controller
         self.entropy_controller = entropy_controller
-        self.collector = collector
+        self.sampling, self.collector = sampling, sampling.collector
+
+    def save(self) -> None:
+        self.sampling.settle()  # what is being sampled moves the loader, and its error ends the run
+        super().save()
 
     def _save_own(self, folder: Path) -> dict[str, Any]:
+        self.sampling.save(folder)
         self.collector.save_carried(folder / GROUPS_FILE)
         return {
             "kl_controller": self.kl_controller.state_dict(),
@@ -222,5 +227,6 @@ class PPORunState(RunState):
     def _load_own(self, folder: Path, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
+        self.sampling.load(folder)
         if self.loader is not None and state["carried_groups"]:
             self.collector.load_carried(folder / GROUPS_FILE)

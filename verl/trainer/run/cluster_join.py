@@ -10,7 +10,7 @@ from typing import TypeVar
 import ray
 
 from verl.config.schema import ConfigError, check_config
-from verl.config.trainer import RunTree
+from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus
 from verl.planning.machine import Machine, find_machine
 from verl.single_controller.ray.cluster import connect
@@ -47,8 +47,13 @@ def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool
         ClusterError: The cluster is too small for more than `wait_s` seconds.
     """
     pool = _pool_of(config, device)
+
+    def check() -> None:
+        pool.check()
+        check_all_fit(config, pool.capacities())
+
     try:
-        _retry_until(time.monotonic() + wait_s, pool.check)
+        _retry_until(time.monotonic() + wait_s, check)
     except ClusterError:
         smaller = largest_run(config, pool.capacities()) if config.trainer.elastic else None
         if smaller is None:
@@ -60,6 +65,17 @@ def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool
         )  # fmt: skip
         return smaller, _pool_of(smaller, device)
     return config, pool
+
+
+def check_all_fit(config: RunTree, capacities: Sequence[int]) -> None:
+    """Raise a ClusterError unless devices are left to sample in addition to the ones that train."""
+    trainer, found = config.trainer, sum(capacities)
+    if trainer.num_processes > found:
+        others = trainer.num_processes - trainer.world_size
+        raise ClusterError(
+            f"the run needs {trainer.world_size} devices to train and {others} to sample"
+            f" (`trainer.n_gpus_for_rollout`), and the cluster has {found}: lower one of them, or join nodes"
+        )
 
 
 def find_machine_of_run(device: str) -> Machine:
@@ -90,16 +106,27 @@ def largest_run(config: C, capacities: Sequence[int]) -> C | None:
 def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield nodes and processes per node that fit, most processes first, then fewest nodes."""
     trainer, ranked = config.trainer, sorted(capacities, reverse=True)
+    left = sum(ranked) - (trainer.num_processes - trainer.world_size)  # by the processes that sample
     sizes = [
         (nnodes, per_node)
         for nnodes in range(1, min(trainer.nnodes, len(ranked)) + 1)
         for per_node in range(1, min(trainer.n_gpus_per_node, ranked[nnodes - 1]) + 1)
+        if nnodes * per_node <= left
     ]
     yield from sorted(sizes, key=lambda size: (-size[0] * size[1], size[0]))
 
 
+def engine_pool(trainer: RunConfig, size: int, device: str) -> ResourcePool:
+    """Describe the `size` devices of a rollout engine in processes of its own, on any node."""
+    return ResourcePool(
+        1, size, device, neighbors=trainer.num_processes - size, options=("trainer.n_gpus_for_rollout",)
+    )
+
+
 def _pool_of(config: RunTree, device: str) -> ResourcePool:
-    return ResourcePool(config.trainer.nnodes, config.trainer.n_gpus_per_node, device)
+    trainer = config.trainer
+    others = trainer.num_processes - trainer.world_size
+    return ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, device, neighbors=others)
 
 
 def _retry_until(deadline: float, action: Callable[[], T]) -> T:

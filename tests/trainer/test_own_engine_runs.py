@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that sample in processes of their own: in turn with training, and a step ahead of it."""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run, saved_tensors
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, read_metrics, train
+from verl.models.tiny import save_tiny_model
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+pytestmark = pytest.mark.heavy
+
+REWARD = Path(__file__).with_name("scored_by_letters.py")
+OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1"]
+AHEAD = [*OWN, "trainer.async.mode=one_step_off"]
+HALF = 2  # steps
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    save_tiny_model(folder / "model", "qwen2")
+    write_questions(folder, "train", 24, seed=1, with_images=False)
+    write_questions(folder, "val", 4, seed=2, with_images=False)
+    return quickstart_arguments(
+        folder,
+        folder / "model",
+        f"worker.reward.reward_function={REWARD}:compute_score",
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_before_train=false",
+        "trainer.save_limit=-1",
+        f"trainer.save_freq={HALF}",
+        f"trainer.max_steps={2 * HALF}",
+    )
+
+
+@contextmanager
+def cores(number):
+    """Let the commands that are started inside the block use the first of this process's cores."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(usable)[:number])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_sampling_in_turn_in_other_processes_equals_sampling_in_the_same_bit_for_bit(
+    engine, arguments, tmp_path
+):
+    arguments = [*arguments, f"worker.rollout.name={engine}"]
+
+    with cores(1):  # two processes on two cores have a thread each, and sums depend on the number of threads
+        shared = train(tmp_path / "shared", *arguments)
+    with cores(2):
+        own = train(tmp_path / "own", *arguments, *OWN)
+
+    assert {step: learned(values) for step, values in own.items()} == {
+        step: learned(values) for step, values in shared.items()
+    }
+    one, other = (saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("shared", "own"))
+    assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
+
+
+def test_a_run_that_samples_ahead_is_a_step_old_and_resumes_bit_for_bit(arguments, tmp_path):
+    unbroken = Run(tmp_path / "unbroken", [*arguments, *AHEAD])
+    assert unbroken.end() == 0, unbroken.stderr
+
+    killed = Run(tmp_path / "killed", [*arguments, *AHEAD])
+    killed.wait((tmp_path / "killed" / f"global_step_{HALF}").is_dir)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.end()
+    resumed = Run(tmp_path / "killed", [*arguments, *AHEAD])
+    assert resumed.end() == 0, resumed.stderr
+
+    assert resumed.resumed_from() == HALF
+    staleness = [metrics["async/staleness_mean"] for metrics in read_metrics(tmp_path / "unbroken").values()]
+    assert staleness == [0.0, *[1.0] * (2 * HALF - 1)]
+    one, other = (
+        saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
+    )
+    assert all(one[key].equal(other[key]) for key in one) and len(one) > 20

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of sampling and training: in turn, or sampling a step ahead.
+
+`step` counts from 1; the weights of version v are those after v steps, so that step s is on policy with
+version s - 1.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.metrics import Metrics, StageTimer
+from verl.trainer.rollouts.collector import Collected, RolloutCollector
+from verl.trainer.rollouts.engines import Engines
+from verl.trainer.rollouts.scores import ScoredGroups, Scoring
+from verl.utils.rank_logger import get_logger
+
+AHEAD_FILE = "sampled_ahead.pt"  # only if the next step's sequences are there already
+METRICS = "sampling_metrics"  # entry of that file
+ENGINES_FILE = "engines.pt"  # random states of engines in processes of their own
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+
+class Schedule(Protocol):
+    """When the sequences of each step are sampled, and by which weights."""
+
+    collector: RolloutCollector
+
+    def collect(self, step: int, timer: StageTimer) -> Collected:
+        """Return the sequences of a step, which are sampled now or were before."""
+        ...
+
+    def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
+        """Keep the engines free for other prompts inside the block, with the weights of now, `version`."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until nothing is being sampled; raise the error that ended it."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what the next steps have already; call `settle` before."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        ...
+
+
+class InTurn:
+    """Each step samples, then trains."""
+
+    def __init__(self, engines: Engines, collector: RolloutCollector) -> None:
+        self.engines, self.collector = engines, collector
+
+    def collect(self, step: int, timer: StageTimer) -> Collected:
+        with self.engines.awake(step - 1, timer):
+            return self.collector.collect(step)
+
+    def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
+        return self.engines.awake(version, timer)
+
+    def settle(self) -> None:
+        """Nothing is sampled between calls."""
+
+    def save(self, folder: Path) -> None:
+        save_engines(self.engines, folder)
+
+    def load(self, folder: Path) -> None:
+        load_engines(self.engines, folder)
+        if (folder / AHEAD_FILE).exists():
+            logger.warning("a step that was sampled ahead is dropped, this run samples in turn")
+
+
+class OneStepAhead:
+    """Each step samples for the next one while it trains, with the weights that it begins with.
+
+    Args:
+        last_step: Nothing is sampled for later ones.
+    """
+
+    def __init__(self, engines: Engines, collector: RolloutCollector, last_step: int) -> None:
+        self.engines, self.collector, self.last_step = engines, collector, last_step
+        self._sampling: Future[Sampled] | None = None  # for the next step
+        self._idle_since: float | None = None  # the engines; None while they sample
+        self._idle_s = 0.0  # since the step before
+
+    def collect(self, step: int, timer: StageTimer) -> Collected:
+        if self._sampling is None:  # the first step
+            with self.engines.awake(step - 1, timer):
+                self._begin(step, weights_of=step)
+        start = time.monotonic()
+        self.settle()
+        metrics = {"async/idle_s_training": time.monotonic() - start}
+        assert self._sampling is not None, "sampling has begun"
+        sampled, self._sampling = self._sampling.result(), None
+        if step < self.last_step:
+            with self.engines.awake(step - 1, timer):
+                self._begin(step + 1, weights_of=step)
+        metrics["async/idle_s_sampling"], self._idle_s = self._idle_s, 0.0
+        groups = sampled.groups
+        metrics |= sampled.metrics | staleness_metrics(groups.sequences, step)
+        return Collected(groups.sequences, Scoring([lambda: groups.values]), metrics)
+
+    @contextmanager
+    def current(self, version: int, timer: StageTimer) -> Iterator[None]:
+        self.settle()
+        with self.engines.awake(version, timer):
+            self._end_idle()
+            yield
+        self._idle_since = time.monotonic()
+
+    def settle(self) -> None:
+        if self._sampling is not None:
+            ended = self._sampling.result().ended
+            self._idle_since = self._idle_since or ended
+
+    def save(self, folder: Path) -> None:
+        save_engines(self.engines, folder)
+        if self._sampling is not None:
+            sampled = self._sampling.result()
+            rows = sampled.groups.sequences
+            rows = DataProto(rows.batch, rows.non_tensor_batch, {METRICS: sampled.metrics})
+            replace(sampled.groups, sequences=rows).save(folder / AHEAD_FILE)
+
+    def load(self, folder: Path) -> None:
+        load_engines(self.engines, folder)
+        path = folder / AHEAD_FILE
+        if not path.exists():
+            return
+        groups = ScoredGroups.load(path)
+        self.collector.check_fits(groups, "or delete the checkpoint's " + AHEAD_FILE + " to drop them")
+        self._sampling = Future()
+        metrics = groups.sequences.meta_info.pop(METRICS)
+        self._sampling.set_result(Sampled(groups, metrics, time.monotonic()))
+
+    def _begin(self, step: int, weights_of: int) -> None:
+        self._end_idle()
+        self._sampling = in_background(lambda: self._sample(step, weights_of))
+
+    def _sample(self, step: int, weights_of: int) -> "Sampled":
+        batch, scoring, metrics = self.collector.collect(step, weights_of)
+        # Scored here, because the reward function has one caller at a time.
+        groups = ScoredGroups(batch, scoring.result(), self.collector.group_size)
+        groups.check_storable()
+        return Sampled(groups, metrics, time.monotonic())
+
+    def _end_idle(self) -> None:
+        if self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+
+
+class Sampled(NamedTuple):
+    """The sequences of a step with their scores, and when the last of them came."""
+
+    groups: ScoredGroups
+    metrics: Metrics
+    ended: float  # of the monotonic clock
+
+
+def staleness_metrics(batch: DataProto, step: int) -> Metrics:
+    """Number of updates between the weights that sampled and the ones that the step begins with."""
+    staleness = (step - batch.batch["rollout_steps"]).float()  # (B,)
+    return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
+
+
+def in_background(work: Callable[[], T]) -> "Future[T]":
+    """Run a function in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by the reader
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sampling", daemon=True).start()
+    return future
+
+
+def save_engines(engines: Engines, folder: Path) -> None:
+    if state := engines.state():
+        torch.save(state, folder / ENGINES_FILE)
+
+
+def load_engines(engines: Engines, folder: Path) -> None:
+    path = folder / ENGINES_FILE
+    if path.exists():
+        engines.set_state(torch.load(path, weights_only=False))

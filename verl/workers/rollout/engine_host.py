@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout engine in its process, with the conversations that it samples."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from verl.agents.setup import conversation_rules, endpoint_of
+from verl.agents.tools.pool import ToolPool
+from verl.config.worker import WorkerConfig
+from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
+from verl.models.families.registry import is_named, vision_family_of
+from verl.protocol import DataProto
+from verl.workers.engine_check import SampledRow, check_requests, refusing_engine, sample
+from verl.workers.packing.vision_features import FrozenTower
+from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
+from verl.workers.rollout.base import (
+    EmbeddedMedia,
+    EngineAdapter,
+    EngineSetup,
+    FinishedResponse,
+    RolloutRequest,
+    SamplingOptions,
+)
+from verl.workers.rollout.conversations import ConversationDriver
+from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.run_options import RunOptions
+
+
+class EnginePlace(NamedTuple):
+    """The place of a rank among the processes that sample."""
+
+    engine: int  # number of the engine, which a tensor-parallel group shares
+    leads: bool  # the first rank of its engine, which runs the tools
+
+
+class EngineHost:
+    """Builds the engine of a rank, and samples with it.
+
+    Args:
+        tower: Encodes media for the engine, if it takes features.
+        adapter: What is synced instead of whole weights.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        options: RunOptions,
+        place: EnginePlace,
+        tokenizer: Any,
+        media: MediaLoader | None,
+        model_config: Any,
+        *,
+        tower: FrozenTower | None = None,
+        adapter: EngineAdapter | None = None,
+    ) -> None:
+        self.config, self.options, self.place = config, options, place
+        self.tokenizer, self.media, self.model_config, self.tower = tokenizer, media, model_config, tower
+        # no one has compared the engine for a model without a file of its family
+        self.must_be_compared = media is not None and not is_named(model_config)
+        with refusing_engine(config.rollout.name, self.must_be_compared):
+            self.engine = build_rollout_engine(config.rollout, self._setup(adapter))
+        self.conversations = self._conversation_driver()
+
+    def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Sample responses to prompts (`raw_prompt_ids`, `multi_modal_data`) and yield them as they finish.
+
+        With tools, a response is a whole conversation; they read every column.
+        """
+        if self.conversations is not None:
+            rows = [prompts[row].non_tensor_batch for row in range(len(prompts))]
+            yield from self.conversations.run(rows, sampling)
+            return
+        columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
+        requests = [
+            RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
+        ]
+        yield from self.engine.generate(requests, sampling)
+
+    def close(self) -> None:
+        """End the processes of tools and agents."""
+        if self.conversations is not None:
+            self.conversations.close()
+
+    def rows_to_compare(self) -> list[SampledRow]:
+        """Sample what the trainer compares with its own log-probs, for a model that no file describes."""
+        assert self.media is not None, "the model reads media"
+        rollout = self.config.rollout
+        max_length = rollout.max_model_len or self.options.max_sequence_length
+        requests = check_requests(self.media, self.tokenizer, max_length, rollout.limit_images)
+        return sample(self.engine, requests, self.media)
+
+    def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
+        # features of a frozen tower, or pixels
+        if not media:
+            return None
+        takes_features = self.tower is not None and self.engine.takes_embeddings
+        if takes_features and media.get("videos"):
+            takes_features = vision_family_of(self.model_config).takes_video_features
+        if takes_features:
+            assert self.tower is not None
+            known = self.tower.known(media)  # None if the cache had no room for it
+            if known is not None:
+                return EmbeddedMedia(known["image"], known["video"])
+        assert self.media is not None, "the loader rejects media for a model without a processor"
+        return self.media.decode(media)
+
+    def _conversation_driver(self) -> ConversationDriver | AgentDriver | None:
+        multi_turn, config, positions = self.config.rollout.multi_turn, self.model_config, None
+        if not multi_turn.enable:
+            return None
+        if self.media is not None:
+            positions = partial(vision_family_of(config).positions, config)
+        options = self.options
+        rules = conversation_rules(
+            self.tokenizer,
+            self.media,
+            positions,
+            multi_turn,
+            options.tools,
+            max_tokens=options.max_response_length,
+            max_prompt_tokens=options.max_sequence_length - options.max_response_length,
+            max_prompt_images=self.config.rollout.limit_images,
+            template_variables=options.template_variables,
+            override_chat_template=options.override_chat_template,
+        )
+        pool = ToolPool(multi_turn) if self.place.leads else None
+        if multi_turn.agent is None:
+            return ConversationDriver(self.engine, pool, rules, self._media_of)
+        services = None if pool is None else AgentServices(pool, endpoint_of(rules, on_call=pool.hold))
+        return AgentDriver(self.engine, services, rules, self._media_of)
+
+    def _setup(self, adapter: EngineAdapter | None) -> EngineSetup:
+        model = self.config.actor.model
+        assert model.model_path is not None, "required when the config was checked"
+        return EngineSetup(
+            model_path=model.model_path,
+            max_length=self.options.max_sequence_length,
+            device=self.options.device,
+            dp_rank=self.place.engine,
+            tokenizer_path=model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+            takes_embeddings=self.tower is not None,
+            adapter=adapter,
+        )

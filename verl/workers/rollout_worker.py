@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker process that only samples: one device of a rollout engine, with weights that others train."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from verl.config.worker import WorkerConfig
+from verl.protocol import DataProto
+from verl.single_controller.dispatch import Dispatch, register
+from verl.single_controller.ray.published_weights import PublishedWeights
+from verl.workers.base_worker import DeviceWorker
+from verl.workers.engine_check import SampledRow
+from verl.workers.model_builder import load_model_config
+from verl.workers.rollout.base import EngineAdapter, FinishedResponse, SamplingOptions
+from verl.workers.rollout.engine_host import EngineHost, EnginePlace
+from verl.workers.run_options import RunOptions
+
+
+class RolloutWorker(DeviceWorker):
+    """One process of an engine, which is a group of its own.
+
+    Args:
+        engine: Number of the engine among all.
+    """
+
+    def __init__(self, config: WorkerConfig, options: RunOptions, engine: int) -> None:
+        # each engine has the random numbers that it has in a process that also trains
+        tp_size = config.rollout.tensor_parallel_size
+        super().__init__(replace(options, seed=options.seed + engine * tp_size))
+        self.config, self.run, self.place = config, options, EnginePlace(engine, leads=self.rank == 0)
+
+    host: EngineHost  # from `init_engine` on
+
+    @register(Dispatch.ALL, phase="init_engine")
+    def init_engine(self, adapter: EngineAdapter | None) -> None:
+        """Build the engine; it takes the weights of `adapter`, or whole ones."""
+        self.set_axis("rollout", 0, 1, is_first=self.place.leads)
+        model = self.config.actor.model
+        self._load_tokenizer(model)
+        self.host = EngineHost(
+            self.config,
+            self.run,
+            self.place,
+            self.tokenizer,
+            self.media,
+            load_model_config(model),
+            adapter=adapter,
+        )
+        self.engine = self.host.engine
+
+    @register(Dispatch.ALL, phase="sync_weights")
+    def load_weights(self, weights: PublishedWeights) -> None:
+        """Take the weights or adapters of a version; no request is unfinished."""
+        if self.engine.takes_adapter:
+            self.engine.sync_adapter(dict(weights.named_tensors()))
+        else:
+            self.engine.sync_weights(weights.named_tensors())
+        self.engine.wake()
+
+    @register(Dispatch.ALL, phase="sync_weights")
+    def rows_to_compare(self) -> tuple[list[SampledRow], torch.dtype] | None:
+        """Sample rows for `TrainingWorker.compare_engine`; None for a model that is known."""
+        if not self.host.must_be_compared:
+            return None
+        return self.host.rows_to_compare(), self.engine.dtype
+
+    @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
+    def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Sample responses to prompts as they finish; see `EngineHost.generate`."""
+        return self.host.generate(prompts, sampling)
+
+    def close(self) -> None:
+        if hasattr(self, "host"):
+            self.host.close()
+
+    @register(Dispatch.ALL, phase="save_checkpoint")
+    def rng_state(self) -> dict[str, Any]:
+        """State of the engine's random stream."""
+        return self.engine.rng_state()
+
+    @register(Dispatch.ALL, phase="load_checkpoint")
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        self.engine.set_rng_state(state)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker process that trains: one device with shards of all models of reinforcement learning.
+
+Each method loads the models it uses onto the device; the work itself is in `roles/` and `model_builder.py`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.rollout_correction import RolloutCorrection
+from verl.config.worker import WorkerConfig
+from verl.data.tokenizer import load_tokenizer
+from verl.distributed.device import memory_metrics, reset_peak_memory
+from verl.distributed.fsdp import torch_dtype
+from verl.models.hub_names import HubNames
+from verl.protocol import DataProto
+from verl.single_controller.dispatch import Dispatch, register
+from verl.single_controller.ray.published_weights import Bucket, publish
+from verl.workers.base_worker import ModelWorker
+from verl.workers.engine_check import SampledRow, check_engine, differences
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
+from verl.workers.roles.critic import DataParallelPPOCritic
+from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
+from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
+from verl.workers.roles.updater import Training
+from verl.workers.rollout.base import EngineAdapter
+from verl.workers.rollout.lora_sync import engine_adapter
+from verl.workers.run_options import RunOptions
+
+
+class ActorUpdate(NamedTuple):
+    """Results of an update on one rank."""
+
+    metrics: dict[str, float]  # equal on all ranks
+    log_probs: DataProto | None  # `old_log_probs` of this rank's rows, if the batch came without
+
+
+class TrainingWorker(ModelWorker):
+    """One process of the group that trains."""
+
+    options: RunOptions
+    publishes_adapter = False
+
+    def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
+        super().__init__(options)
+        self.config = config
+
+    @register(Dispatch.ALL, phase="init_model")
+    def init_model(self) -> None:
+        self._init_models()
+
+    def _init_models(self) -> None:
+        actor = self.config.actor
+        feature_chunks = max(1, self.config.rollout.num_chunk_seq)
+        self._prepare(actor, share_prompt=actor.share_prompt, feature_chunks=feature_chunks)
+        self._init_actor()
+        if self.options.use_critic:
+            self._init_critic()
+        if self.options.use_prime:
+            self._init_prime()
+        if self.config.reward_model.is_used:
+            self._init_reward_model()
+
+    def _init_reference(self) -> None:
+        # a policy with adapters is its own reference, without them; else the reference is a frozen copy
+        self.reference_model = self.reference_forward = None
+        if not self.options.use_reference:
+            return
+        config, actor = self.config.ref, self.config.actor
+        if actor.model.lora.is_used:
+            self.reference_model, self.reference_forward = self.policy, self.policy.base_forward
+        else:
+            self.reference_model = self._build_model("ref", config, actor.model)
+            self.reference_forward = self.reference_model.forward
+        self.reference = DataParallelPPOActor(actor, self.reference_forward, self.group)
+
+    def _init_actor(self) -> None:
+        config, options = self.config.actor, self.options
+        correction = options.rollout_correction
+        self.policy = self._build_model("actor", config, config.model, optim=config.optim)
+        self._init_reference()
+        self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
+        training = ActorTraining(
+            *self.policy.training,
+            **self._sizes(),
+            kl_loss=options.kl_loss,
+            reference=self.reference_forward,
+            correction=RolloutCorrection.of(correction) if options.corrects_in_update else None,
+            is_reinforce=correction.loss_type == "reinforce",
+        )
+        self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
+
+    def _sizes(self) -> dict[str, int]:
+        return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}
+
+    def _init_critic(self) -> None:
+        config = self.config.critic
+        self.critic_model = self._build_model(
+            "critic", config, config.model, optim=config.optim, head="scalar"
+        )
+        training = Training(*self.critic_model.training, **self._sizes())
+        self.critic = DataParallelPPOCritic(config, self.critic_model.forward, self.group, training)
+
+    def _init_prime(self) -> None:
+        config = self.config.prime
+        model = self.config.actor.model
+        if config.model.model_path is not None:
+            model = config.model
+            assert model.tokenizer_path is not None, "filled in when the config was checked"
+            arguments = (model.tokenizer_path, self.options.override_chat_template, model.trust_remote_code)
+            check_prime_tokenizer(load_tokenizer(*arguments), self.tokenizer)
+        self.prime_model = self._build_model("prime", config, model, optim=config.optim)
+        if model.lora.is_used:
+            self.prime_reference, reference_forward = self.prime_model, self.prime_model.base_forward
+        else:
+            # computes in the type of the model that learns, because their difference is the reward
+            fsdp = replace(config.fsdp, torch_dtype=config.fsdp.torch_dtype or "fp32")
+            self.prime_reference = self._build_model("prime", replace(config, fsdp=fsdp), model)
+            reference_forward = self.prime_reference.forward
+        self.prime = DataParallelPrimeModel(
+            config,
+            self.prime_model.forward,
+            reference_forward,
+            self.group,
+            Training(*self.prime_model.training, **self._sizes()),
+            accuracy_key=self.options.accuracy_key,
+        )
+
+    def _init_reward_model(self) -> None:
+        config = self.config.reward_model
+        model = config.model
+        assert model.tokenizer_path is not None, "filled in when the config was checked"
+        check_has_score(config)
+        self.reward_model = self._build_model("reward_model", config, model, head="scalar")
+        self.scorer = RewardModelScorer(
+            self.reward_model.forward,
+            load_reward_tokenizer(model.tokenizer_path, model.trust_remote_code),
+            self.tokenizer,
+            config,
+            self.group,
+            policy_model_type=self.policy.model.config.model_type,
+        )
+
+    def _hub_tensors(self, *, with_tower: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights as the engine's loaders read them; every rank iterates to the end."""
+        dtype = torch_dtype(self.config.rollout.dtype)
+        return self.hub_names.convert(self.policy.engine_tensors(dtype, with_tower=with_tower))
+
+    @register(Dispatch.ALL, phase="init_engine")
+    def engine_adapter(self) -> EngineAdapter | None:
+        """Return the adapter that engines serve; None if they take whole weights."""
+        policy, adapter = self.policy, None
+        if policy.adapter is not None:
+            adapter = engine_adapter(policy.model, policy.adapter, self.config.rollout, self.options.device)
+        self.publishes_adapter = adapter is not None
+        return adapter
+
+    @register(Dispatch.ALL, phase="sync_weights")
+    def publish_weights(self) -> list[Bucket]:
+        """Store weights or adapters for engines in other processes; each rank returns its share."""
+        with self.policy.loaded():
+            tensors = self.policy.adapter_tensors().items() if self.publishes_adapter else self._hub_tensors()
+            return publish(tensors, self.rank, self.world_size)
+
+    @register(Dispatch.ALL, phase="sync_weights")
+    def compare_engine(self, rows: list[SampledRow], engine_dtype: torch.dtype) -> None:
+        """Raise unless an engine that sampled these rows computes what the policy does."""
+        config = self.config
+        with self.policy.loaded():
+            measured = differences(self.policy.model, rows, self.device)
+        dtypes = engine_dtype, torch_dtype(config.actor.fsdp.mp_param_dtype)
+        check_engine(config.rollout.name, self.policy.model.config.model_type, dtypes, measured)
+
+    @register(Dispatch.SHARD, phase="old")
+    def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """Compute `old_log_probs`, and if needed `sum_squared_probs`, `full_kl` and `expert_choices`."""
+        options = self.options
+        reference = self.reference_model if options.has_full_kl_in_rewards else None
+        with self._loaded(batch, self.policy, reference):
+            result = self.actor.compute_log_probs(
+                batch,
+                self.config.rollout.temperature,
+                with_sum_squares=options.has_sum_squares,
+                reference=self.reference_forward if reference else None,
+            )
+        tensors = {"old_log_probs": result.log_probs}
+        if result.sum_squared_probs is not None:
+            tensors["sum_squared_probs"] = result.sum_squared_probs
+        if result.kl is not None:
+            tensors["full_kl"] = result.kl
+        if self.actor.expert_choices is not None:
+            tensors["expert_choices"] = self.actor.expert_choices
+        return DataProto.from_dict(tensors)
+
+    @register(Dispatch.SHARD, phase="ref")
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        with self._loaded(batch, self.reference_model):
+            result = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_probs": result.log_probs})
+
+    @register(Dispatch.SHARD, phase="values")
+    def compute_values(self, batch: DataProto) -> DataProto:
+        with self._loaded(batch, self.critic_model):
+            return DataProto.from_dict({"values": self.critic.compute_values(batch)})
+
+    @register(Dispatch.SHARD, phase="reward_model")
+    def compute_reward_model_scores(self, batch: DataProto) -> DataProto:
+        with self._loaded(batch, self.reward_model):
+            return DataProto.from_dict({"reward_model_scores": self.scorer.score(batch)})
+
+    @register(Dispatch.SHARD, phase="prime_ref")
+    def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
+        with self._loaded(batch, self.prime_reference):
+            return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
+
+    @register(Dispatch.SHARD, phase="process_rewards")
+    def compute_process_rewards(self, batch: DataProto) -> DataProto:
+        with self._loaded(batch, self.prime_model):
+            return DataProto.from_dict({"process_rewards": self.prime.compute_process_rewards(batch)})
+
+    @register(Dispatch.SHARD, phase="update_prime")
+    def update_prime(self, batch: DataProto) -> dict[str, float]:
+        with self._loaded(batch, self.prime_model, with_optimizer=True):
+            return self.prime.update(batch)
+
+    @register(Dispatch.SHARD, phase="update_critic")
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        start = time.perf_counter()
+        with self._loaded(batch, self.critic_model, with_optimizer=True):
+            metrics = self.critic.update(batch)
+        seconds = (time.perf_counter() - start) / self.config.critic.ppo_epochs
+        return metrics | self._mfu(self.critic_model, batch, seconds, num_response_tokens=0)
+
+    @register(Dispatch.SHARD, phase="update_actor")
+    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> ActorUpdate:
+        """Update the policy on this rank's share of every mini batch."""
+        reset_peak_memory(self.options.device)
+        start = time.perf_counter()
+        reference = self.reference_model if self.actor.reads_reference else None
+        temperature = self.config.rollout.temperature
+        with self._loaded(batch, self.policy, reference, with_optimizer=True):
+            metrics = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
+        seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
+        responses = int(batch.batch["loss_mask"].sum())
+        metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
+        metrics |= memory_metrics(self.options.device) | self._encoded_media()
+        own = self.actor.own_log_probs
+        return ActorUpdate(metrics, None if own is None else DataProto.from_dict({"old_log_probs": own}))
