@@ -29,9 +29,9 @@ from dataclasses import replace
 
 from transformers import AutoConfig
 
-from verl.agents.rules import ConversationRules
 from verl.agents.interface import ToolCall
 from verl.agents.parsers.interface import CallFormat
+from verl.agents.rules import ConversationRules
 from verl.agents.setup import conversation_rules, schemas_of
 from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig

@@ -9,7 +9,7 @@ import pytest
 
 import verl
 from tests.helpers.training import ROOT
-from verl.api import read_config
+from verl.api import EVALUATION_OPTIONS, read_config
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import config_from_python
 from verl.config.schema import ConfigError, load_config
@@ -55,6 +55,22 @@ def test_sections_files_and_dotted_keys_describe_the_same_run():
     assert nested == dotted == whole == expected
     assert nested.worker.actor.model.model_path == "001"
     assert nested.trainer.experiment_name == "${not} a reference"
+
+
+def test_an_evaluation_of_a_run_with_own_processes_for_sampling_samples_where_that_run_trains():
+    apart = {
+        "worker.hybrid_engine": False,
+        "trainer.n_gpus_for_rollout": 2,
+        "trainer.async.mode": "one_step_off",
+    }
+    run = config_from_python(
+        PPOConfig, RUN, [apart | {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}]
+    )
+
+    evaluation = config_from_python(PPOConfig, run, [EVALUATION_OPTIONS])
+
+    assert (run.num_engines, run.world_size) == (1, 4)  # of two devices each
+    assert evaluation.worker.hybrid_engine and (evaluation.num_engines, evaluation.world_size) == (2, 4)
 
 
 def test_a_config_object_keeps_all_of_its_options_but_those_that_are_replaced():
