@@ -112,7 +112,7 @@ BEGUN = {
     0: "{} failed: ValueError: bad day",
     1: "{} (did not answer|neither returned nor had a turn of the policy) within",
     2: "{} exited with status 3",
-    3: "{} returned list from `reset`|the agent returned without a turn of the policy",
+    3: "{} returned list|the agent returned without a turn of the policy",
 }
 UNKNOWN = "(World|agent) failed: KeyError"  # the policy wrote something else
 # An agent returns no pictures, and leads its conversation without the file that ends with it.
