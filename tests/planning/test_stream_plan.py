@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a stream keeps its bound and loses nothing, whatever the order of events."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.planning.stream_plan import GroupId, StreamPlan
+
+
+def begin_all(plan, engine=0):
+    return [plan.begin(engine) for _ in range(plan.room(engine))]
+
+
+def test_without_staleness_each_step_is_sampled_with_its_weights():
+    plan = StreamPlan(groups_per_step=2, max_staleness=0, last_step=2, num_engines=1)
+
+    first = begin_all(plan)
+    for group in first:
+        plan.finish(group)
+    taken = plan.next_groups()
+    before = plan.room(0)
+    plan.publish(1)
+    plan.load(0)
+    second = begin_all(plan)
+
+    assert first == taken == [GroupId(0, 0), GroupId(0, 1)]
+    assert before == 0
+    assert second == [GroupId(1, 2), GroupId(1, 3)]
+
+
+def test_a_step_takes_what_is_finished_and_the_next_waits_for_what_becomes_too_old():
+    plan = StreamPlan(groups_per_step=2, max_staleness=1, last_step=9, num_engines=1)
+    a, b, c, d = begin_all(plan)
+    plan.finish(c)
+    plan.finish(d)
+
+    assert plan.next_groups() == [c, d]  # a and b may still be trained in step 2
+    plan.publish(1)
+    plan.load(0)
+    e, f = begin_all(plan)
+    plan.finish(e)
+    plan.finish(f)
+    assert plan.next_groups() is None
+    plan.finish(a)
+    plan.finish(b)
+    assert plan.next_groups() == [a, b]
+    plan.publish(2)
+    assert plan.next_groups() == [e, f]
+
+
+def test_an_engine_with_old_weights_begins_nothing_that_is_too_old_when_it_is_trained():
+    plan = StreamPlan(groups_per_step=2, max_staleness=1, last_step=9, num_engines=2, max_in_flight=4)
+    for group in begin_all(plan, engine=0):
+        plan.finish(group)
+    assert plan.next_groups() is not None
+    plan.publish(1)
+
+    assert plan.room(1) == 0  # of version 0 the next step has enough
+    plan.load(1)
+    assert plan.room(1) == 2
+
+
+def test_nothing_is_begun_that_no_step_needs():
+    plan = StreamPlan(groups_per_step=2, max_staleness=5, last_step=2, num_engines=1)
+
+    assert len(begin_all(plan)) == 4
+
+
+def test_a_group_that_a_filter_leaves_out_is_replaced():
+    plan = StreamPlan(groups_per_step=2, max_staleness=0, last_step=1, num_engines=1)
+    one, _ = begin_all(plan)
+
+    plan.finish(one, is_kept=False)
+
+    assert plan.room(0) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.integers(1, 5),
+    staleness=st.integers(0, 4),
+    engines=st.integers(1, 4),
+    limit=st.none() | st.integers(1, 6),
+    kept=st.floats(0.3, 1.0),
+    seed=st.integers(0, 2**32),
+)
+def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
+    groups, staleness, engines, limit, kept, seed
+):
+    chance, steps = random.Random(seed), 8
+    plan = StreamPlan(groups, staleness, steps, engines, limit)
+    trained, filtered = [], set()
+    weights = 0  # versions that training has made, of which the engines need not know
+
+    while plan.steps < steps:
+        events = []  # all that may happen now
+        for engine in range(engines):
+            if plan.room(engine):
+                events.append(("begin", engine))
+            if plan.is_outdated(engine):
+                events.append(("load", engine))
+        events += [("finish", group) for group in plan.in_flight]
+        if plan.version < weights:
+            events.append(("publish", weights))
+        elif plan.version == plan.steps:  # the step before has ended
+            events.append(("take", None))
+        if plan.steps > weights:
+            events.append(("train", None))
+        useful = [event for event in events if event[0] != "take"]
+        event, value = chance.choice(events)
+        if event == "begin":
+            plan.begin(value)
+        elif event == "load":
+            plan.load(value)
+        elif event == "finish":
+            is_kept = chance.random() < kept
+            plan.finish(value, is_kept=is_kept)
+            if not is_kept:
+                filtered.add(value)
+        elif event == "publish":
+            plan.publish(value)
+        elif event == "train":
+            weights += 1
+        else:
+            taken = plan.next_groups()
+            assert taken is not None or useful, "nothing can happen any more"
+            if taken is not None:
+                assert len(taken) == groups
+                assert all(0 <= plan.steps - 1 - group.version <= staleness for group in taken)
+                trained += taken
+
+    assert len(trained) == len(set(trained)) == groups * steps
+    assert filtered.isdisjoint(trained)
+    if kept == 1.0:
+        assert plan.begun == groups * steps and not plan.in_flight and not plan.finished
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_engines_share_the_groups_of_the_bound_unless_a_limit_is_given(limit):
+    plan = StreamPlan(groups_per_step=4, max_staleness=1, last_step=9, num_engines=2, max_in_flight=limit)
+
+    assert [plan.room(0), plan.room(1)] == [limit or 4] * 2

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which engine begins how many prompts, and which groups a step trains on: no engine, thread or clock.
+
+The weights of version v are those after v steps, so that step s begins with version s - 1. A group that began
+with version v and is trained in step s has the staleness s - 1 - v, which is at most a given bound: engines
+wait rather than begin a group that could not be trained in time, and a step waits rather than leave one
+behind. Nothing is dropped.
+
+Source of the bound: AReaL, section 5.1 (https://arxiv.org/abs/2505.24298), here for every version instead of
+the newest only, so that it holds for groups that finish late as well.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, order=True)
+class GroupId:
+    """A prompt with its responses; the order is that of age."""
+
+    version: int  # of the weights that began it
+    number: int  # in the order of beginning
+
+
+@dataclass
+class StreamPlan:
+    """The state of a stream of groups from engines to steps.
+
+    Example::
+
+        plan = StreamPlan(groups_per_step=8, max_staleness=1, last_step=100, num_engines=2)
+        for _ in range(plan.room(engine=0)):
+            group = plan.begin(engine=0)
+        ...
+        plan.finish(group)
+        groups = plan.next_groups()  # None until a step has its groups
+        plan.publish()
+        plan.load(engine=0)
+    """
+
+    groups_per_step: int
+    max_staleness: int  # in versions; 0 samples each step with the weights that it begins with
+    last_step: int  # no group is begun that no step needs
+    num_engines: int
+    max_in_flight: int | None = None  # groups of an engine; None shares the groups of the bound evenly
+    steps: int = 0  # that have their groups
+    version: int = 0  # of the newest weights
+    begun: int = 0  # groups so far
+    loaded: list[int] = field(default_factory=list)  # the version of each engine's weights
+    in_flight: dict[GroupId, int] = field(default_factory=dict)  # engine of each group that is being sampled
+    finished: set[GroupId] = field(default_factory=set)  # that no step has taken
+
+    def __post_init__(self) -> None:
+        self.loaded = self.loaded or [self.version] * self.num_engines
+
+    @property
+    def limit(self) -> int:
+        """Groups that an engine may have in flight."""
+        if self.max_in_flight is not None:
+            return self.max_in_flight
+        return -(-self.groups_per_step * (self.max_staleness + 1) // self.num_engines)
+
+    def room(self, engine: int) -> int:
+        """Return the number of groups that an engine may begin now, with the weights that it has."""
+        counts = Counter(group.version for group in self._waiting())
+        version = self.loaded[engine]
+        room = self.limit - sum(owner == engine for owner in self.in_flight.values())
+        older = sum(count for its, count in counts.items() if its < version)
+        for newer in range(version, self.version + 1):
+            older += counts[newer]
+            room = min(room, self._slots(newer) - older)
+        rest = (self.last_step - self.steps) * self.groups_per_step
+        return max(0, min(room, rest - older))
+
+    def begin(self, engine: int) -> GroupId:
+        """Begin a group; `room` must be positive."""
+        group = GroupId(self.loaded[engine], self.begun)
+        self.begun += 1
+        self.in_flight[group] = engine
+        return group
+
+    def finish(self, group: GroupId, *, is_kept: bool = True) -> None:
+        """Take a group whose responses are there; a filter may leave it out."""
+        del self.in_flight[group]
+        if is_kept:
+            self.finished.add(group)
+
+    def next_groups(self) -> list[GroupId] | None:
+        """Take the groups of the next step, oldest first; None while it has to wait."""
+        taken = sorted(self.finished)[: self.groups_per_step]
+        if len(taken) < self.groups_per_step or not self._is_in_time(taken):
+            return None
+        self.finished.difference_update(taken)
+        self.steps += 1
+        return taken
+
+    def publish(self, version: int) -> None:
+        """Announce newer weights, which each engine loads when it can."""
+        assert version >= self.version, f"versions increase, got {version} after {self.version}"
+        self.version = version
+
+    def load(self, engine: int) -> None:
+        """Record that an engine has the newest weights; its groups continue with them."""
+        self.loaded[engine] = self.version
+
+    def is_outdated(self, engine: int) -> bool:
+        return self.loaded[engine] < self.version
+
+    def _waiting(self) -> Iterator[GroupId]:
+        yield from self.in_flight
+        yield from self.finished
+
+    def _slots(self, version: int) -> int:
+        """Groups that can still be trained until those of a version are too old."""
+        return (version + self.max_staleness + 1 - self.steps) * self.groups_per_step
+
+    def _is_in_time(self, taken: Iterable[GroupId]) -> bool:
+        """Whether all groups that this step would leave behind fit in the steps that are left for them."""
+        left = Counter(group.version for group in self._waiting())
+        left.subtract(group.version for group in taken)
+        older = 0
+        for version in sorted(left):
+            older += left[version]
+            if older > self._slots(version) - self.groups_per_step:
+                return False
+        return True
