@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which engine begins how many prompts, and which groups a step trains on: no engine, thread or clock.
+"""Decides which engine begins how many prompts, and which groups a step trains on.
+
+There is no engine, thread or clock here.
 
 The weights of version v are those after v steps, so that step s begins with version s - 1. A group that began
 with version v and is trained in step s has the staleness s - 1 - v, which is at most a given bound: engines

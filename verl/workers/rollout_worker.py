@@ -53,12 +53,13 @@ class RolloutWorker(DeviceWorker):
 
     @register(Dispatch.ALL, phase="sync_weights")
     def load_weights(self, weights: PublishedWeights) -> None:
-        """Take the weights or adapters of a version; no request is unfinished."""
-        if self.engine.takes_adapter:
-            self.engine.sync_adapter(dict(weights.named_tensors()))
-        else:
-            self.engine.sync_weights(weights.named_tensors())
-        self.engine.wake()
+        """Take the weights or adapters of a version; unfinished responses continue with them."""
+        with self.host.continued.interrupted(weights.version):
+            if self.engine.takes_adapter:
+                self.engine.sync_adapter(dict(weights.named_tensors()))
+            else:
+                self.engine.sync_weights(weights.named_tensors())
+            self.engine.wake()
 
     @register(Dispatch.ALL, phase="sync_weights")
     def rows_to_compare(self) -> tuple[list[SampledRow], torch.dtype] | None:
@@ -71,6 +72,21 @@ class RolloutWorker(DeviceWorker):
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample responses to prompts as they finish; see `EngineHost.generate`."""
         return self.host.generate(prompts, sampling)
+
+    @register(Dispatch.ALL, phase="gen")
+    def advance(
+        self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
+    ) -> list[FinishedResponse]:
+        """Sample on, with more prompts; see `EngineHost.advance`."""
+        return self._led(self.host.advance(prompts, sampling, at_most))
+
+    @register(Dispatch.ALL, phase="gen")
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all prompts, and return what each unfinished response has."""
+        return self._led(self.host.continued.interrupt())
+
+    def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
+        return responses if self.place.leads else []  # all ranks of an engine have the same
 
     def close(self) -> None:
         if hasattr(self, "host"):

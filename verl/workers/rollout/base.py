@@ -16,6 +16,7 @@ from verl.agents.interface import Trajectory
 from verl.models.families.interface import EncodedMedium
 from verl.models.lora_weights import AdapterConfig
 
+INTERRUPTED = "interrupted"  # finish reason of a response that is not finished
 GREEDY_BELOW = 1e-5  # temperatures below it mean argmax, in vLLM as well
 # Options of a model's config that name the tokens of media, and those before and after them.
 MEDIA_TOKENS = re.compile(r"(image|video|vision|audio|boi|eoi|boa|eoa)_(.+_)?token_(id|index)$")
@@ -89,8 +90,10 @@ class FinishedResponse:
     # of those tokens under softmax(logits / temperature) over the whole vocabulary: before top-p, top-k and
     # banned tokens; greedy sampling counts as temperature 1
     log_probs: list[float]
-    finish_reason: str  # "stop", or "length" if `max_tokens` cut it off
+    finish_reason: str  # "stop", "length" if `max_tokens` cut it off, or `INTERRUPTED`
     trajectory: Trajectory | None = None  # of a conversation; its tokens and log-probs are those of all turns
+    # of the weights that sampled each token, where they may change within a response
+    versions: list[int] = field(default_factory=list)
 
 
 class RolloutEngine(Protocol):
@@ -124,6 +127,10 @@ class RolloutEngine(Protocol):
 
     def abort(self, uids: Iterable[Any]) -> None:
         """Drop requests without a response; finished and unknown ones are skipped."""
+        ...
+
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all requests, and return what each unfinished response has, perhaps no token yet."""
         ...
 
     def agree(self, value: Any) -> Any:

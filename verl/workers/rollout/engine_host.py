@@ -22,9 +22,12 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
+from verl.workers.rollout.continued import ContinuedSampling
 from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.run_options import RunOptions
+
+BEGUN = "begun"  # column of prompts: their unfinished responses, by sample
 
 
 class EnginePlace(NamedTuple):
@@ -60,6 +63,7 @@ class EngineHost:
         self.must_be_compared = media is not None and not is_named(model_config)
         with refusing_engine(config.rollout.name, self.must_be_compared):
             self.engine = build_rollout_engine(config.rollout, self._setup(adapter))
+        self.continued = ContinuedSampling(self.engine)
         self.conversations = self._conversation_driver()
 
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -71,11 +75,20 @@ class EngineHost:
             rows = [prompts[row].non_tensor_batch for row in range(len(prompts))]
             yield from self.conversations.run(rows, sampling)
             return
-        columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
-        requests = [
-            RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
-        ]
-        yield from self.engine.generate(requests, sampling)
+        yield from self.engine.generate(self._requests(prompts), sampling)
+
+    def advance(
+        self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
+    ) -> list[FinishedResponse]:
+        """Add prompts to the ones that are being sampled, and make at most so many steps of the engine.
+
+        Returns the responses that are finished then. Prompts with a column `BEGUN` continue its responses.
+        """
+        if prompts is not None:
+            uids = prompts.non_tensor_batch["uid"]
+            begun = dict(zip(uids, prompts.non_tensor_batch.get(BEGUN, ()), strict=False))
+            self.continued.submit(self._requests(prompts), sampling, begun)
+        return self.continued.step(at_most)
 
     def close(self) -> None:
         """End the processes of tools and agents."""
@@ -89,6 +102,12 @@ class EngineHost:
         max_length = rollout.max_model_len or self.options.max_sequence_length
         requests = check_requests(self.media, self.tokenizer, max_length, rollout.limit_images)
         return sample(self.engine, requests, self.media)
+
+    def _requests(self, prompts: DataProto) -> list[RolloutRequest]:
+        columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
+        return [
+            RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
+        ]
 
     def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
         # features of a frozen tower, or pixels

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from verl.models.families.interface import Medium
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+from verl.workers.rollout.base import INTERRUPTED, FinishedResponse, SamplingOptions
 
 # (input_ids, mask, position_ids, cache, media) -> logits of the last position, (B, V) float32
 Forward = Callable[[Tensor, Tensor, Tensor, Any, list[Medium]], Tensor]
@@ -122,6 +122,19 @@ class RunningBatch:
         for row in self.rows:
             row.finished = row.finished or row.response.uid in uids
         self._leave_out_finished()
+
+    def begun(self) -> list[FinishedResponse]:
+        """Return a copy of what each unfinished response has."""
+        return [
+            replace(
+                row.response,
+                token_ids=list(row.response.token_ids),
+                log_probs=list(row.response.log_probs),
+                finish_reason=INTERRUPTED,
+            )
+            for row in self.rows
+            if not row.finished
+        ]
 
     def advance(self) -> list[FinishedResponse]:
         """Add a token to each response, and return the finished ones."""

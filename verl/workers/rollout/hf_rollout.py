@@ -24,6 +24,7 @@ from verl.models.families.registry import family_of, vision_family_of
 from verl.models.hub_names import auto_class
 from verl.workers.model_builder import read_config
 from verl.workers.rollout.base import (
+    INTERRUPTED,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -137,6 +138,15 @@ class HFRollout(StepwiseEngine):
         finished = [response for batch in self.batches for response in batch.advance()]
         self._forget_done()
         return finished
+
+    def _begun(self) -> list[FinishedResponse]:
+        begun = [response for batch in self.batches for response in batch.begun()]
+        for prompt in self.waiting:
+            begun += [
+                FinishedResponse(prompt.uid, sample, [], [], INTERRUPTED)
+                for sample in range(prompt.sampling.n)
+            ]
+        return begun
 
     def _drop(self, uids: set[Any]) -> None:
         self.waiting = deque(prompt for prompt in self.waiting if prompt.uid not in uids)

@@ -57,6 +57,12 @@ class StepwiseEngine(ABC):
         for uid in dropped:
             del self._unfinished[uid]
 
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all requests, and return what each unfinished response has, perhaps no token yet."""
+        begun = self._begun()
+        self._abort_all()
+        return begun
+
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
     ) -> Iterator[list[FinishedResponse]]:
@@ -94,6 +100,10 @@ class StepwiseEngine(ABC):
     @abstractmethod
     def _advance(self) -> list[FinishedResponse]:
         """Make one step and return the responses that it finished."""
+
+    @abstractmethod
+    def _begun(self) -> list[FinishedResponse]:
+        """Return a copy of what each unfinished response has, with the reason `INTERRUPTED`."""
 
     @abstractmethod
     def _drop(self, uids: set[Any]) -> None:

@@ -19,6 +19,7 @@ from verl.models.families.registry import engine_encoder_of, family_of
 from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
+    INTERRUPTED,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -180,6 +181,17 @@ class VLLMRollout(StepwiseEngine):
         finished = [output for output in self.engine.step() if output.finished]
         return [self._response(output, *self.running.pop(output.request_id)) for output in finished]
 
+    def _begun(self) -> list[FinishedResponse]:
+        processor = self.engine.output_processor
+        begun = []
+        for name, (uid, sample) in self.running.items():
+            [internal] = processor.external_req_ids[name]
+            state = processor.request_states[internal]
+            tokens, log_probs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+            assert len(tokens) == len(log_probs.start_indices), "every sampled token has a log-prob"
+            begun.append(FinishedResponse(uid, sample, tokens, sampled_log_probs(log_probs), INTERRUPTED))
+        return begun
+
     def _drop(self, uids: set[Any]) -> None:
         names = [name for name, (uid, _) in self.running.items() if uid in uids]
         self.engine.abort_request(names)
@@ -203,11 +215,15 @@ class VLLMRollout(StepwiseEngine):
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended the response to prompt {uid} with {completion.finish_reason!r}")
-        values = completion.logprobs  # flat: the sampled token comes first at every position
         return FinishedResponse(
             uid=uid,
             sample=sample,
             token_ids=list(completion.token_ids),
-            log_probs=[values.logprobs[start] for start in values.start_indices],
+            log_probs=sampled_log_probs(completion.logprobs),
             finish_reason=completion.finish_reason,
         )
+
+
+def sampled_log_probs(values: Any) -> list[float]:
+    """Return the log-probs of the sampled tokens, which come first at every position."""
+    return [values.logprobs[start] for start in values.start_indices]

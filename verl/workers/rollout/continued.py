@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that outlive a change of their engine's weights, or the engine itself.
+
+An interrupted response keeps its tokens with their log-probs and the version of the weights that sampled
+them. It continues as a request whose prompt ends with these tokens, so that nothing that older weights have
+cached is read again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from verl.workers.rollout.base import (
+    INTERRUPTED,
+    FinishedResponse,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingOptions,
+)
+
+SEED_STRIDE = 1_000_003  # between the seeds before and after a token
+
+
+class SampleId(NamedTuple):
+    """One of the responses to a prompt."""
+
+    uid: Any
+    sample: int
+
+
+@dataclass
+class OpenRequest:
+    """A request with unfinished responses."""
+
+    request: RolloutRequest
+    begun: dict[int, FinishedResponse]  # by sample, the unfinished ones: what they had when last interrupted
+
+
+class ContinuedSampling:
+    """Samples with an engine whose weights may change at any time.
+
+    Example::
+
+        sampling = ContinuedSampling(engine)
+        sampling.submit(requests, SamplingOptions(n=8))
+        finished = sampling.step(16)
+        with sampling.interrupted(version=3):
+            engine.sync_weights(weights)
+        finished += sampling.step(16)
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self.version = 0  # of the engine's weights
+        self._options = SamplingOptions()  # of all open requests
+        self._open: dict[Any, OpenRequest] = {}  # by uid
+
+    def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingOptions,
+        begun: Mapping[Any, Mapping[int, FinishedResponse]] | None = None,
+    ) -> None:
+        """Start `sampling.n` responses to each request, or continue its unfinished ones.
+
+        Args:
+            begun: What unfinished responses have, by uid and sample.
+        """
+        assert not self._open or sampling == self._options, "open requests have other sampling options"
+        self._options = sampling
+        for request in requests:
+            its = (begun or {}).get(request.uid) or {
+                sample: FinishedResponse(request.uid, sample, [], [], INTERRUPTED)
+                for sample in range(sampling.n)
+            }
+            self._open[request.uid] = OpenRequest(request, dict(its))
+        self._resume([request.uid for request in requests])
+
+    def step(self, at_most: int = 1) -> list[FinishedResponse]:
+        """Advance all requests as `RolloutEngine.step` does, and return the responses that are whole now."""
+        finished = [self._joined(response) for response in self.engine.step(at_most)]
+        for response in finished:
+            begun = self._open[response.uid].begun
+            del begun[response.sample]
+            if not begun:
+                del self._open[response.uid]
+        return finished
+
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all requests, and return what each unfinished response has, for `submit`."""
+        begun = [self._joined(response) for response in self.engine.interrupt()]
+        self._open.clear()
+        return begun
+
+    @contextmanager
+    def interrupted(self, version: int) -> Iterator[None]:
+        """Stop for a change of weights inside the block, and continue with those of `version`."""
+        for response in map(self._joined, self.engine.interrupt()):
+            self._open[response.uid].begun[response.sample] = response
+        yield
+        self.version = version
+        self._resume(list(self._open))
+
+    def _resume(self, uids: Sequence[Any]) -> None:
+        whole: list[RolloutRequest] = []  # without a token yet
+        rest: list[RolloutRequest] = []
+        for opened in map(self._open.__getitem__, uids):
+            begun = opened.begun.values()
+            if len(begun) == self._options.n and not any(response.token_ids for response in begun):
+                whole.append(opened.request)
+            else:
+                rest += [self._continuation(opened.request, response) for response in begun]
+        self.engine.submit(whole, self._options)
+        self.engine.submit(rest, self._options.override({"n": 1}))
+
+    def _continuation(self, request: RolloutRequest, begun: FinishedResponse) -> RolloutRequest:
+        num_tokens = len(begun.token_ids)
+        return replace(
+            request,
+            uid=SampleId(begun.uid, begun.sample),
+            prompt_token_ids=[*request.prompt_token_ids, *begun.token_ids],
+            max_tokens=request.response_limit(self._options) - num_tokens,
+            seed_offset=request.seed_offset + begun.sample + SEED_STRIDE * num_tokens,
+        )
+
+    def _joined(self, response: FinishedResponse) -> FinishedResponse:
+        """Put what was sampled since the last interruption after what there was."""
+        uid, sample = response.uid, response.sample
+        if isinstance(uid, SampleId):
+            uid, sample = uid
+        before = self._open[uid].begun[sample]
+        return replace(
+            response,
+            uid=uid,
+            sample=sample,
+            token_ids=before.token_ids + response.token_ids,
+            log_probs=before.log_probs + response.log_probs,
+            versions=before.versions + [self.version] * len(response.token_ids),
+        )
