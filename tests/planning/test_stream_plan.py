@@ -43,7 +43,7 @@ def test_a_step_takes_what_is_finished_and_the_next_waits_for_what_becomes_too_o
     e, f = begin_all(plan)
     plan.finish(e)
     plan.finish(f)
-    assert plan.next_groups() is None
+    assert not plan.is_ready
     plan.finish(a)
     plan.finish(b)
     assert plan.next_groups() == [a, b]
@@ -55,7 +55,7 @@ def test_an_engine_with_old_weights_begins_nothing_that_is_too_old_when_it_is_tr
     plan = StreamPlan(groups_per_step=2, max_staleness=1, last_step=9, num_engines=2, max_in_flight=4)
     for group in begin_all(plan, engine=0):
         plan.finish(group)
-    assert plan.next_groups() is not None
+    plan.next_groups()
     plan.publish(1)
 
     assert plan.room(1) == 0  # of version 0 the next step has enough
@@ -102,6 +102,7 @@ def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
                 events.append(("begin", engine))
             if plan.is_outdated(engine):
                 events.append(("load", engine))
+        events += [("score", group) for group, owner in plan.in_flight.items() if owner is not None]
         events += [("finish", group) for group in plan.in_flight]
         if plan.version < weights:
             events.append(("publish", weights))
@@ -120,14 +121,16 @@ def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
             plan.finish(value, is_kept=is_kept)
             if not is_kept:
                 filtered.add(value)
+        elif event == "score":
+            plan.score(value)
         elif event == "publish":
             plan.publish(value)
         elif event == "train":
             weights += 1
         else:
-            taken = plan.next_groups()
-            assert taken is not None or useful, "nothing can happen any more"
-            if taken is not None:
+            assert plan.is_ready or useful, "nothing can happen any more"
+            if plan.is_ready:
+                taken = plan.next_groups()
                 assert len(taken) == groups
                 assert all(0 <= plan.steps - 1 - group.version <= staleness for group in taken)
                 trained += taken
@@ -135,7 +138,7 @@ def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
     assert len(trained) == len(set(trained)) == groups * steps
     assert filtered.isdisjoint(trained)
     if kept == 1.0:
-        assert plan.begun == groups * steps and not plan.in_flight and not plan.finished
+        assert plan.num_begun == groups * steps and not plan.in_flight and not plan.finished
 
 
 @pytest.mark.parametrize("limit", [None, 3])

@@ -128,6 +128,8 @@ class PPOConfig(RunTree):
         if not self.worker.hybrid_engine:
             if count == 0:
                 yield f"{FOR_ROLLOUT} must be at least 1 with `worker.hybrid_engine=false`, got 0"
+            if self.trainer.async_training.is_stream:
+                yield from self._stream()
             return
         if count:
             yield (
@@ -139,6 +141,19 @@ class PPOConfig(RunTree):
                 f"`trainer.async_training.mode` must be 'off' with `worker.hybrid_engine=true`, got {mode!r}:"
                 " the engine sleeps while the model trains; set `worker.hybrid_engine=false` and"
                 f" {FOR_ROLLOUT}"
+            )
+
+    def _stream(self) -> Iterator[str]:
+        remedy = "set `trainer.async_training.mode=one_step_off`"
+        if self.worker.rollout.multi_turn.enable:
+            yield (
+                "`worker.rollout.multi_turn.enable` must be false with `trainer.async_training.mode=stream`,"
+                f" got true: a conversation samples with one version of the weights; {remedy}"
+            )
+        if "reward_baselines" in self.algorithm.needs:
+            yield (
+                f"`algorithm.adv_estimator` {self.algorithm.adv_estimator} samples greedy responses first,"
+                f" which `trainer.async_training.mode=stream` does not do: {remedy}"
             )
 
     def _cores(self) -> Iterator[str]:

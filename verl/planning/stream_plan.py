@@ -36,9 +36,11 @@ class StreamPlan:
             group = plan.begin(engine=0)
         ...
         plan.finish(group)
-        groups = plan.next_groups()  # None until a step has its groups
-        plan.publish()
-        plan.load(engine=0)
+        if plan.is_ready:
+            groups = plan.next_groups()
+            ...  # the step trains
+            plan.publish(plan.steps)
+            plan.load(engine=0)
     """
 
     groups_per_step: int
@@ -48,9 +50,10 @@ class StreamPlan:
     max_in_flight: int | None = None  # groups of an engine; None shares the groups of the bound evenly
     steps: int = 0  # that have their groups
     version: int = 0  # of the newest weights
-    begun: int = 0  # groups so far
+    num_begun: int = 0  # groups so far
     loaded: list[int] = field(default_factory=list)  # the version of each engine's weights
-    in_flight: dict[GroupId, int] = field(default_factory=dict)  # engine of each group that is being sampled
+    # that are being sampled, with their engine, or scored, with None
+    in_flight: dict[GroupId, int | None] = field(default_factory=dict)
     finished: set[GroupId] = field(default_factory=set)  # that no step has taken
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class StreamPlan:
         """Return the number of groups that an engine may begin now, with the weights that it has."""
         counts = Counter(group.version for group in self._waiting())
         version = self.loaded[engine]
-        room = self.limit - sum(owner == engine for owner in self.in_flight.values())
+        room = self.limit - self.num_sampling(engine)
         older = sum(count for its, count in counts.items() if its < version)
         for newer in range(version, self.version + 1):
             older += counts[newer]
@@ -77,22 +80,35 @@ class StreamPlan:
 
     def begin(self, engine: int) -> GroupId:
         """Begin a group; `room` must be positive."""
-        group = GroupId(self.loaded[engine], self.begun)
-        self.begun += 1
+        group = GroupId(self.loaded[engine], self.num_begun)
+        self.num_begun += 1
         self.in_flight[group] = engine
         return group
 
+    def num_sampling(self, engine: int) -> int:
+        """Count the groups that an engine is sampling."""
+        return sum(owner == engine for owner in self.in_flight.values())
+
+    def score(self, group: GroupId) -> None:
+        """Record that all responses of a group are there and that it waits for its scores."""
+        self.in_flight[group] = None
+
     def finish(self, group: GroupId, *, is_kept: bool = True) -> None:
-        """Take a group whose responses are there; a filter may leave it out."""
+        """Take a group with its scores; a filter may leave it out."""
         del self.in_flight[group]
         if is_kept:
             self.finished.add(group)
 
-    def next_groups(self) -> list[GroupId] | None:
-        """Take the groups of the next step, oldest first; None while it has to wait."""
-        taken = sorted(self.finished)[: self.groups_per_step]
-        if len(taken) < self.groups_per_step or not self._is_in_time(taken):
-            return None
+    @property
+    def is_ready(self) -> bool:
+        """True if the next step has its groups."""
+        oldest = self._oldest()
+        return len(oldest) == self.groups_per_step and self._is_in_time(oldest)
+
+    def next_groups(self) -> list[GroupId]:
+        """Take the groups of the next step, which is ready, oldest first."""
+        assert self.is_ready, "a step has to wait for its groups"
+        taken = self._oldest()
         self.finished.difference_update(taken)
         self.steps += 1
         return taken
@@ -109,6 +125,9 @@ class StreamPlan:
     def is_outdated(self, engine: int) -> bool:
         return self.loaded[engine] < self.version
 
+    def _oldest(self) -> list[GroupId]:
+        return sorted(self.finished)[: self.groups_per_step]
+
     def _waiting(self) -> Iterator[GroupId]:
         yield from self.in_flight
         yield from self.finished
@@ -118,7 +137,7 @@ class StreamPlan:
         return (version + self.max_staleness + 1 - self.steps) * self.groups_per_step
 
     def _is_in_time(self, taken: Iterable[GroupId]) -> bool:
-        """Whether all groups that this step would leave behind fit in the steps that are left for them."""
+        """Return whether all groups that the step would leave behind fit in the steps left for them."""
         left = Counter(group.version for group in self._waiting())
         left.subtract(group.version for group in taken)
         older = 0

@@ -55,6 +55,7 @@ from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
+from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState
 from verl.trainer.run.cluster_join import engine_pool
 from verl.trainer.run.resuming import check_resume, origin_of
@@ -122,7 +123,13 @@ def running_trainer(
         collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
         sampling: Schedule = InTurn(engines, collector)
         if samples_ahead:
-            sampling = OneStepAhead(engines, collector, training_steps)
+            assert isinstance(engines, OwnEngines), "the config was checked"
+            ahead = trainer.async_training
+            sampling = (
+                Stream(engines, collector, ahead, training_steps)
+                if ahead.is_stream
+                else OneStepAhead(engines, collector, training_steps)
+            )
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
         validator = Validator(

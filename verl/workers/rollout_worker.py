@@ -74,11 +74,11 @@ class RolloutWorker(DeviceWorker):
         return self.host.generate(prompts, sampling)
 
     @register(Dispatch.ALL, phase="gen")
-    def advance(
+    def sample(
         self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
     ) -> list[FinishedResponse]:
-        """Sample on, with more prompts; see `EngineHost.advance`."""
-        return self._led(self.host.advance(prompts, sampling, at_most))
+        """Sample on, with more prompts; see `EngineHost.sample`."""
+        return self._led(self.host.sample(prompts, sampling, at_most))
 
     @register(Dispatch.ALL, phase="gen")
     def interrupt(self) -> list[FinishedResponse]:

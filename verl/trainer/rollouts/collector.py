@@ -5,7 +5,7 @@ Without a filter that is one rollout batch, still being scored. With a filter (`
 for scores, leaves out uninformative groups, and carries surplus groups to the next step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -173,6 +173,34 @@ class RolloutCollector:
         baselines = torch.tensor(greedy_scoring.result()["overall"])  # (G,)
         baselines = baselines + terms.get("overlong_penalty", 0.0)
         return sequences.merge({"reward_baselines": baselines.repeat_interleave(self.group_size)}), scoring
+
+    def judge(self, group: ScoredGroups) -> tuple[Tensor, bool]:
+        """Return the scores of one group that the filter reads, (1, n), and whether it keeps the group."""
+        if self.filter is None:
+            return torch.tensor([group.values["overall"]], dtype=torch.float64), True
+        scores = self._filter_scores(group)
+        return scores, bool(self.filter.keep(scores).item())
+
+    def filter_metrics(self, sampled: Sequence[Tensor], trained: ScoredGroups) -> Metrics:
+        """Return the filter's own metrics of groups with scores (1, n), and of the ones to train on."""
+        assert self.filter is not None, "there is a filter"
+        empty = torch.zeros(0, self.group_size, dtype=torch.float64)
+        return self.filter.metrics(torch.cat([empty, *sampled]), self._filter_scores(trained))
+
+    def check_shortage(self, sampled: Sequence[Tensor], num_finished: int) -> None:
+        """Raise an error if a filter left out so much that a step cannot be filled in its number of tries.
+
+        Args:
+            sampled: Scores (1, n) of the groups that were sampled for the step.
+            num_finished: Groups that wait for a step.
+        """
+        allowed = self.quota.max_calls * self.quota.target
+        if self.filter is not None and num_finished < self.quota.target and 0 < allowed <= len(sampled):
+            raise RuntimeError(
+                f"a step needs {self.quota.target} groups, got {num_finished} of {len(sampled)} that were"
+                f" sampled (`trainer.max_try_make_batch` x `data.rollout_batch_size`),"
+                f" {self.filter.reasons(torch.cat(list(sampled)))}, or allow more tries"
+            )
 
     def _filter_scores(self, groups: ScoredGroups) -> Tensor:
         """The scores that the filter reads, (G, n) float64."""

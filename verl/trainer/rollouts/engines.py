@@ -86,15 +86,19 @@ class OwnEngines:
         yield
 
     def load(self, version: int, timer: StageTimer) -> None:
-        """Send the weights of now, those after `version` steps, to idle engines that have others."""
+        """Send the weights of now, those after `version` steps, to all engines that have others."""
         if version == self.version:
             return
         with timer("sync_weights"):
-            weights = PublishedWeights.join(version, self.workers.publish_weights())
+            weights = self.publish(version)
             on_all([partial(group.load_weights, weights) for group in self.groups])
-        self.version = version
         if not self._is_compared:
             self._compare()
+
+    def publish(self, version: int) -> PublishedWeights:
+        """Store the weights of now, for each engine to load."""
+        self.version = version
+        return PublishedWeights.join(version, self.workers.publish_weights())
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         parts = shard(prompts, len(self.groups), even=False)

@@ -79,13 +79,25 @@ class Sampler:
             if self.on_progress is not None:
                 self.on_progress(total - sum(unfinished.values()), total, "responses")
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
-        in_order = [responses[row] for row in range(total)]
-        sequences = join_responses(prompts, in_order, n, self.response_length, self.tokenizer.pad_token_id)
-        failed = [row for row, one in enumerate(in_order) if one.trajectory and one.trajectory.is_masked]
-        return sequences, Scoring([partial(unscored, job.result, failed)])
+        return self._join(prompts, [responses[row] for row in range(total)], job)
+
+    def join_group(self, prompt: DataProto, responses: list[FinishedResponse]) -> tuple[DataProto, Scoring]:
+        """Join a prompt and its finished responses, in the order of samples, and have them scored."""
+        job, rows = self.reward.start(), range(len(responses))
+        [columns] = reward_columns(prompt)
+        self._score(job, rows, responses, columns)
+        return self._join(prompt, responses, job)
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
+
+    def _join(
+        self, prompts: DataProto, responses: list[FinishedResponse], job: RewardJob | TurnRewards
+    ) -> tuple[DataProto, Scoring]:
+        n, pad_token_id = len(responses) // len(prompts), self.tokenizer.pad_token_id
+        sequences = join_responses(prompts, responses, n, self.response_length, pad_token_id)
+        failed = [row for row, one in enumerate(responses) if one.trajectory and one.trajectory.is_masked]
+        return sequences, Scoring([partial(unscored, job.result, failed)])
 
     def _score(
         self,

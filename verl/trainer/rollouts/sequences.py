@@ -51,10 +51,20 @@ def join_responses(
         "rollout_log_probs": log_probs,
         "finish_reason": objects([response.finish_reason for response in responses]),
     })  # fmt: skip
+    if any(response.versions for response in responses):
+        joined = joined.merge({"rollout_versions": versions_of(responses, response_length)})
     trajectories = [response.trajectory for response in responses]
     if not any(trajectories):
         return joined
     return joined.merge(join_conversations(trajectories, joined), replace=["loss_mask", "position_ids"])
+
+
+def versions_of(responses: Sequence[FinishedResponse], response_length: int) -> Tensor:
+    """Return the version of the weights that sampled each token, (B, R) int64; 0 after the last one."""
+    versions = torch.zeros(len(responses), response_length, dtype=torch.int64)
+    for row, response in enumerate(responses):
+        versions[row, : len(response.versions)] = torch.tensor(response.versions, dtype=torch.int64)
+    return versions
 
 
 def with_own_prompts(

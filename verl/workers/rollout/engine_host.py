@@ -77,7 +77,7 @@ class EngineHost:
             return
         yield from self.engine.generate(self._requests(prompts), sampling)
 
-    def advance(
+    def sample(
         self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
     ) -> list[FinishedResponse]:
         """Add prompts to the ones that are being sampled, and make at most so many steps of the engine.

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream with scripted engines: nothing is lost, nothing is too old, and it resumes where it was."""
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+
+from tests.trainer.rollouts.sampling import make_collector, make_config, numbered_prompts, numbers_of
+from verl.config.async_training import AsyncConfig
+from verl.protocol import DataProto
+from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.stream import Stream
+from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
+from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
+
+PROMPTS, N, LAST = 4, 2, 6
+LIMIT = 6  # tokens of a response
+
+
+class ScriptedEngine:
+    """Writes a token a step with the version of its weights; prompt k gets responses of 1 + k % 5 tokens."""
+
+    def __init__(self):
+        self.version, self.open, self.is_broken = None, {}, False
+        self.loads = []
+
+    def load_weights(self, weights):
+        self.version = weights.version
+        self.loads.append(weights.version)
+
+    def sample(self, prompts, options, at_most):
+        if self.is_broken:
+            raise RuntimeError("the sampling process is gone")
+        if prompts is not None:
+            columns = prompts.non_tensor_batch
+            for uid, [number], begun in zip(
+                columns["uid"], columns["raw_prompt_ids"], columns["begun"], strict=True
+            ):
+                for sample in begun or range(options.n):
+                    before = begun.get(sample)
+                    tokens, versions = (list(before.token_ids), list(before.versions)) if before else ([], [])
+                    self.open[uid, sample] = (number, tokens, versions)
+        time.sleep(0.001)
+        for _ in range(at_most):
+            finished = []
+            for (uid, sample), (number, tokens, versions) in list(self.open.items()):
+                tokens.append(number % 7 + 1)
+                versions.append(self.version)
+                if len(tokens) == 1 + number % 5:
+                    finished.append(self.response(uid, sample, "stop"))
+                    del self.open[uid, sample]
+            if finished:
+                return [finished]
+        return [[]]
+
+    def interrupt(self):
+        begun = [self.response(uid, sample, INTERRUPTED) for uid, sample in self.open]
+        self.open.clear()
+        return [begun]
+
+    def response(self, uid, sample, reason):
+        _, tokens, versions = self.open[uid, sample]
+        log_probs = [-float(version) for version in versions]
+        return FinishedResponse(uid, sample, list(tokens), log_probs, reason, versions=list(versions))
+
+
+class ScriptedEngines:
+    """Engines in processes of their own, without processes."""
+
+    def __init__(self, number):
+        self.groups = [ScriptedEngine() for _ in range(number)]
+        self.version = None
+
+    @contextmanager
+    def awake(self, version, timer):
+        self.load(version, timer)
+        yield
+
+    def load(self, version, timer):
+        weights = self.publish(version)
+        for group in self.groups:
+            group.load_weights(weights)
+
+    def publish(self, version):
+        self.version = version
+        return SimpleNamespace(version=version)
+
+    def state(self):
+        return [len(group.loads) for group in self.groups]
+
+    def set_state(self, state):
+        self.restored = state
+
+
+def start(reward_manager, *, engines=2, consumed=0, algorithm=None, trainer=None, **options):
+    config = make_config(prompts=PROMPTS, n=N, algorithm=algorithm, trainer=trainer)
+    config = replace(config, data=replace(config.data, max_response_length=LIMIT))
+    scripted = ScriptedEngines(engines)
+    prompts = islice(numbered_prompts(PROMPTS), consumed, None)
+    collector = make_collector(config, scripted, reward_manager, prompts)
+    return Stream(scripted, collector, AsyncConfig(mode="stream", **options), LAST), scripted
+
+
+def versions_of(batch):
+    return batch.batch["rollout_versions"][batch.batch["response_mask"].bool()].tolist()
+
+
+def described(collected):
+    return numbers_of(collected.batch), versions_of(collected.batch), str(collected.scoring.result())
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_every_prompt_is_trained_once_and_no_token_is_older_than_the_bound(
+    reward_manager, engines, staleness
+):
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=staleness)
+
+    steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
+
+    numbers = [number for one in steps for number in numbers_of(one.batch)]
+    assert sorted(numbers) == list(range(LAST * PROMPTS))
+    for step, one in enumerate(steps, start=1):
+        assert len(one.batch) == PROMPTS * N
+        assert all(0 <= step - 1 - version <= staleness for version in versions_of(one.batch))
+        assert one.metrics["async/staleness_max"] <= staleness
+        log_probs = one.batch.batch["rollout_log_probs"][one.batch.batch["response_mask"].bool()]
+        assert log_probs.tolist() == [-float(version) for version in versions_of(one.batch)]
+    schedule.settle()
+
+
+def test_responses_to_a_prompt_stay_together_with_their_scores(reward_manager):
+    schedule, _ = start(reward_manager)
+
+    for step in range(1, LAST + 1):
+        collected = schedule.collect(step, StageTimer())
+        columns = collected.batch.non_tensor_batch
+        assert all(columns["uid"][row] == columns["uid"][row + 1] for row in range(0, PROMPTS * N, N))
+        expected = [(int(truth) % 7 + 1) / 10 for truth in columns["ground_truth"]]
+        assert collected.scoring.result()["overall"] == expected
+
+
+def test_an_interruption_for_validation_loses_nothing(reward_manager):
+    schedule, engines = start(reward_manager)
+    numbers = []
+    for step in range(1, LAST + 1):
+        numbers += numbers_of(schedule.collect(step, StageTimer()).batch)
+        with schedule.current(step, StageTimer()):
+            assert not any(group.open for group in engines.groups)
+            assert [group.version for group in engines.groups] == [step] * 2
+
+    assert sorted(numbers) == list(range(LAST * PROMPTS))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_deterministic_stream_repeats_and_resumes_exactly(reward_manager, tmp_path, is_saved):
+    options = {"deterministic": True, "staleness_threshold": 2}
+    first, _ = start(reward_manager, **options)
+    steps = [described(first.collect(step, StageTimer())) for step in (1, 2)]
+    first.settle()
+    first.save(tmp_path)
+    unbroken = [described(first.collect(step, StageTimer())) for step in range(3, LAST + 1)]
+
+    if is_saved:
+        second, _ = start(reward_manager, consumed=num_batches(tmp_path), **options)
+        second.load(tmp_path)
+        again = []
+    else:
+        second, _ = start(reward_manager, **options)
+        again = [described(second.collect(step, StageTimer())) for step in (1, 2)]
+        second.settle()
+    again += [described(second.collect(step, StageTimer())) for step in range(3, LAST + 1)]
+
+    assert again == (unbroken if is_saved else steps + unbroken)
+    assert any(len(set(versions)) > 1 for _, versions, _ in unbroken)
+
+
+def num_batches(folder):
+    return DataProto.load_from_disk(folder / PROMPTS_FILE).meta_info["num_batches"]
+
+
+def test_a_stream_that_is_not_deterministic_resumes_without_losing_or_repeating_a_prompt(
+    reward_manager, tmp_path
+):
+    first, _ = start(reward_manager, staleness_threshold=2)
+    numbers = [number for step in (1, 2) for number in numbers_of(first.collect(step, StageTimer()).batch)]
+    first.settle()
+    first.save(tmp_path)
+
+    second, _ = start(reward_manager, consumed=num_batches(tmp_path), engines=1, staleness_threshold=2)
+    second.load(tmp_path)
+    for step in range(3, LAST + 1):
+        numbers += numbers_of(second.collect(step, StageTimer()).batch)
+
+    assert sorted(numbers) == list(range(LAST * PROMPTS))
+
+
+def test_a_filter_leaves_groups_out_and_every_step_is_full(reward_manager):
+    # the scores are those of number % 7 + 1 tenths: 0.1 to 0.7
+    algorithm = {"online_filtering": True, "filter_key": "overall", "filter_low": 0.15, "filter_high": 0.65}
+    schedule, _ = start(reward_manager, algorithm=algorithm)
+
+    steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
+
+    numbers = [number for one in steps for number in numbers_of(one.batch)]
+    assert len(numbers) == len(set(numbers)) == LAST * PROMPTS
+    assert not {number for number in numbers if number % 7 in (0, 6)}
+    assert sum(one.metrics["filter/sampled"] - one.metrics["filter/kept"] for one in steps) > 0
+
+
+def test_a_filter_that_leaves_out_everything_ends_the_run(reward_manager):
+    algorithm = {"online_filtering": True, "filter_key": "overall", "filter_low": 0.8, "filter_high": 0.9}
+    schedule, _ = start(reward_manager, algorithm=algorithm, trainer={"max_try_make_batch": 3})
+
+    with pytest.raises(RuntimeError, match=r"a step needs 4 groups, got 0 of 1[2-9].*too hard"):
+        schedule.collect(1, StageTimer())
+
+
+def test_an_error_of_an_engine_reaches_the_step(reward_manager):
+    schedule, engines = start(reward_manager)
+    schedule.collect(1, StageTimer())
+    engines.groups[1].is_broken = True
+
+    with pytest.raises(RuntimeError, match="the sampling process is gone"):
+        for step in range(2, LAST + 1):
+            schedule.collect(step, StageTimer())

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of a stream on their way: prompts that wait, responses that are being sampled, finished groups."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.planning.stream_plan import GroupId, StreamPlan
+from verl.protocol import DataProto, objects
+from verl.single_controller.dispatch import shard
+from verl.trainer.rollouts.sampler import SAMPLED_FROM, with_uids
+from verl.trainer.rollouts.scores import ScoredGroups
+from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.engine_host import BEGUN
+
+PROMPTS_FILE = "stream_prompts.pt"  # that wait, or are being sampled
+GROUPS_FILE = "stream_groups.pt"  # that are finished
+STATE = "stream_state"  # column of the first
+PLACES = "stream_places"  # entry of the second: lane, version and number of each group
+
+
+@dataclass
+class OpenGroup:
+    """A prompt whose responses are being sampled."""
+
+    id: GroupId
+    prompt: DataProto  # one row
+    finished: dict[int, FinishedResponse] = field(default_factory=dict)  # by sample
+    begun: dict[int, FinishedResponse] = field(default_factory=dict)  # interrupted, by sample
+    is_with_engine: bool = False  # which has been given the prompt
+
+    @property
+    def uid(self) -> str:
+        return self.prompt.non_tensor_batch["uid"][0]
+
+    def request(self) -> DataProto:
+        """Return what an engine needs to sample the responses, or to continue them."""
+        row = self.prompt.select([], SAMPLED_FROM)
+        return row.merge({BEGUN: objects([dict(self.begun)])})
+
+
+@dataclass
+class Lane:
+    """Engines that share a plan, with its groups.
+
+    Attributes:
+        prompts: Rows that have not begun.
+    """
+
+    plan: StreamPlan
+    engines: Sequence[int]
+    prompts: deque[DataProto] = field(default_factory=deque)
+    open: dict[str, OpenGroup] = field(default_factory=dict)  # by uid
+    finished: dict[GroupId, ScoredGroups] = field(default_factory=dict)
+
+    def sampled_by(self, at: int) -> list[OpenGroup]:
+        """Return the groups that the engine at this place is sampling, oldest first."""
+        return [group for group in self.open.values() if self.plan.in_flight[group.id] == at]
+
+    def take(self) -> list[ScoredGroups]:
+        """Take the groups of the next step, which is ready."""
+        return [self.finished.pop(group) for group in self.plan.next_groups()]
+
+
+class PromptSource:
+    """Gives each lane its part of every batch of the loader."""
+
+    def __init__(self, batches: Iterator[DataProto], lanes: Sequence[Lane]) -> None:
+        self.batches, self.lanes = batches, lanes
+        self.num_batches = 0
+
+    def next_row(self, lane: Lane) -> DataProto:
+        while not lane.prompts:
+            self.num_batches += 1
+            batch = with_uids(next(self.batches), f"batch{self.num_batches}")
+            for other, part in zip(self.lanes, shard(batch, len(self.lanes), even=False), strict=True):
+                other.prompts += part.split(1)
+        return lane.prompts.popleft()
+
+
+def save_lanes(lanes: Sequence[Lane], num_batches: int, folder: Path) -> None:
+    """Write all groups and prompts of a stream that rests."""
+    rows: list[DataProto] = []
+    finished: list[ScoredGroups] = []
+    places: list[list[int]] = []
+    for number, lane in enumerate(lanes):
+        for group in lane.open.values():
+            state = {"lane": number, "group": list(key_of(group.id)), "engine": lane.plan.in_flight[group.id]}
+            state |= {"finished": as_plain(group.finished), "begun": as_plain(group.begun)}
+            rows.append(group.prompt.merge({STATE: objects([state])}))
+        rows += [row.merge({STATE: objects([{"lane": number}])}) for row in lane.prompts]
+        finished += lane.finished.values()
+        places += [[number, *key_of(group)] for group in lane.finished]
+    about = {"num_batches": num_batches, "num_begun": [lane.plan.num_begun for lane in lanes]}
+    stored = DataProto.concat(rows) if rows else DataProto()
+    DataProto(stored.batch, stored.non_tensor_batch, about).save_to_disk(folder / PROMPTS_FILE)
+    if finished:
+        groups = ScoredGroups.concat(finished)
+        sequences = DataProto(groups.sequences.batch, groups.sequences.non_tensor_batch, {PLACES: places})
+        ScoredGroups(sequences, groups.values, groups.group_size).save(folder / GROUPS_FILE)
+
+
+def load_lanes(lanes: Sequence[Lane], folder: Path) -> int:
+    """Restore what `save_lanes` wrote and return the number of batches that the loader has given.
+
+    Groups of engines that no longer exist continue in others.
+    """
+    stored = DataProto.load_from_disk(folder / PROMPTS_FILE)
+    num_begun = stored.meta_info["num_begun"]
+    if len(num_begun) != len(lanes):
+        raise ValueError(
+            f"the checkpoint divides its prompts into {len(num_begun)} parts and this run into {len(lanes)}:"
+            " resume with the same `trainer.async_training.deterministic` and number of rollout engines, or"
+            f" delete the checkpoint's {PROMPTS_FILE} and {GROUPS_FILE} to drop what was sampled ahead"
+        )
+    for lane, number in zip(lanes, num_begun, strict=True):
+        lane.plan.num_begun = number
+    for row in stored.split(1) if len(stored) else []:
+        state = row.non_tensor_batch[STATE][0]
+        prompt = row.select(None, [key for key in row.non_tensor_batch if key != STATE])
+        lane = lanes[state["lane"]]
+        if "group" not in state:
+            lane.prompts.append(prompt)
+            continue
+        group = OpenGroup(
+            GroupId(*state["group"]), prompt, responses_of(state["finished"]), responses_of(state["begun"])
+        )
+        lane.open[group.uid] = group
+        lane.plan.in_flight[group.id] = state["engine"] % len(lane.engines)
+    path = folder / GROUPS_FILE
+    if path.exists():
+        groups = ScoredGroups.load(path)
+        for at, (number, *key) in enumerate(groups.sequences.meta_info.pop(PLACES)):
+            group = GroupId(*key)
+            lanes[number].finished[group] = groups.select(torch.tensor([at]))
+            lanes[number].plan.finished.add(group)
+    return stored.meta_info["num_batches"]
+
+
+def key_of(group: GroupId) -> tuple[int, int]:
+    return group.version, group.number
+
+
+def as_plain(responses: Mapping[int, FinishedResponse]) -> dict[int, dict[str, Any]]:
+    return {sample: dict(vars(response)) for sample, response in responses.items()}
+
+
+def responses_of(plain: Mapping[int, Mapping[str, Any]]) -> dict[int, FinishedResponse]:
+    return {sample: FinishedResponse(**values) for sample, values in plain.items()}
