@@ -7,7 +7,6 @@ one duty: a `Schedule` has prompts sampled, `Validator` validates, `PPORunState`
 `train_step`.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
 from verl.config.ppo import PPOConfig
@@ -31,11 +30,12 @@ from verl.trainer.rollouts.scores import Scoring, score
 from verl.trainer.run.checkpointing import PPORunState
 from verl.trainer.training_loop import TrainingLoop
 from verl.trainer.validation import NO_SCORE, Validator
+from verl.utils.rank_logger import get_logger
 from verl.viewer.rollout_store import VALIDATION
 
 RewardStage = Callable[[DataProto, StageTimer], tuple[DataProto, Metrics]]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class RayPPOTrainer(TrainingLoop):

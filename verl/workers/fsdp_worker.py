@@ -11,17 +11,16 @@ from typing import Any
 from verl.checkpoint.sharded import Restored
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 from verl.workers.rollout.engine_host import EngineHost, EnginePlace
+from verl.workers.sampling_worker import SamplingWorker
 from verl.workers.sharded_model import ShardedModel
 from verl.workers.training_worker import TrainingWorker
 
 
-class FSDPWorker(TrainingWorker):
+class FSDPWorker(SamplingWorker, TrainingWorker):
     """One process of the colocated worker group."""
 
     must_check_engine = False
-    host: EngineHost  # from `init_model` on
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
@@ -84,15 +83,6 @@ class FSDPWorker(TrainingWorker):
         with self.policy.loaded():
             self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
         yield from ()
-
-    @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
-    def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Sample responses to this engine's prompts as they finish; see `EngineHost.generate`."""
-        return self.host.generate(prompts, sampling)
-
-    def close(self) -> None:
-        if hasattr(self, "host"):
-            self.host.close()
 
     def _extra_state(self, model: ShardedModel) -> dict[str, Any]:
         return {"engine_rng": self.engine.rng_state()} if model is self.policy else {}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process that only samples: one device of a rollout engine, with weights that others train."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +10,15 @@ from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.ray.published_weights import PublishedWeights
-from verl.workers.base_worker import DeviceWorker
 from verl.workers.engine_check import SampledRow
 from verl.workers.model_builder import load_model_config
 from verl.workers.rollout.base import EngineAdapter, FinishedResponse, SamplingOptions
 from verl.workers.rollout.engine_host import EngineHost, EnginePlace
 from verl.workers.run_options import RunOptions
+from verl.workers.sampling_worker import SamplingWorker
 
 
-class RolloutWorker(DeviceWorker):
+class RolloutWorker(SamplingWorker):
     """One process of an engine, which is a group of its own.
 
     Args:
@@ -31,8 +30,6 @@ class RolloutWorker(DeviceWorker):
         tp_size = config.rollout.tensor_parallel_size
         super().__init__(replace(options, seed=options.seed + engine * tp_size))
         self.config, self.run, self.place = config, options, EnginePlace(engine, leads=self.rank == 0)
-
-    host: EngineHost  # from `init_engine` on
 
     @register(Dispatch.ALL, phase="init_engine")
     def init_engine(self, adapter: EngineAdapter | None) -> None:
@@ -68,11 +65,6 @@ class RolloutWorker(DeviceWorker):
             return None
         return self.host.rows_to_compare(), self.engine.dtype
 
-    @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
-    def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Sample responses to prompts as they finish; see `EngineHost.generate`."""
-        return self.host.generate(prompts, sampling)
-
     @register(Dispatch.ALL, phase="gen")
     def sample(
         self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
@@ -87,10 +79,6 @@ class RolloutWorker(DeviceWorker):
 
     def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
         return responses if self.place.leads else []  # all ranks of an engine have the same
-
-    def close(self) -> None:
-        if hasattr(self, "host"):
-            self.host.close()
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def rng_state(self) -> dict[str, Any]:
