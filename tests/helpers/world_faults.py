@@ -100,6 +100,7 @@ def run(row, given):
 
 LOOPED = r"agent neither returned nor had a turn of the policy within \d+ s"
 STEPS = {kind: reason.replace("fault", "World", 1) for kind, reason in FAILING.items() if kind != "unmade"}
+STEPS["hang"] = r"World did not answer within \d+ s"  # the run of a test sets its own limit
 ANSWERED_STEPS = {
     "good": "fine",
     "long": "aaa",
