@@ -73,7 +73,8 @@ def test_sampling_in_turn_in_other_processes_equals_sampling_in_the_same_bit_for
 
 
 def test_a_stream_without_staleness_equals_sampling_in_turn_bit_for_bit(arguments, tmp_path):
-    in_turn = train(tmp_path / "in_turn", *arguments, *OWN)
+    corrected = [*OWN, "algorithm.rollout_correction.rollout_is=token"]  # as by default with a stream
+    in_turn = train(tmp_path / "in_turn", *arguments, *corrected)
     stream = train(tmp_path / "stream", *arguments, *STREAM, "trainer.async.staleness_threshold=0")
 
     for step, values in in_turn.items():

@@ -20,7 +20,7 @@ class AsyncConfig:
     staleness_threshold: int = option(
         1,
         "With mode=stream: the largest number of updates between the weights that begin a prompt's responses"
-        " and those that its step begins with; sampling waits rather than exceed it. 0 samples each step with"
+        " and the ones that its step begins with; sampling waits rather than exceed it. 0 samples each step with"
         " its own weights.",
         minimum=0,
     )

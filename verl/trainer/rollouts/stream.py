@@ -43,7 +43,7 @@ STEPS = 16  # of an engine at once, unless a response is finished before
 
 
 class Work(NamedTuple):
-    """What an engine does next."""
+    """The next work of an engine."""
 
     weights: PublishedWeights | None  # to load first
     groups: list[OpenGroup]  # to begin or to continue

@@ -22,7 +22,7 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
-from verl.workers.rollout.continued import ContinuedSampling
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.run_options import RunOptions
