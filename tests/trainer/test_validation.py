@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mean over all held-out prompts, batch after batch."""
 
+import math
+from contextlib import nullcontext
 from itertools import islice
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.rollouts.sampling import Engine, make_config, make_sampler, numbered_prompts
 from verl.protocol import objects
+from verl.trainer.evaluation.evaluator import Evaluator
+from verl.trainer.evaluation.report import Question
+from verl.trainer.metrics import StageTimer
+from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollouts.rollout_log import RolloutLog
-from verl.trainer.validation import Validator
+from verl.trainer.rollouts.scores import Scoring
+from verl.trainer.validation import NO_SCORE, Validator
 from verl.viewer.rollout_store import VALIDATION, step_files
 
 
@@ -85,3 +93,49 @@ def test_the_score_of_a_validation_counts_the_overlong_penalty_as_training_does(
     assert metrics["val/overlong_penalty_reward"] == pytest.approx(-0.15)  # (0.2 + 0.4) / 4
     assert metrics["val/reward_score"] == pytest.approx(0.35)
     assert sorted(sample.score for sample in validator.samples) == pytest.approx([0.1, 0.3, 0.5, 0.5])
+
+
+@pytest.fixture
+def unscored(reward_manager):
+    """A validator of responses that the reward function scored with nan."""
+    config = make_config()
+    sampler = make_sampler(config, Engine(lambda number: [0.5]), reward_manager)
+    sampler.engines.awake = lambda version, timer: nullcontext()
+    prompts = list(islice(numbered_prompts(2), 1))
+    validator = Validator(sampler, sampler.engines, prompts, config.worker, dp_size=1, num_samples=0)
+    sample = validator.sample
+
+    def sample_without_scores(step):
+        sample(step)
+        [(sequences, _)] = validator._sampled
+        validator._sampled = [(sequences, Scoring([lambda: {"overall": [math.nan, math.nan]}]))]
+
+    validator.sample = sample_without_scores
+    return validator
+
+
+def test_training_continues_with_a_warning_after_a_validation_without_any_score(unscored, caplog):
+    def refuse(score):
+        raise AssertionError(f"there is no score to record, got {score}")
+
+    trainer = SimpleNamespace(
+        validator=SimpleNamespace(
+            has_prompts=True, sample=unscored.sample, measure=unscored.measure, samples=[], recorded=None
+        ),
+        sampling=SimpleNamespace(current=unscored.sampler.engines.awake),
+        run_state=SimpleNamespace(step=3, record_score=refuse),
+        tracker=SimpleNamespace(log_generations=lambda samples, step: None),
+    )
+
+    metrics = RayPPOTrainer.validate(trainer, StageTimer())
+
+    assert "val/reward_score" not in metrics and "val_response_length/mean" in metrics
+    assert f"{NO_SCORE}; training continues" in caplog.text
+
+
+@pytest.mark.parametrize("correct_key", [None, "accuracy"])
+def test_an_evaluation_without_any_score_is_an_error(unscored, correct_key, tmp_path):
+    evaluator = Evaluator(unscored, None, tmp_path, None, "answer")
+
+    with pytest.raises(RuntimeError, match="no response of the validation has a score"):
+        evaluator.evaluate("model", 0, Question(correct_key=correct_key))

@@ -20,8 +20,8 @@ class AsyncConfig:
     staleness_threshold: int = option(
         1,
         "With mode=stream: the largest number of updates between the weights that begin a prompt's responses"
-        " and the ones that its step begins with; sampling waits rather than exceed it. 0 samples each step with"
-        " its own weights.",
+        " and the ones that its step begins with; sampling waits rather than exceed it. 0 samples each step"
+        " with its own weights.",
         minimum=0,
     )
     max_inflight_prompts: int | None = option(

@@ -45,10 +45,7 @@ class ChatTemplate:
                 )
         if tools:
             if "tools" not in source:
-                raise ValueError(
-                    "`worker.rollout.multi_turn.enable=true` needs a chat template that shows tools:"
-                    f" {OTHER_TEMPLATE}"
-                )
+                raise ValueError(f"tools need a chat template that shows them: {OTHER_TEMPLATE}")
             variables = {**variables, "tools": list(tools)}
         self._shows_tools = "tools" in source
         self._file = override or _template_file(str(tokenizer.name_or_path))

@@ -18,8 +18,8 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import INTERRUPTED, RolloutRequest, SamplingOptions
 from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.rollout.base import INTERRUPTED, RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
 pytestmark = pytest.mark.heavy

@@ -55,11 +55,11 @@ class Evaluator:
         with self.validator.sampler.engines.awake(step, StageTimer()):
             self.validator.sample(step)
         scored = self.validator.score()
-        key = correct_key(question.correct_key, scored)
-        responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
         metrics = means_of(scored)
         if "val/reward_score" not in metrics:
             raise RuntimeError(NO_SCORE)
+        key = correct_key(question.correct_key, scored)
+        responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
         self.log.keep(as_trained(scored), step)
         self.tracker.log(metrics, step)
         return Evaluation(

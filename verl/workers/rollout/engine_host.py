@@ -11,6 +11,7 @@ from verl.config.worker import WorkerConfig
 from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
 from verl.models.families.registry import is_named, vision_family_of
 from verl.protocol import DataProto
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.engine_check import SampledRow, check_requests, refusing_engine, sample
 from verl.workers.packing.vision_features import FrozenTower
 from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
@@ -22,7 +23,6 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
-from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.run_options import RunOptions
