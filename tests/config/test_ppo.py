@@ -265,6 +265,29 @@ def test_a_wrong_number_of_sampling_devices_is_refused_with_its_rule(minimal, ar
     assert problem.startswith(rule)
 
 
+STREAM = (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.mode=stream")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (
+            ("worker.rollout.multi_turn.enable=true", "worker.rollout.multi_turn.tools=./a.py:b"),
+            "`worker.rollout.multi_turn.enable` must be false with `trainer.async_training.mode=stream`",
+        ),
+        (
+            ("algorithm.adv_estimator=remax",),
+            "`algorithm.adv_estimator` remax samples greedy responses first",
+        ),
+        (("trainer.async.staleness_threshold=-1",), "`trainer.async_training.staleness_threshold` must be"),
+    ],
+)
+def test_what_a_stream_cannot_sample_is_refused_with_a_mode_that_can(minimal, arguments, rule):
+    problems = problems_of(minimal, *STREAM, *arguments)
+
+    assert any(problem.startswith(rule) for problem in problems), problems
+
+
 def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):
     (problem,) = problems_of(minimal, "worker.rollout.open_ended_reward=true")
 
