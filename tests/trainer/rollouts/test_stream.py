@@ -13,6 +13,7 @@ from tests.trainer.rollouts.sampling import make_collector, make_config, numbere
 from verl.config.async_training import AsyncConfig
 from verl.protocol import DataProto
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
 from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
@@ -197,6 +198,22 @@ def test_a_stream_that_is_not_deterministic_resumes_without_losing_or_repeating_
         numbers += numbers_of(second.collect(step, StageTimer()).batch)
 
     assert sorted(numbers) == list(range(LAST * PROMPTS))
+
+
+def test_a_stream_and_a_run_in_turn_drop_what_the_other_mode_sampled_with_a_warning(
+    reward_manager, tmp_path, caplog
+):
+    stream, engines = start(reward_manager)
+    stream.collect(1, StageTimer())
+    stream.settle()
+    stream.save(tmp_path)
+    (tmp_path / AHEAD_FILE).touch()
+
+    InTurn(engines, stream.collector).load(tmp_path)
+    stream.load(tmp_path)
+
+    assert caplog.text.count("what was sampled ahead is dropped") == 2
+    assert f"['{AHEAD_FILE}', '{PROMPTS_FILE}']" in caplog.text and f"['{AHEAD_FILE}']" in caplog.text
 
 
 def test_a_filter_leaves_groups_out_and_every_step_is_full(reward_manager):

@@ -21,6 +21,7 @@ from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
+from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
 from verl.utils.rank_logger import get_logger
 
 AHEAD_FILE = "sampled_ahead.pt"  # only if the next step's sequences are there already
@@ -79,8 +80,7 @@ class InTurn:
 
     def load(self, folder: Path) -> None:
         load_engines(self.engines, folder)
-        if (folder / AHEAD_FILE).exists():
-            logger.warning("a step that was sampled ahead is dropped, this run samples in turn")
+        warn_of_dropped(folder, AHEAD_FILE, PROMPTS_FILE)
 
 
 class OneStepAhead:
@@ -136,6 +136,7 @@ class OneStepAhead:
 
     def load(self, folder: Path) -> None:
         load_engines(self.engines, folder)
+        warn_of_dropped(folder, PROMPTS_FILE)
         path = folder / AHEAD_FILE
         if not path.exists():
             return
@@ -188,6 +189,13 @@ def in_background(work: Callable[[], T]) -> "Future[T]":
 
     threading.Thread(target=run, name="sampling", daemon=True).start()
     return future
+
+
+def warn_of_dropped(folder: Path, *names: str) -> None:
+    """Warn that a checkpoint holds prompts of another mode, which this run does not continue."""
+    found = [name for name in names if (folder / name).exists()]
+    if found:
+        logger.warning("what was sampled ahead is dropped, `trainer.async_training.mode` differs: %s", found)
 
 
 def save_engines(engines: Engines, folder: Path) -> None:

@@ -26,7 +26,13 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import OwnEngines
-from verl.trainer.rollouts.schedule import in_background, load_engines, save_engines
+from verl.trainer.rollouts.schedule import (
+    AHEAD_FILE,
+    in_background,
+    load_engines,
+    save_engines,
+    warn_of_dropped,
+)
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import (
     GROUPS_FILE,
@@ -91,7 +97,7 @@ class Stream:
         self._start(step)
         start = time.monotonic()
         with self._changed:
-            self._wait_for(lambda: all(lane.plan.is_ready for lane in self.lanes))
+            self._wait_for(self._is_ready)
             taken = list(chain.from_iterable(lane.take() for lane in self.lanes))
             self._changed.notify_all()
             metrics = {"async/idle_s_training": time.monotonic() - start} | self._metrics()
@@ -129,6 +135,7 @@ class Stream:
 
     def load(self, folder: Path) -> None:
         load_engines(self.engines, folder)
+        warn_of_dropped(folder, AHEAD_FILE)
         if not (folder / PROMPTS_FILE).exists():
             return
         self.source.num_batches = load_lanes(self.lanes, folder)
@@ -266,11 +273,16 @@ class Stream:
             for group in lane.sampled_by(at):
                 group.is_with_engine = False
 
+    def _is_ready(self) -> bool:
+        if all(lane.plan.is_ready for lane in self.lanes):
+            return True
+        self.collector.check_shortage([scores for scores, _ in self._sampled], self._num_finished)
+        return False
+
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
         while not is_true():
             if self._error is not None:
                 raise self._error
-            self.collector.check_shortage([scores for scores, _ in self._sampled], self._num_finished)
             self._changed.wait()
 
     @property
