@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import SFT_SAVED, SFT_STEPS
+from tests.faults.conftest import SFT_SAVED, SFT_STEPS, STEPS
 from tests.faults.runs import SFT, Run, assert_same, saved_tensors, steps_again
 
 pytestmark = pytest.mark.faults
@@ -69,6 +69,24 @@ def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undist
     record(
         "a worker is stopped (SIGSTOP)",
         again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_a_stream_whose_rollout_engine_is_killed_goes_on_with_another(tmp_path, text_arguments, record):
+    stream = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
+    run = Run(tmp_path, [*text_arguments, *stream, "trainer.async.mode=stream"])
+    run.come_to(step=4, saved=2)
+
+    run.harm(kill(run.catch("gen")))
+
+    assert run.end() == 0, run.stderr
+    assert [logged.step for logged in run.steps] == list(range(1, STEPS + 1))
+    last = run.steps[-1].metrics
+    assert (last["async/engine_restarts"], last["async/buffer"], last["async/in_flight"]) == (1.0, 0.0, 0.0)
+    assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
+    record(
+        "a rollout engine is killed, `trainer.async.mode=stream`",
+        again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 

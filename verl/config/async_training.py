@@ -30,6 +30,12 @@ class AsyncConfig:
         " (`staleness_threshold` + 1) evenly.",
         minimum=1,
     )
+    max_engine_restarts: int = option(
+        3,
+        "With mode=stream: rollout engines that are started again in a run when their processes are lost, and"
+        " sample on where the lost ones were; one more ends the run.",
+        minimum=0,
+    )
     deterministic: bool = option(
         False,
         "With mode=stream: change weights at points that do not depend on time, each engine with its own"

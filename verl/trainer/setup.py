@@ -63,6 +63,7 @@ from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
 from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.roles.actor import KLLoss
+from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
@@ -243,15 +244,21 @@ def start_engines(
         workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, timeout_s)
         return workers, SharedEngines(workers, worker)
     warm_up = partial(import_rollout_worker, worker.rollout.name)
-    own = [engine_pool(trainer, size, pool.device) for _ in range(trainer.n_gpus_for_rollout // size)]
-    started = [start_processes(each, warm_up, stack) for each in own]  # all at once: imports take seconds
-    groups = []
-    for number, (each, its) in enumerate(zip(own, started, strict=True)):
+
+    def new_processes() -> WorkerProcesses:
+        return start_processes(engine_pool(trainer, size, pool.device), warm_up, stack)
+
+    def new_group(number: int, its: WorkerProcesses) -> RayWorkerGroup:
         group = RayWorkerGroup(
-            each, RolloutWorker, worker, options, number, timeout_s=timeout_s, processes=its
+            its.pool, RolloutWorker, worker, options, number, timeout_s=timeout_s, processes=its
         )
-        groups.append(stack.enter_context(group))
+        return stack.enter_context(group)
+
+    # all at once: imports take seconds
+    started = [new_processes() for _ in range(trainer.n_gpus_for_rollout // size)]
+    groups = [new_group(number, its) for number, its in enumerate(started)]
     beginning: list[Pending] = []
+    adapter: EngineAdapter | None = None
     if not worker.actor.model.lora.is_used:  # else the engines may serve the adapters of the loaded model
         beginning = [group.start("init_engine", None) for group in groups]
     workers = start_workers(stack, pool, processes, TrainingWorker, worker, options, timeout_s)
@@ -261,7 +268,13 @@ def start_engines(
             beginning = [group.start("init_engine", adapter) for group in groups]
         for pending in beginning:
             pending.result()
-    return workers, OwnEngines(workers, groups)
+
+    def start_another(number: int) -> RayWorkerGroup:
+        group = new_group(number, new_processes())
+        group.init_engine(adapter)
+        return group
+
+    return workers, OwnEngines(workers, groups, start_another)
 
 
 def start_workers(

@@ -12,6 +12,7 @@ import pytest
 from tests.trainer.rollouts.sampling import make_collector, make_config, numbered_prompts, numbers_of
 from verl.config.async_training import AsyncConfig
 from verl.protocol import DataProto
+from verl.single_controller.ray.failure import WorkerError
 from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn
 from verl.trainer.rollouts.stream import Stream
@@ -26,7 +27,7 @@ class ScriptedEngine:
     """Writes a token a step with the version of its weights; prompt k gets responses of 1 + k % 5 tokens."""
 
     def __init__(self):
-        self.version, self.open, self.is_broken = None, {}, False
+        self.version, self.open, self.error = None, {}, None
         self.loads = []
 
     def load_weights(self, weights):
@@ -34,8 +35,8 @@ class ScriptedEngine:
         self.loads.append(weights.version)
 
     def sample(self, prompts, options, at_most):
-        if self.is_broken:
-            raise RuntimeError("the sampling process is gone")
+        if self.error is not None:
+            raise self.error
         if prompts is not None:
             columns = prompts.non_tensor_batch
             for uid, [number], begun in zip(
@@ -74,7 +75,11 @@ class ScriptedEngines:
 
     def __init__(self, number):
         self.groups = [ScriptedEngine() for _ in range(number)]
-        self.version = None
+        self.version, self.replaced = None, []
+
+    def replace(self, number, restarts):
+        self.replaced.append((number, restarts))
+        self.groups[number] = ScriptedEngine()
 
     @contextmanager
     def awake(self, version, timer):
@@ -82,7 +87,7 @@ class ScriptedEngines:
         yield
 
     def load(self, version, timer):
-        weights = self.publish(version)
+        weights = self.weights = self.publish(version)
         for group in self.groups:
             group.load_weights(weights)
 
@@ -240,8 +245,31 @@ def test_a_filter_that_leaves_out_everything_ends_the_run(reward_manager):
 def test_an_error_of_an_engine_reaches_the_step(reward_manager):
     schedule, engines = start(reward_manager)
     schedule.collect(1, StageTimer())
-    engines.groups[1].is_broken = True
+    engines.groups[1].error = RuntimeError("the sampling process is gone")
 
     with pytest.raises(RuntimeError, match="the sampling process is gone"):
+        for step in range(2, LAST + 1):
+            schedule.collect(step, StageTimer())
+
+
+def test_the_prompts_of_a_lost_engine_are_sampled_by_the_one_that_takes_its_place(reward_manager):
+    schedule, engines = start(reward_manager, staleness_threshold=2, max_engine_restarts=1)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    engines.groups[1].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+
+    steps = [schedule.collect(step, StageTimer()) for step in range(2, LAST + 1)]
+
+    numbers += [number for one in steps for number in numbers_of(one.batch)]
+    assert sorted(numbers) == list(range(LAST * PROMPTS))
+    assert engines.replaced == [(1, 1)]
+    assert steps[-1].metrics["async/engine_restarts"] == 1.0
+
+
+def test_the_run_ends_after_as_many_restarts_of_engines_as_are_allowed(reward_manager):
+    schedule, engines = start(reward_manager, max_engine_restarts=0)
+    schedule.collect(1, StageTimer())
+    engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+
+    with pytest.raises(WorkerError, match="rank 0 died"):
         for step in range(2, LAST + 1):
             schedule.collect(step, StageTimer())

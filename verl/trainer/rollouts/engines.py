@@ -73,11 +73,18 @@ class OwnEngines:
 
     Args:
         workers: The processes that train, and publish their weights.
+        start_another: Starts an engine whose random numbers follow from the number that it is given.
     """
 
-    def __init__(self, workers: RayWorkerGroup, groups: Sequence[RayWorkerGroup]) -> None:
-        self.workers, self.groups = workers, groups
-        self.version: int | None = None  # of the engines' weights: the number of steps before
+    def __init__(
+        self,
+        workers: RayWorkerGroup,
+        groups: Sequence[RayWorkerGroup],
+        start_another: Callable[[int], RayWorkerGroup],
+    ) -> None:
+        self.workers, self.groups, self.start_another = workers, list(groups), start_another
+        self.version: int | None = None  # of the newest published weights: the number of steps before
+        self.weights: PublishedWeights | None = None  # that all engines have loaded
         self._is_compared = False
 
     @contextmanager
@@ -92,6 +99,7 @@ class OwnEngines:
         with timer("sync_weights"):
             weights = self.publish(version)
             on_all([partial(group.load_weights, weights) for group in self.groups])
+        self.weights = weights
         if not self._is_compared:
             self._compare()
 
@@ -104,6 +112,14 @@ class OwnEngines:
         parts = shard(prompts, len(self.groups), even=False)
         shares = zip(self.groups, parts, strict=True)
         return merged([partial(group.generate, part, options) for group, part in shares])
+
+    def replace(self, number: int, restarts: int) -> None:
+        """Start another engine in the place of a lost one; it has no weights yet.
+
+        Args:
+            restarts: Number of engines that the run has started again, with this one.
+        """
+        self.groups[number] = self.start_another(number + restarts * len(self.groups))
 
     def state(self) -> list[Any]:
         return on_all([group.rng_state for group in self.groups])

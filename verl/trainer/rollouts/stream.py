@@ -22,6 +22,7 @@ from torch import Tensor
 from verl.config.async_training import AsyncConfig
 from verl.planning.stream_plan import StreamPlan
 from verl.protocol import DataProto
+from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
@@ -43,9 +44,12 @@ from verl.trainer.rollouts.stream_groups import (
     load_lanes,
     save_lanes,
 )
+from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.base import FinishedResponse
 
 STEPS = 16  # of an engine at once, unless a response is finished before
+
+logger = get_logger(__name__)
 
 
 class Work(NamedTuple):
@@ -66,7 +70,7 @@ class Stream:
         self, engines: OwnEngines, collector: RolloutCollector, config: AsyncConfig, last_step: int
     ) -> None:
         self.engines, self.collector = engines, collector
-        self.is_deterministic = config.deterministic
+        self.is_deterministic, self.max_engine_restarts = config.deterministic, config.max_engine_restarts
         numbers = list(range(len(engines.groups)))
         parts = [[number] for number in numbers] if config.deterministic else [numbers]
         self.lanes = [
@@ -88,6 +92,7 @@ class Stream:
         self._is_resting = True  # the threads have ended, or are about to
         self._threads: list[Future[None]] = []
         self._num_scoring = 0  # groups
+        self._num_restarts = 0  # of engines
         self._error: BaseException | None = None
         self._sampled: list[tuple[Tensor, bool]] = []  # since the last step: scores (1, n), whether kept
         self._idle_s = 0.0  # since the last step, mean of all engines
@@ -161,6 +166,7 @@ class Stream:
 
     def _note_loaded(self, version: int) -> None:
         with self._changed:
+            self._weights = self.engines.weights
             for lane in self.lanes:
                 lane.plan.publish(version)
                 for at in range(len(lane.engines)):
@@ -177,16 +183,44 @@ class Stream:
                     self._threads.append(in_background(partial(self._drive, lane, at)))
 
     def _drive(self, lane: Lane, at: int) -> None:
-        """Keep the engine at this place of its lane at work until the stream rests."""
-        engine, options = self.engines.groups[lane.engines[at]], self.collector.sampler.options
+        """Keep the engine at this place of its lane at work until the stream rests; replace a lost one."""
         with self._keeping_error():
-            while (work := self._next_work(lane, at)) is not None:
-                if work.weights is not None:
-                    engine.load_weights(work.weights)
-                requests = [group.request() for group in work.groups]
-                prompts = DataProto.concat(requests) if requests else None
-                self._take(lane, engine.sample(prompts, options, STEPS)[0])
-            self._keep_begun(lane, at, engine.interrupt()[0])
+            is_lost = True
+            while is_lost:
+                try:
+                    self._keep_at_work(lane, at)
+                    is_lost = False
+                except WorkerError as error:
+                    if not error.may_go_away or self._num_restarts >= self.max_engine_restarts:
+                        raise
+                    self._replace(lane, at, error)
+
+    def _keep_at_work(self, lane: Lane, at: int) -> None:
+        engine, options = self.engines.groups[lane.engines[at]], self.collector.sampler.options
+        while (work := self._next_work(lane, at)) is not None:
+            if work.weights is not None:
+                engine.load_weights(work.weights)
+            requests = [group.request() for group in work.groups]
+            prompts = DataProto.concat(requests) if requests else None
+            self._take(lane, engine.sample(prompts, options, STEPS)[0])
+        self._keep_begun(lane, at, engine.interrupt()[0])
+
+    def _replace(self, lane: Lane, at: int, error: WorkerError) -> None:
+        """Start another engine, which samples what the lost one had not finished."""
+        number = lane.engines[at]
+        with self._changed:
+            groups = lane.sampled_by(at)
+            for group in groups:
+                group.is_with_engine = False
+            weights = self._weights
+            lane.plan.load(at)
+            self._num_restarts += 1
+            restarts = self._num_restarts
+        logger.warning(
+            "rollout engine %d is started again, with %d unfinished prompts: %s", number, len(groups), error
+        )
+        self.engines.replace(number, restarts)
+        self.engines.groups[number].load_weights(weights)
 
     def _next_work(self, lane: Lane, at: int) -> Work | None:
         """Wait for work; None if the stream is to rest."""
@@ -304,6 +338,7 @@ class Stream:
         idle_s, self._idle_s = self._idle_s, 0.0
         return {
             "async/idle_s_sampling": idle_s,
+            "async/engine_restarts": float(self._num_restarts),
             "async/buffer": float(self._num_finished),
             "async/in_flight": float(sum(len(lane.open) for lane in self.lanes)),
         }
