@@ -34,7 +34,7 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a worker is killed while a checkpoint is written in the background": AGAIN,
     "a worker is stopped (SIGSTOP)": AGAIN,
     "a worker is killed, no restarts": f"ends with rank, phase and cause; {NEXT}",
-    "a rollout engine is killed, `trainer.async.mode=stream`": "starts another, which samples the same prompts",
+    "a rollout engine is killed, `trainer.async.mode=stream`": "starts another for its prompts",
     "a worker of a fine-tuning run is killed": AGAIN,
     "a worker raises": f"ends with its traceback; {NEXT}",
     "the training process is killed": AGAIN,
