@@ -65,6 +65,32 @@ def test_tools_are_shown_in_the_prompt_and_in_an_example(run, tmp_path, capsys):
     assert "<|image_pad|>" in "".join(after[:4]) and after[4].startswith("| <|im_start|>assistant")
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "line"),
+    [
+        (
+            "environment",
+            "class Given:\n    def reset(self, row): ...\n    def step(self, text, calls): ...\n"
+            "    def close(self): ...\n",
+            "its `reset` may replace the prompts below",
+        ),
+        (
+            "agent",
+            "def Given(row, policy): ...\n",
+            "it may send other messages than the prompts below",
+        ),
+    ],
+)
+def test_who_else_gives_prompts_is_named(run, tmp_path, capsys, kind, code, line):
+    file = tmp_path / "given.py"
+    file.write_text(code)
+    options = (*OPTIONS[:-3], SHIPPED, f"worker.rollout.multi_turn.{kind}={file}:Given")
+
+    assert main([*run, *options, "--rows", "1", "--out", str(tmp_path)]) == 0
+
+    assert capsys.readouterr().out.startswith(f"{kind} {file}:Given: {line}\n\n")
+
+
 def test_a_template_that_cannot_show_conversations_is_an_error_of_the_data(run, lossy, tmp_path, capsys):
     status = main([*run, *OPTIONS, ZOOM, HERMES, lossy, "--out", str(tmp_path)])
 

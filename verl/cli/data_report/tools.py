@@ -21,6 +21,8 @@ ANSWER = "(the answer)"
 def tool_lines(config: PPOConfig) -> Iterator[str]:
     """Yield a line for each tool, and an example of a call and its answer in the run's chat template.
 
+    The environment or the agent of a run has a line too.
+
     Raises:
         ValueError: A tool cannot be used, or the chat template cannot show tools, calls or answers.
     """
@@ -31,6 +33,10 @@ def tool_lines(config: PPOConfig) -> Iterator[str]:
         None, schemas,
     )  # fmt: skip
     rules = check_conversations(readers, data, options)
+    if options.environment is not None:
+        yield f"environment {options.environment}: its `reset` may replace the prompts below"
+    if options.agent is not None:
+        yield f"agent {options.agent}: it may send other messages than the prompts below"
     for schema in schemas:
         function = schema["function"]
         given = ", ".join(function.get("parameters", {}).get("properties", {}))
