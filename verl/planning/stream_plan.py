@@ -8,8 +8,8 @@ with version v and is trained in step s has the staleness s - 1 - v, which is at
 wait rather than begin a group that could not be trained in time, and a step waits rather than leave one
 behind. Nothing is dropped.
 
-Source of the bound: AReaL, section 5.1 (https://arxiv.org/abs/2505.24298), here for every version instead of
-the newest only, so that it holds for groups that finish late as well.
+Source of the bound: staleness-aware training in AReaL (https://arxiv.org/abs/2505.24298), here for every
+version instead of the newest only, so that it holds for groups that finish late as well.
 """
 
 from collections import Counter
