@@ -215,7 +215,7 @@ BAD = {
             def __init__(self, config, setup): ...
             def generate(self, requests, sampling): ...
         """,
-        "must have the methods ['submit', 'step', 'abort', 'agree', 'sync_weights', 'sync_adapter', 'wake'",
+        "must have the methods ['submit', 'step', 'abort', 'interrupt', 'agree', 'sync_weights'",
     ),
     "a logger that is a function": (
         "logger",
