@@ -136,9 +136,9 @@ class RolloutCollector:
             kept = group_filter.keep(scores).nonzero().flatten()  # (K,)
             collected.sampled.append(scores)
             collected.kept.append(groups.select(kept))
-        return self._divide(collected, carried_in, group_filter)
+        return self._divide(collected, carried_in)
 
-    def _divide(self, collected: CollectedGroups, carried_in: int, group_filter: GroupFilter) -> Collected:
+    def _divide(self, collected: CollectedGroups, carried_in: int) -> Collected:
         """Train on the oldest groups and carry the others."""
         trained, rest = ScoredGroups.concat(collected.kept).split(self.quota.usable(collected.num_kept))
         rest.check_storable()  # before training: a checkpoint must be able to hold them
@@ -151,7 +151,7 @@ class RolloutCollector:
             "filter/carried_out": float(self.num_carried),
             "filter/trained": float(len(trained)),
         }
-        metrics |= group_filter.metrics(self._sampled_scores(collected), self._filter_scores(trained))
+        metrics |= self.filter_metrics(collected.sampled, trained)
         return Collected(trained.sequences, Scoring([lambda: trained.values]), metrics)
 
     def _next_prompts(self, wanted: int) -> DataProto:
@@ -182,10 +182,9 @@ class RolloutCollector:
         return scores, bool(self.filter.keep(scores).item())
 
     def filter_metrics(self, sampled: Sequence[Tensor], trained: ScoredGroups) -> Metrics:
-        """Return the filter's own metrics of groups with scores (1, n), and of the ones to train on."""
+        """Return the filter's own metrics of groups with scores (G, n), and of the ones to train on."""
         assert self.filter is not None, "there is a filter"
-        empty = torch.zeros(0, self.group_size, dtype=torch.float64)
-        return self.filter.metrics(torch.cat([empty, *sampled]), self._filter_scores(trained))
+        return self.filter.metrics(self._joined(sampled), self._filter_scores(trained))
 
     def check_shortage(self, sampled: Sequence[Tensor], num_finished: int) -> None:
         """Raise an error if a filter left out so much that a step cannot be filled in its number of tries.
@@ -199,7 +198,7 @@ class RolloutCollector:
             raise RuntimeError(
                 f"a step needs {self.quota.target} groups, got {num_finished} of {len(sampled)} that were"
                 f" sampled (`trainer.max_try_make_batch` x `data.rollout_batch_size`),"
-                f" {self.filter.reasons(torch.cat(list(sampled)))}, or allow more tries"
+                f" {self.filter.reasons(self._joined(sampled))}, or allow more tries"
             )
 
     def _filter_scores(self, groups: ScoredGroups) -> Tensor:
@@ -207,9 +206,9 @@ class RolloutCollector:
         column = column_of(groups.values, self.filter_key, "algorithm.filter_key")
         return column.view(-1, self.group_size)
 
-    def _sampled_scores(self, collected: CollectedGroups) -> Tensor:
+    def _joined(self, scores: Sequence[Tensor]) -> Tensor:
         empty = torch.zeros(0, self.group_size, dtype=torch.float64)
-        return torch.cat([empty, *collected.sampled])
+        return torch.cat([empty, *scores])
 
     def _shortage(
         self, collected: CollectedGroups, carried_in: int, group_filter: GroupFilter
@@ -219,7 +218,7 @@ class RolloutCollector:
             f"a step needs {self.quota.multiple} groups, got {collected.num_kept} in {self.quota.max_calls}"
             f" calls of the engine (`trainer.max_try_make_batch`): {collected.num_sampled} were sampled and"
             f" {kept} kept, {carried_in} came from the step before,"
-            f" {group_filter.reasons(self._sampled_scores(collected))}, or allow more calls"
+            f" {group_filter.reasons(self._joined(collected.sampled))}, or allow more calls"
         )
 
     def check_fits(self, groups: ScoredGroups, remedy: str) -> None:

@@ -151,7 +151,7 @@ class RolloutEngine(Protocol):
         """Replace the weights by full tensors under their hub names, one at a time.
 
         Every rank consumes all tensors, since producing one gathers it from all shards. No request is
-        unfinished: a response comes from one set of weights.
+        unfinished: one set of weights samples a request.
         """
         ...
 
