@@ -13,6 +13,7 @@ Times are read where they arise: lines of stderr and of the log are stamped when
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -204,6 +205,18 @@ def metrics_of(output: Path, arguments: Sequence[str], **how: Any) -> dict[int, 
     run = Run(output, arguments, **how)
     assert run.end() == 0, run.stderr
     return {logged.step: logged.metrics for logged in run.steps}
+
+
+def killed_and_resumed(output: Path, arguments: Sequence[str], step: int) -> tuple[Run, Run]:
+    """A run whose controller is killed once the checkpoint of a step is there, and the one that resumes."""
+    killed = Run(output, arguments)
+    killed.wait((output / f"global_step_{step}").is_dir)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.end()
+    resumed = Run(output, arguments)
+    assert resumed.end() == 0, resumed.stderr
+    assert resumed.resumed_from() == step
+    return killed, resumed
 
 
 def steps_again(run: Run, after: Run | None = None) -> int:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose controller is killed resumes and ends bit for bit as an uninterrupted run."""
 
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run, assert_same, saved_tensors
+from tests.faults.runs import Run, assert_same, killed_and_resumed, saved_tensors
 from tests.helpers.training import QUICKSTART, quickstart_arguments, read_metrics
 from verl.models.tiny import save_tiny_model
 
@@ -65,14 +63,8 @@ def test_a_run_that_is_killed_and_resumed_ends_bit_for_bit_as_an_unbroken_one(ki
     unbroken = Run(tmp_path / "unbroken", arguments)
     assert unbroken.end() == 0, unbroken.stderr
 
-    killed = Run(tmp_path / "killed", arguments)
-    killed.wait((tmp_path / "killed" / f"global_step_{HALF}").is_dir)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.end()
-    resumed = Run(tmp_path / "killed", arguments)
-    assert resumed.end() == 0, resumed.stderr
+    killed, resumed = killed_and_resumed(tmp_path / "killed", arguments, HALF)
 
-    assert resumed.resumed_from() == HALF
     assert [logged.step for logged in resumed.steps] == list(range(HALF + 1, 2 * HALF + 1))
     expected = read_metrics(tmp_path / "unbroken")
     assert_same([*killed.steps, *resumed.steps], expected)
