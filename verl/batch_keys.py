@@ -85,7 +85,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
             "position_ids", (("B", "T"), ("B", 4, "T")), "int64", "rollout", "log-probs, values, update"
         ),
         BatchKey("rollout_log_probs", (("B", "R"),), "float32", "rollout", "mismatch metrics, correction"),
-        BatchKey("rollout_versions", (("B", "R"),), "int64", "rollout (stream)", "metrics"),
+        BatchKey("rollout_versions", (("B", "R"),), "int64", "rollout (stream, partial)", "metrics"),
         BatchKey("row_ids", (("B",),), "int64", "collector", "balancing, resampling, update"),
         BatchKey("rollout_steps", (("B",),), "int64", "collector", "metrics"),
         BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),

@@ -251,7 +251,11 @@ OWN = ("worker.hybrid_engine=false",)
         (("trainer.n_gpus_for_rollout=2",), "`trainer.n_gpus_for_rollout` must be 0 with"),
         (
             ("trainer.async.mode=one_step_off",),
-            "`trainer.async_training.mode` must be 'off' with `worker.hybrid_engine=true`",
+            "`trainer.async_training.mode` must be 'off' or 'partial' with `worker.hybrid_engine=true`",
+        ),
+        (
+            (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.mode=partial"),
+            "`trainer.async_training.mode` must be 'off', 'one_step_off' or 'stream' with `worker.hybrid",
         ),
         (
             (*OWN, "trainer.n_gpus_for_rollout=3", "worker.rollout.tensor_parallel_size=2"),
@@ -265,15 +269,19 @@ def test_a_wrong_number_of_sampling_devices_is_refused_with_its_rule(minimal, ar
     assert problem.startswith(rule)
 
 
-STREAM = (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.mode=stream")
+MODES = {
+    "stream": (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.mode=stream"),
+    "partial": ("trainer.async.mode=partial",),
+}
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
         (
             ("worker.rollout.multi_turn.enable=true", "worker.rollout.multi_turn.tools=./a.py:b"),
-            "`worker.rollout.multi_turn.enable` must be false with `trainer.async_training.mode=stream`",
+            "`worker.rollout.multi_turn.enable` must be false with `trainer.async_training.mode={mode}`",
         ),
         (
             ("algorithm.adv_estimator=remax",),
@@ -282,10 +290,10 @@ STREAM = (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.mode=stream")
         (("trainer.async.staleness_threshold=-1",), "`trainer.async_training.staleness_threshold` must be"),
     ],
 )
-def test_what_a_stream_cannot_sample_is_refused_with_a_mode_that_can(minimal, arguments, rule):
-    problems = problems_of(minimal, *STREAM, *arguments)
+def test_what_continued_responses_exclude_is_refused_with_a_mode_that_can(minimal, mode, arguments, rule):
+    problems = problems_of(minimal, *MODES[mode], *arguments)
 
-    assert any(problem.startswith(rule) for problem in problems), problems
+    assert any(problem.startswith(rule.format(mode=mode)) for problem in problems), problems
 
 
 def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -11,6 +13,7 @@ import torch
 
 from tests.single_controller.workers import ClosingWorker, EchoWorker, fail, import_shelve
 from verl.protocol import DataProto, objects
+from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
@@ -27,6 +30,28 @@ def numbers(count):
 def test_a_call_to_all_returns_one_result_for_each_rank_in_order(group):
     assert group.say() == [(0, "hello", None), (1, "hello", None)]
     assert group.say({"a": [1]}) == [(0, "hello", {"a": [1]}), (1, "hello", {"a": [1]})]
+
+
+def test_the_parts_of_an_axis_are_called_each_by_itself(make_group):
+    group = make_group(EchoWorker, "hello", 2, processes=4)
+    first, second = group.parts("rollout")
+
+    assert first.say() == [(0, "hello", None), (1, "hello", None)]
+    assert second.say("you") == [(2, "hello", "you"), (3, "hello", "you")]
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda part: [part.say() for _ in range(20)][-1], (first, second)))
+    assert both[0] + both[1] == group.say()
+
+
+def test_a_death_in_a_part_names_its_rank_and_ends_the_whole(make_group):
+    group = make_group(EchoWorker)
+    _, second = group.parts("rollout")
+    os.kill(group.infos[1].pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 .* died in phase `say`"):
+        second.say()
+    with pytest.raises(WorkerError, match="died"):
+        group.say()
 
 
 def names_of(group):

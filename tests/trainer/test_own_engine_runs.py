@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that sample in processes of their own: in turn with training, a step ahead of it, and as a stream."""
+"""Runs that sample in other processes, or over several steps: a step ahead, as a stream, partially."""
 
 import os
-import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run, saved_tensors
+from tests.faults.runs import Run, killed_and_resumed, saved_tensors
 from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, read_metrics, train
 from verl.models.tiny import save_tiny_model
 
@@ -22,6 +21,7 @@ REWARD = Path(__file__).with_name("scored_by_letters.py")
 OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1"]
 AHEAD = [*OWN, "trainer.async.mode=one_step_off"]
 STREAM = [*OWN, "trainer.async.mode=stream", "trainer.async.deterministic=true"]
+PARTIAL = ["trainer.async.mode=partial", "trainer.async.deterministic=true"]
 HALF = 2  # steps
 
 
@@ -72,37 +72,39 @@ def test_sampling_in_turn_in_other_processes_equals_sampling_in_the_same_bit_for
     assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
 
 
-def test_a_stream_without_staleness_equals_sampling_in_turn_bit_for_bit(arguments, tmp_path):
-    corrected = [*OWN, "algorithm.rollout_correction.rollout_is=token"]  # as by default with a stream
+@pytest.mark.parametrize(("where", "mode"), [(OWN, STREAM), ([], PARTIAL)], ids=["stream", "partial"])
+def test_a_run_without_staleness_equals_sampling_in_turn_bit_for_bit(where, mode, arguments, tmp_path):
+    corrected = [*where, "algorithm.rollout_correction.rollout_is=token"]  # as by default with the modes
     in_turn = train(tmp_path / "in_turn", *arguments, *corrected)
-    stream = train(tmp_path / "stream", *arguments, *STREAM, "trainer.async.staleness_threshold=0")
+    streamed = train(tmp_path / "streamed", *arguments, *mode, "trainer.async.staleness_threshold=0")
 
     for step, values in in_turn.items():
-        of_stream = {key: value for key, value in stream[step].items() if not key.startswith("async/")}
-        assert learned(of_stream) == learned(values)
-    assert {values["async/staleness_max"] for values in stream.values()} == {0.0}
+        without = {key: value for key, value in streamed[step].items() if not key.startswith("async/")}
+        assert learned(without) == learned(values)
+    assert {values["async/staleness_max"] for values in streamed.values()} == {0.0}
     one, other = (
-        saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("in_turn", "stream")
+        saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("in_turn", "streamed")
     )
     assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
 
 
-@pytest.mark.parametrize("mode", [pytest.param("one_step_off", marks=pytest.mark.slow), "stream"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(AHEAD, marks=pytest.mark.slow, id="one_step_off"),
+        pytest.param(STREAM, id="stream"),
+        pytest.param([*PARTIAL, "trainer.n_gpus_per_node=2"], marks=pytest.mark.slow, id="partial"),
+    ],
+)
 def test_a_run_that_samples_ahead_is_a_step_old_at_most_and_resumes_bit_for_bit(mode, arguments, tmp_path):
-    arguments = [*arguments, *{"one_step_off": AHEAD, "stream": STREAM}[mode]]
+    arguments = [*arguments, *mode]
     unbroken = Run(tmp_path / "unbroken", arguments)
     assert unbroken.end() == 0, unbroken.stderr
 
-    killed = Run(tmp_path / "killed", arguments)
-    killed.wait((tmp_path / "killed" / f"global_step_{HALF}").is_dir)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.end()
-    resumed = Run(tmp_path / "killed", arguments)
-    assert resumed.end() == 0, resumed.stderr
+    killed_and_resumed(tmp_path / "killed", arguments, HALF)
 
-    assert resumed.resumed_from() == HALF
     staleness = [metrics["async/staleness_max"] for metrics in read_metrics(tmp_path / "unbroken").values()]
-    assert staleness == [0.0, *[1.0] * (2 * HALF - 1)]
+    assert staleness[0] == 0.0 and max(staleness) == 1.0
     one, other = (
         saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
     )

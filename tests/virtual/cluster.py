@@ -277,7 +277,7 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
                 worker.update(batch)
     else:
         with phase("sync_weights"):
-            worker.sync_weights()
+            worker.sync_weights(0)
         with phase("old"):
             worker.compute_log_probs(batch)
         if setup.reference:

@@ -17,6 +17,7 @@ from tests.workers.rollout.reference import change_weights, hub_tensors, rollout
 from verl.data.media.loader import DecodedMedia, MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.models import tiny as tiny_models
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.engine_check import (
     Differences,
     check_engine,
@@ -196,7 +197,7 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
     worker.device = torch.device("cpu")
     host: Any = EngineHost.__new__(EngineHost)
     host.engine, host.media, host.tokenizer = counting, media, tiny.processor.tokenizer
-    worker.host = host
+    worker.host, host.continued = host, ContinuedSampling(counting)
     rollout = SimpleNamespace(name="hf", dtype="fp32", max_model_len=None, limit_images=0)
     worker.config = SimpleNamespace(
         rollout=rollout, actor=SimpleNamespace(fsdp=SimpleNamespace(mp_param_dtype="fp32"))
@@ -204,8 +205,8 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
     host.config, host.options = worker.config, SimpleNamespace(max_sequence_length=ROOM)
     worker.must_check_engine, worker.tower_is_synced = must_check, False
 
-    worker.sync_weights()
-    worker.sync_weights()
+    worker.sync_weights(0)
+    worker.sync_weights(0)
 
     checked = ["sync", "wake", "generate", "sleep", "sync", "wake"] if must_check else ["sync", "wake"]
     assert counting.calls == [*checked, "sync", "wake"]

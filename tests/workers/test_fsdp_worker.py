@@ -10,6 +10,7 @@ import torch
 from tests.workers.rollout.reference import load_model
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.sharded_model import ShardedModel
 
@@ -38,16 +39,17 @@ def worker_with(policy, *, keeps_weights):
         wake=lambda: None,
         set_rng_state=lambda state: None,
     )
+    worker.host = SimpleNamespace(continued=ContinuedSampling(worker.engine))
     return worker, synced
 
 
 def test_a_frozen_tower_is_synced_once_into_an_engine_that_keeps_it(policy):
     worker, synced = worker_with(policy, keeps_weights=True)
 
-    worker.sync_weights()
-    worker.sync_weights()
+    worker.sync_weights(0)
+    worker.sync_weights(0)
     worker._restore(policy, SimpleNamespace(extra=None))  # the tower may be another one
-    worker.sync_weights()
+    worker.sync_weights(0)
 
     tower = {name for name in synced[0] if "visual" in name}
     assert tower and synced[1] == synced[0] - tower
@@ -57,8 +59,8 @@ def test_a_frozen_tower_is_synced_once_into_an_engine_that_keeps_it(policy):
 def test_a_frozen_tower_is_synced_each_time_into_an_engine_that_discards_it(policy):
     worker, synced = worker_with(policy, keeps_weights=False)
 
-    worker.sync_weights()
-    worker.sync_weights()
+    worker.sync_weights(0)
+    worker.sync_weights(0)
 
     assert synced[1] == synced[0]
 

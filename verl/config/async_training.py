@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `trainer.async_training`: sampling next to training, in processes of its own."""
+"""Section `trainer.async_training`: sampling next to training, and responses that take several steps."""
 
 from dataclasses import dataclass
 
 from verl.config.schema import option
 
+PARTIAL, STREAM, ONE_STEP_OFF = "partial", "stream", "one_step_off"
+
 
 @dataclass(frozen=True)
 class AsyncConfig:
-    """Sampling next to training; needs `worker.hybrid_engine=false`."""
+    """Sampling next to training, with `worker.hybrid_engine=false`, or in turn with partial rollouts."""
 
     mode: str = option(
         "off",
-        "off: sampling and training take turns; one_step_off: each step trains on what was sampled during the"
-        " one before, with weights that are one step old; stream: sampling never stops, and each step trains"
-        " on the oldest groups that are finished.",
-        choices=("off", "one_step_off", "stream"),
+        "off: sampling and training take turns; partial: they do, but a step ends sampling once it has its"
+        " prompts, and unfinished responses continue in the next (`worker.hybrid_engine=true`); one_step_off:"
+        " each step trains on what was sampled during the one before, with weights that are one step old;"
+        " stream: sampling never stops, and each step trains on the oldest groups that are finished.",
+        choices=("off", PARTIAL, ONE_STEP_OFF, STREAM),
     )
     staleness_threshold: int = option(
         1,
-        "With mode=stream: the largest number of updates between the weights that begin a prompt's responses"
-        " and the ones that its step begins with; sampling waits rather than exceed it. 0 samples each step"
-        " with its own weights.",
+        "With mode=partial and stream: the largest number of updates between the weights that begin a"
+        " prompt's responses and the ones that its step begins with; sampling waits rather than exceed it. 0"
+        " samples each step with its own weights.",
         minimum=0,
     )
     max_inflight_prompts: int | None = option(
         None,
-        "With mode=stream: prompts that an engine samples at once; null shares `data.rollout_batch_size` x"
-        " (`staleness_threshold` + 1) evenly.",
+        "With mode=partial and stream: prompts that an engine samples at once; null shares"
+        " `data.rollout_batch_size` x (`staleness_threshold` + 1) evenly.",
         minimum=1,
     )
     max_engine_restarts: int = option(
@@ -38,14 +41,16 @@ class AsyncConfig:
     )
     deterministic: bool = option(
         False,
-        "With mode=stream: change weights at points that do not depend on time, each engine with its own"
-        " share of every step, so that runs repeat and resume exactly. Slower; for tests.",
+        "With mode=partial and stream: change weights at points that do not depend on time, each engine with"
+        " its own share of every step, so that runs repeat and resume exactly. Slower; for tests.",
     )
 
     @property
-    def is_stream(self) -> bool:
-        return self.mode == "stream"
+    def continues_responses(self) -> bool:
+        """True if a response may take several steps."""
+        return self.mode in (PARTIAL, STREAM)
 
     @property
     def samples_ahead(self) -> bool:
-        return self.mode != "off"
+        """True if sampling and training run at the same time."""
+        return self.mode in (ONE_STEP_OFF, STREAM)

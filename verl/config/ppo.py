@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.algorithm_rules import algorithm_problems, group_problems
+from verl.config.async_training import ONE_STEP_OFF, PARTIAL
 from verl.config.data import DataConfig
 from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
@@ -123,37 +124,46 @@ class PPOConfig(RunTree):
         yield from self._lengths()
 
     def _own_processes(self) -> Iterator[str]:
-        """Problems of sampling in processes of its own."""
-        count, mode = self.trainer.n_gpus_for_rollout, self.trainer.async_training.mode
+        """Problems of where and when the engines sample."""
+        count, training = self.trainer.n_gpus_for_rollout, self.trainer.async_training
+        mode = "`trainer.async_training.mode` must be"
+        if training.continues_responses:
+            yield from self._continued()
         if not self.worker.hybrid_engine:
             if count == 0:
                 yield f"{FOR_ROLLOUT} must be at least 1 with `worker.hybrid_engine=false`, got 0"
-            if self.trainer.async_training.is_stream:
-                yield from self._stream()
+            if training.mode == PARTIAL:
+                yield (
+                    f"{mode} 'off', 'one_step_off' or 'stream' with `worker.hybrid_engine=false`, got"
+                    " 'partial': engines of their own need not stop for training; set"
+                    " `trainer.async_training.mode=stream`, or `worker.hybrid_engine=true`"
+                )
             return
         if count:
             yield (
                 f"{FOR_ROLLOUT} must be 0 with `worker.hybrid_engine=true`, got {count}: the processes that"
                 " train also sample; set `worker.hybrid_engine=false` to sample in others"
             )
-        if self.trainer.async_training.samples_ahead:
+        if training.samples_ahead:
             yield (
-                f"`trainer.async_training.mode` must be 'off' with `worker.hybrid_engine=true`, got {mode!r}:"
+                f"{mode} 'off' or 'partial' with `worker.hybrid_engine=true`, got {training.mode!r}:"
                 " the engine sleeps while the model trains; set `worker.hybrid_engine=false` and"
                 f" {FOR_ROLLOUT}"
             )
 
-    def _stream(self) -> Iterator[str]:
-        remedy = "set `trainer.async_training.mode=one_step_off`"
+    def _continued(self) -> Iterator[str]:
+        mode = f"`trainer.async_training.mode={self.trainer.async_training.mode}`"
+        other = ONE_STEP_OFF if self.trainer.async_training.samples_ahead else "off"
+        remedy = f"set `trainer.async_training.mode={other}`"
         if self.worker.rollout.multi_turn.enable:
             yield (
-                "`worker.rollout.multi_turn.enable` must be false with `trainer.async_training.mode=stream`,"
+                f"`worker.rollout.multi_turn.enable` must be false with {mode},"
                 f" got true: a conversation samples with one version of the weights; {remedy}"
             )
         if "reward_baselines" in self.algorithm.needs:
             yield (
                 f"`algorithm.adv_estimator` {self.algorithm.adv_estimator} samples greedy responses first,"
-                f" which `trainer.async_training.mode=stream` does not do: {remedy}"
+                f" which {mode} does not do: {remedy}"
             )
 
     def _cores(self) -> Iterator[str]:

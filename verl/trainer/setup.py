@@ -20,6 +20,7 @@ from verl.agents.setup import check_conversations, schemas_of
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import FULL
 from verl.config.algorithm import AlgorithmConfig
+from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
@@ -52,6 +53,7 @@ from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
+from verl.trainer.rollouts.partial_rollouts import PartialRollouts
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
@@ -114,23 +116,15 @@ def running_trainer(
         workers, engines = start_engines(stack, worker, trainer, pool, processes, options)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
-        samples_ahead = trainer.async_training.samples_ahead  # then the console shows training
-        on_progress = None if worker.rollout.disable_tqdm or samples_ahead else tracker.progress
+        shows_training = trainer.async_training.samples_ahead
+        on_progress = None if worker.rollout.disable_tqdm or shows_training else tracker.progress
         sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
         mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
         group_filter = make_group_filter(algorithm, trainer.rejection_sample)
         quota = make_quota(data, trainer, mini_batches.values())
         prompts = endless(loaders.train)
         collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
-        sampling: Schedule = InTurn(engines, collector)
-        if samples_ahead:
-            assert isinstance(engines, OwnEngines), "the config was checked"
-            ahead = trainer.async_training
-            sampling = (
-                Stream(engines, collector, ahead, training_steps)
-                if ahead.is_stream
-                else OneStepAhead(engines, collector, training_steps)
-            )
+        sampling = make_schedule(engines, collector, trainer.async_training, training_steps)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
         validator = Validator(
@@ -228,6 +222,20 @@ def ppo_options(
         corrects_in_update=not has_old_pass and (correction.bypass_mode or correction.rollout_is is not None),
         accuracy_key=algorithm.prime_accuracy_key,
     )
+
+
+def make_schedule(
+    engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int
+) -> Schedule:
+    """Return when each step samples."""
+    if isinstance(engines, SharedEngines):
+        if config.mode == PARTIAL:
+            return PartialRollouts(engines, collector, config, last_step)
+        return InTurn(engines, collector)
+    assert isinstance(engines, OwnEngines), "there are two kinds"
+    if config.mode == STREAM:
+        return Stream(engines, collector, config, last_step)
+    return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
 
 
 def start_engines(

@@ -25,14 +25,15 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
         tp_size = self.config.rollout.tensor_parallel_size
-        place = EnginePlace(self.rank // tp_size, leads=self.rank % tp_size == 0)
-        self.set_axis("rollout", place.engine, self.world_size // tp_size, is_first=place.leads)
+        self.place = EnginePlace(self.rank // tp_size, leads=self.rank % tp_size == 0)
+        engines = self.world_size // tp_size
+        self.set_axis("rollout", self.place.engine, engines, is_first=self.place.leads)
         self._init_models()
         policy = self.policy
         self.host = EngineHost(
             self.config,
             self.options,
-            place,
+            self.place,
             self.tokenizer,
             self.media,
             policy.model.config,
@@ -44,8 +45,9 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
         self.tower_is_synced = False
 
     @register(Dispatch.ALL, phase="sync_weights")
-    def sync_weights(self) -> None:
-        """Load the trained weights or adapters into the engine, and wake it."""
+    def sync_weights(self, version: int) -> None:
+        """Load the trained weights or adapters, of a version, into the engine, and wake it."""
+        self.host.continued.version = version
         self._sync_weights()
         if self.must_check_engine:
             self._check_engine()

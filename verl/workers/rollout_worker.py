@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from verl.config.worker import WorkerConfig
-from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.workers.engine_check import SampledRow
 from verl.workers.model_builder import load_model_config
-from verl.workers.rollout.base import EngineAdapter, FinishedResponse, SamplingOptions
+from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout.engine_host import EngineHost, EnginePlace
 from verl.workers.run_options import RunOptions
 from verl.workers.sampling_worker import SamplingWorker
@@ -64,21 +63,6 @@ class RolloutWorker(SamplingWorker):
         if not self.host.must_be_compared:
             return None
         return self.host.rows_to_compare(), self.engine.dtype
-
-    @register(Dispatch.ALL, phase="gen")
-    def sample(
-        self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
-    ) -> list[FinishedResponse]:
-        """Sample on, with more prompts; see `EngineHost.sample`."""
-        return self._led(self.host.sample(prompts, sampling, at_most))
-
-    @register(Dispatch.ALL, phase="gen")
-    def interrupt(self) -> list[FinishedResponse]:
-        """Drop all prompts, and return what each unfinished response has."""
-        return self._led(self.host.continued.interrupt())
-
-    def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
-        return responses if self.place.leads else []  # all ranks of an engine have the same
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def rng_state(self) -> dict[str, Any]:

@@ -7,18 +7,34 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import DeviceWorker
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
-from verl.workers.rollout.engine_host import EngineHost
+from verl.workers.rollout.engine_host import EngineHost, EnginePlace
 
 
 class SamplingWorker(DeviceWorker):
     """A worker with a rollout engine."""
 
     host: EngineHost  # from the engine's start on
+    place: EnginePlace
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample responses to this engine's prompts as they finish; see `EngineHost.generate`."""
         return self.host.generate(prompts, sampling)
+
+    @register(Dispatch.ALL, phase="gen")
+    def sample(
+        self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
+    ) -> list[FinishedResponse]:
+        """Sample on, with more prompts; see `EngineHost.sample`."""
+        return self._led(self.host.sample(prompts, sampling, at_most))
+
+    @register(Dispatch.ALL, phase="gen")
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all prompts, and return what each unfinished response has."""
+        return self._led(self.host.continued.interrupt())
+
+    def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
+        return responses if self.place.leads else []  # all ranks of an engine have the same
 
     def close(self) -> None:
         if hasattr(self, "host"):

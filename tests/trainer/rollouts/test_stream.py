@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream with scripted engines: nothing is lost, nothing is too old, and it resumes where it was."""
+"""Streams and partial rollouts with scripted engines: nothing is lost or too old, and they resume."""
 
 import time
 from contextlib import contextmanager
@@ -14,12 +14,14 @@ from verl.config.async_training import AsyncConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray.failure import WorkerError
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.partial_rollouts import PartialRollouts
 from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
 from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
 
 PROMPTS, N, LAST = 4, 2, 6
+BOTH = pytest.mark.parametrize("kind", [Stream, PartialRollouts])
 LIMIT = 6  # tokens of a response
 
 
@@ -102,13 +104,13 @@ class ScriptedEngines:
         self.restored = state
 
 
-def start(reward_manager, *, engines=2, consumed=0, algorithm=None, trainer=None, **options):
+def start(reward_manager, kind=Stream, *, engines=2, consumed=0, algorithm=None, trainer=None, **options):
     config = make_config(prompts=PROMPTS, n=N, algorithm=algorithm, trainer=trainer)
     config = replace(config, data=replace(config.data, max_response_length=LIMIT))
     scripted = ScriptedEngines(engines)
     prompts = islice(numbered_prompts(PROMPTS), consumed, None)
     collector = make_collector(config, scripted, reward_manager, prompts)
-    return Stream(scripted, collector, AsyncConfig(mode="stream", **options), LAST), scripted
+    return kind(scripted, collector, AsyncConfig(**options), LAST), scripted
 
 
 def versions_of(batch):
@@ -121,10 +123,11 @@ def described(collected):
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
+@BOTH
 def test_every_prompt_is_trained_once_and_no_token_is_older_than_the_bound(
-    reward_manager, engines, staleness
+    reward_manager, kind, engines, staleness
 ):
-    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=staleness)
+    schedule, _ = start(reward_manager, kind, engines=engines, staleness_threshold=staleness)
 
     steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
 
@@ -150,8 +153,9 @@ def test_responses_to_a_prompt_stay_together_with_their_scores(reward_manager):
         assert collected.scoring.result()["overall"] == expected
 
 
-def test_an_interruption_for_validation_loses_nothing(reward_manager):
-    schedule, engines = start(reward_manager)
+@BOTH
+def test_an_interruption_for_validation_loses_nothing(reward_manager, kind):
+    schedule, engines = start(reward_manager, kind)
     numbers = []
     for step in range(1, LAST + 1):
         numbers += numbers_of(schedule.collect(step, StageTimer()).batch)
@@ -163,20 +167,21 @@ def test_an_interruption_for_validation_loses_nothing(reward_manager):
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_deterministic_stream_repeats_and_resumes_exactly(reward_manager, tmp_path, is_saved):
+@BOTH
+def test_a_deterministic_run_repeats_and_resumes_exactly(reward_manager, kind, tmp_path, is_saved):
     options = {"deterministic": True, "staleness_threshold": 2}
-    first, _ = start(reward_manager, **options)
+    first, _ = start(reward_manager, kind, **options)
     steps = [described(first.collect(step, StageTimer())) for step in (1, 2)]
     first.settle()
     first.save(tmp_path)
     unbroken = [described(first.collect(step, StageTimer())) for step in range(3, LAST + 1)]
 
     if is_saved:
-        second, _ = start(reward_manager, consumed=num_batches(tmp_path), **options)
+        second, _ = start(reward_manager, kind, consumed=num_batches(tmp_path), **options)
         second.load(tmp_path)
         again = []
     else:
-        second, _ = start(reward_manager, **options)
+        second, _ = start(reward_manager, kind, **options)
         again = [described(second.collect(step, StageTimer())) for step in (1, 2)]
         second.settle()
     again += [described(second.collect(step, StageTimer())) for step in range(3, LAST + 1)]
@@ -189,15 +194,16 @@ def num_batches(folder):
     return DataProto.load_from_disk(folder / PROMPTS_FILE).meta_info["num_batches"]
 
 
-def test_a_stream_that_is_not_deterministic_resumes_without_losing_or_repeating_a_prompt(
-    reward_manager, tmp_path
+@BOTH
+def test_a_run_that_is_not_deterministic_resumes_without_losing_or_repeating_a_prompt(
+    reward_manager, kind, tmp_path
 ):
-    first, _ = start(reward_manager, staleness_threshold=2)
+    first, _ = start(reward_manager, kind, staleness_threshold=2)
     numbers = [number for step in (1, 2) for number in numbers_of(first.collect(step, StageTimer()).batch)]
     first.settle()
     first.save(tmp_path)
 
-    second, _ = start(reward_manager, consumed=num_batches(tmp_path), engines=1, staleness_threshold=2)
+    second, _ = start(reward_manager, kind, consumed=num_batches(tmp_path), engines=1, staleness_threshold=2)
     second.load(tmp_path)
     for step in range(3, LAST + 1):
         numbers += numbers_of(second.collect(step, StageTimer()).batch)
@@ -221,10 +227,11 @@ def test_a_stream_and_a_run_in_turn_drop_what_the_other_mode_sampled_with_a_warn
     assert f"['{AHEAD_FILE}', '{PROMPTS_FILE}']" in caplog.text and f"['{AHEAD_FILE}']" in caplog.text
 
 
-def test_a_filter_leaves_groups_out_and_every_step_is_full(reward_manager):
+@BOTH
+def test_a_filter_leaves_groups_out_and_every_step_is_full(reward_manager, kind):
     # the scores are those of number % 7 + 1 tenths: 0.1 to 0.7
     algorithm = {"online_filtering": True, "filter_key": "overall", "filter_low": 0.15, "filter_high": 0.65}
-    schedule, _ = start(reward_manager, algorithm=algorithm)
+    schedule, _ = start(reward_manager, kind, algorithm=algorithm)
 
     steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
 
@@ -242,14 +249,36 @@ def test_a_filter_that_leaves_out_everything_ends_the_run(reward_manager):
         schedule.collect(1, StageTimer())
 
 
-def test_an_error_of_an_engine_reaches_the_step(reward_manager):
-    schedule, engines = start(reward_manager)
+@BOTH
+def test_an_error_of_an_engine_reaches_the_step(reward_manager, kind):
+    schedule, engines = start(reward_manager, kind)
     schedule.collect(1, StageTimer())
     engines.groups[1].error = RuntimeError("the sampling process is gone")
 
     with pytest.raises(RuntimeError, match="the sampling process is gone"):
         for step in range(2, LAST + 1):
             schedule.collect(step, StageTimer())
+
+
+def test_partial_rollouts_stop_sampling_once_the_step_has_its_groups(reward_manager):
+    schedule, engines = start(reward_manager, PartialRollouts, staleness_threshold=2)
+
+    steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
+
+    assert not any(group.open for group in engines.groups)
+    assert any(one.metrics["async/partial_rate"] > 0 for one in steps)
+    assert steps[0].metrics["async/in_flight"] > 0  # they continue in the second step
+    assert steps[-1].metrics["async/in_flight"] == 0
+
+
+def test_a_lost_engine_of_partial_rollouts_ends_the_run(reward_manager):
+    schedule, engines = start(reward_manager, PartialRollouts, max_engine_restarts=3)
+    schedule.collect(1, StageTimer())
+    engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+
+    with pytest.raises(WorkerError, match="rank 0 died"):
+        schedule.collect(2, StageTimer())
+    assert not engines.replaced
 
 
 def test_the_prompts_of_a_lost_engine_are_sampled_by_the_one_that_takes_its_place(reward_manager):

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,12 +106,12 @@ class RayWorkerGroup:
         self.pool = pool
         self.methods = dispatch.remote_methods(worker_class)
         self.timeout_s = timeout_s
-        self.workers: list[Any] = []  # Ray's actor handles
+        self.workers: dict[int, Any] = {}  # Ray's actor handles, by rank
         self.infos: list[WorkerInfo] = []
         self._calls: list[Pending] = []
         self._axes: dict[str, list[AxisRank]] = {}
         self._processes = processes or WorkerProcesses(pool, env or {})
-        self.workers = list(self._processes.handles)
+        self.workers = dict(enumerate(self._processes.handles))
         try:
             self._internal("host", "start", worker_class, args, kwargs)
             self.infos = self._internal("info", "start")
@@ -150,7 +151,7 @@ class RayWorkerGroup:
         arguments = [_parts(value, size, even=not method.streaming) for value in args]
         keywords = {key: _parts(value, size, even=not method.streaming) for key, value in kwargs.items()}
         references = {}
-        for rank, worker in enumerate(self._alive_workers()):
+        for rank, worker in self._alive_workers().items():
             index = axis_ranks[rank].index if axis_ranks else 0
             remote = _remote_form(worker, method, is_first=axis_ranks is None or axis_ranks[rank].is_first)
             its_args = [parts[index] for parts in arguments]
@@ -158,18 +159,31 @@ class RayWorkerGroup:
             references[rank] = remote(method.name, method.phase, *its_args, **its_kwargs)
         return self._track(Pending(self, method, axis_ranks, references))
 
+    def parts(self, axis: str) -> list["RayWorkerGroup"]:
+        """Return the model-parallel groups of an axis as groups, each of which a thread may call.
+
+        Only methods with `Dispatch.ALL`, and not while the whole is called. A failure of one ends all.
+        """
+        axis_ranks = self._ranks_on(axis)
+        parts: list[RayWorkerGroup] = [copy(self) for _ in range(axis_ranks[0].size)]
+        for index, part in enumerate(parts):
+            ranks = [rank for rank, one in enumerate(axis_ranks) if one.index == index]
+            part.workers = {rank: self.workers[rank] for rank in ranks}
+            part._calls, part._axes = [], {}
+        return parts
+
     def shutdown(self, grace_s: float = 5.0) -> None:
         """Let the workers exit, kill the remaining ones after `grace_s` seconds, and release the pool."""
         if self.workers and ray.is_initialized() and not any(call.unfinished for call in self._calls):
-            for worker in self.workers:
+            for worker in self.workers.values():
                 worker.close.remote()
-            ends = [worker.__ray_terminate__.remote() for worker in self.workers]
+            ends = [worker.__ray_terminate__.remote() for worker in self.workers.values()]
             ray.wait(ends, num_returns=len(ends), timeout=grace_s)
         self.kill()
 
     def kill(self) -> None:
         """Kill the workers and release the pool; may be called twice."""
-        self.workers = []
+        self.workers = {}
         self._calls.clear()
         self._processes.kill()
 
@@ -200,8 +214,8 @@ class RayWorkerGroup:
 
     def _internal(self, name: str, phase: str, *args: Any) -> list[Any]:
         """Call a method of `WorkerProcess` itself on all ranks and wait for it."""
-        workers = self._alive_workers()
-        references = {rank: getattr(worker, name).remote(*args) for rank, worker in enumerate(workers)}
+        workers = self._alive_workers().items()
+        references = {rank: getattr(worker, name).remote(*args) for rank, worker in workers}
         method = RemoteMethod(name, Dispatch.ALL, phase, streaming=False, axis="")
         return self._track(Pending(self, method, None, references)).result()
 
@@ -211,7 +225,7 @@ class RayWorkerGroup:
             self._axes[axis] = dispatch.check_axis(axis, [axes.get(axis) for axes in known])
         return self._axes[axis]
 
-    def _alive_workers(self) -> list[Any]:
+    def _alive_workers(self) -> dict[int, Any]:
         if not self.workers:
             raise RuntimeError("the worker group is shut down")
         return self.workers

@@ -22,6 +22,11 @@ T = TypeVar("T")
 class Engines(Protocol):
     """All engines of a run."""
 
+    @property
+    def groups(self) -> Sequence[RayWorkerGroup]:
+        """The processes of each engine."""
+        ...
+
     def awake(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
         """Keep the engines awake inside the block, with the weights of now: those after `version` steps."""
         ...
@@ -44,6 +49,7 @@ class SharedEngines:
 
     def __init__(self, workers: RayWorkerGroup, config: WorkerConfig) -> None:
         self.workers, multi_turn = workers, config.rollout.multi_turn
+        self._groups: Sequence[RayWorkerGroup] = ()
         # A frozen tower of the policy encodes media for both, unless others than the rows give the prompts.
         self.encodes_first = config.actor.model.freeze_vision_tower and (
             multi_turn.environment is None and multi_turn.agent is None
@@ -52,9 +58,14 @@ class SharedEngines:
     @contextmanager
     def awake(self, version: int, timer: StageTimer) -> Iterator[None]:
         with timer("sync_weights"):
-            self.workers.sync_weights()
+            self.workers.sync_weights(version)
         yield
         self.workers.sleep_engine()  # not after an exception: the workers may be gone, and the run ends
+
+    @property
+    def groups(self) -> Sequence[RayWorkerGroup]:
+        self._groups = self._groups or self.workers.parts("rollout")
+        return self._groups
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         if self.encodes_first and any(prompts.non_tensor_batch["multi_modal_data"]):
@@ -82,10 +93,14 @@ class OwnEngines:
         groups: Sequence[RayWorkerGroup],
         start_another: Callable[[int], RayWorkerGroup],
     ) -> None:
-        self.workers, self.groups, self.start_another = workers, list(groups), start_another
+        self.workers, self._groups, self.start_another = workers, list(groups), start_another
         self.version: int | None = None  # of the newest published weights: the number of steps before
         self.weights: PublishedWeights | None = None  # that all engines have loaded
         self._is_compared = False
+
+    @property
+    def groups(self) -> Sequence[RayWorkerGroup]:
+        return self._groups
 
     @contextmanager
     def awake(self, version: int, timer: StageTimer) -> Iterator[None]:
@@ -119,7 +134,7 @@ class OwnEngines:
         Args:
             restarts: Number of engines that the run has started again, with this one.
         """
-        self.groups[number] = self.start_another(number + restarts * len(self.groups))
+        self._groups[number] = self.start_another(number + restarts * len(self.groups))
 
     def state(self) -> list[Any]:
         return on_all([group.rng_state for group in self.groups])

@@ -76,8 +76,7 @@ class Sampler:
                 elif unfinished[response.uid] == 0:
                     group = range(row * n, (row + 1) * n)
                     self._score(job, group, [responses[index] for index in group], columns[row])
-            if self.on_progress is not None:
-                self.on_progress(total - sum(unfinished.values()), total, "responses")
+            self.report(total - sum(unfinished.values()), total, "responses")
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
         return self._join(prompts, [responses[row] for row in range(total)], job)
 
@@ -87,6 +86,11 @@ class Sampler:
         [columns] = reward_columns(prompt)
         self._score(job, rows, responses, columns)
         return self._join(prompt, responses, job)
+
+    def report(self, done: int, total: int, unit: str) -> None:
+        """Show progress, if it is shown."""
+        if self.on_progress is not None:
+            self.on_progress(done, total, unit)
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling in which no step waits for the slowest response: steps train on the groups that are finished.
+
+Each engine has a thread that gives it prompts, takes finished responses and has it load new weights between
+two of its steps; unfinished responses continue with these. `StreamPlan` decides who begins what, and which
+groups a step has.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.config.async_training import AsyncConfig
+from verl.planning.stream_plan import StreamPlan
+from verl.protocol import DataProto
+from verl.single_controller.ray.published_weights import PublishedWeights
+from verl.trainer.metrics import Metrics, StageTimer
+from verl.trainer.rollouts.collector import Collected, RolloutCollector
+from verl.trainer.rollouts.engines import Engines
+from verl.trainer.rollouts.schedule import (
+    AHEAD_FILE,
+    in_background,
+    load_engines,
+    save_engines,
+    warn_of_dropped,
+)
+from verl.trainer.rollouts.scores import ScoredGroups, Scoring
+from verl.trainer.rollouts.stream_groups import (
+    GROUPS_FILE,
+    PROMPTS_FILE,
+    Lane,
+    OpenGroup,
+    PromptSource,
+    load_lanes,
+    save_lanes,
+)
+from verl.utils.rank_logger import get_logger
+from verl.workers.rollout.base import FinishedResponse
+
+STEPS = 16  # of an engine at once, unless a response is finished before
+
+logger = get_logger(__name__)
+
+
+class Work(NamedTuple):
+    """The next work of an engine."""
+
+    weights: PublishedWeights | None  # to load first
+    groups: list[OpenGroup]  # to begin or to continue
+
+
+class GroupStream:
+    """Steps train on the oldest finished groups, whose age has a bound; unfinished ones continue.
+
+    `Stream` and `PartialRollouts` say what the engines do while the model trains.
+
+    Args:
+        last_step: Nothing is sampled for later ones.
+    """
+
+    def __init__(
+        self, engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int
+    ) -> None:
+        self.engines, self.collector = engines, collector
+        self.is_deterministic = config.deterministic
+        numbers = list(range(len(engines.groups)))
+        parts = [[number] for number in numbers] if config.deterministic else [numbers]
+        self.lanes = [
+            Lane(
+                StreamPlan(
+                    groups_per_step=collector.quota.target // len(parts),
+                    max_staleness=config.staleness_threshold,
+                    last_step=last_step,
+                    num_engines=len(part),
+                    max_in_flight=config.max_inflight_prompts,
+                ),
+                part,
+            )
+            for part in parts
+        ]
+        self.source = PromptSource(collector.prompts, self.lanes)
+        self._changed = threading.Condition()  # guards everything below, the lanes and the source
+        self._weights: PublishedWeights | None = None  # the newest
+        self._is_resting = True  # the threads have ended, or are about to
+        self._threads: list[Future[None]] = []
+        self._num_scoring = 0  # groups
+        self._error: BaseException | None = None
+        self._sampled: list[tuple[Tensor, bool]] = []  # since the last step: scores (1, n), whether kept
+        self._idle_s = 0.0  # since the last step, mean of all engines
+
+    @contextmanager
+    def current(self, version: int, timer: StageTimer) -> Iterator[None]:
+        self.settle()
+        with self.engines.awake(version, timer):
+            self._note_loaded(version)
+            yield
+
+    def settle(self) -> None:
+        self._rest()
+        with self._changed:
+            self._wait_for(lambda: self._num_scoring == 0)
+
+    def save(self, folder: Path) -> None:
+        save_engines(self.engines, folder)
+        for groups in self._finished():
+            groups.check_storable()
+        save_lanes(self.lanes, self.source.num_batches, folder)
+
+    def load(self, folder: Path) -> None:
+        load_engines(self.engines, folder)
+        warn_of_dropped(folder, AHEAD_FILE)
+        if not (folder / PROMPTS_FILE).exists():
+            return
+        self.source.num_batches = load_lanes(self.lanes, folder)
+        for groups in self._finished():
+            self.collector.check_fits(groups, f"or delete the checkpoint's {PROMPTS_FILE} and {GROUPS_FILE}")
+
+    def _finished(self) -> Iterator[ScoredGroups]:
+        return chain.from_iterable(lane.finished.values() for lane in self.lanes)
+
+    def _note_loaded(self, version: int) -> None:
+        """Record that all engines have the weights of a version."""
+        with self._changed:
+            for lane in self.lanes:
+                lane.plan.publish(version)
+                for at in range(len(lane.engines)):
+                    lane.plan.load(at)
+
+    def _start(self, step: int) -> None:
+        with self._changed:
+            if not self._is_resting:
+                return
+            self._is_resting = False
+            for lane in self.lanes:
+                lane.plan.steps = step - 1  # a resumed run begins with a later step
+                for at in range(len(lane.engines)):
+                    self._threads.append(in_background(partial(self._drive, lane, at)))
+
+    def _rest(self) -> None:
+        """Interrupt all responses; they continue in the next step."""
+        with self._changed:
+            self._is_resting = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.result()
+        self._threads = []
+
+    def _drive(self, lane: Lane, at: int) -> None:
+        """Keep the engine at this place of its lane at work until the stream rests."""
+        with self._keeping_error():
+            self._keep_at_work(lane, at)
+
+    def _keep_at_work(self, lane: Lane, at: int) -> None:
+        engine, options = self.engines.groups[lane.engines[at]], self.collector.sampler.options
+        while (work := self._next_work(lane, at)) is not None:
+            if work.weights is not None:
+                engine.load_weights(work.weights)
+            requests = [group.request() for group in work.groups]
+            prompts = DataProto.concat(requests) if requests else None
+            self._take(lane, engine.sample(prompts, options, STEPS)[0])
+        self._keep_begun(lane, at, engine.interrupt()[0])
+
+    def _next_work(self, lane: Lane, at: int) -> Work | None:
+        """Wait for work; None if the stream is to rest."""
+        plan = lane.plan
+        with self._changed:
+            while True:
+                if self._error is not None or (self._is_resting and not self.is_deterministic):
+                    return None
+                weights = self._weights if self._may_load(lane, at) else None
+                if weights is not None:
+                    plan.load(at)
+                    self._changed.notify_all()
+                groups = self._groups(lane, at) if self._may_sample(lane) else []
+                if weights is not None or groups or (self._may_sample(lane) and plan.num_sampling(at)):
+                    return Work(weights, groups)
+                if self._is_resting:  # at a point that does not depend on time
+                    return None
+                start = time.monotonic()
+                self._changed.wait()
+                self._idle_s += (time.monotonic() - start) / len(self.engines.groups)
+
+    def _may_load(self, lane: Lane, at: int) -> bool:
+        plan = lane.plan
+        if not plan.is_outdated(at) or not self.is_deterministic:
+            return plan.is_outdated(at)
+        has_work = plan.num_sampling(at) > 0 or plan.room(at) > 0
+        return is_due(lane) or not (plan.is_ready or has_work)
+
+    def _may_sample(self, lane: Lane) -> bool:
+        return not self.is_deterministic or not (lane.plan.is_ready or is_due(lane))
+
+    def _groups(self, lane: Lane, at: int) -> list[OpenGroup]:
+        """Begin the groups that the engine has room for, and return all that it was not given yet."""
+        for _ in range(lane.plan.room(at)):
+            group, row = lane.plan.begin(at), self.source.next_row(lane)
+            opened = OpenGroup(group, row.merge({"rollout_steps": torch.tensor([group.version + 1])}))
+            lane.open[opened.uid] = opened
+        groups = [group for group in lane.sampled_by(at) if not group.is_with_engine]
+        for group in groups:
+            group.is_with_engine = True
+        return groups
+
+    def _take(self, lane: Lane, responses: Sequence[FinishedResponse]) -> None:
+        """Take finished responses, and have those groups scored that are whole now."""
+        whole: list[OpenGroup] = []
+        with self._changed:
+            for response in responses:
+                group = lane.open[response.uid]
+                group.finished[response.sample] = response
+                group.begun.pop(response.sample, None)
+                if len(group.finished) == self.collector.group_size:
+                    whole.append(group)
+                    lane.plan.score(group.id)
+            self._num_scoring += len(whole)
+            if self.is_deterministic:  # a step sees all of them or none
+                for group in whole:
+                    self._score(lane, group, *self._joined(group))
+                return
+        for group in whole:
+            in_background(partial(self._score, lane, group, *self._joined(group)))
+
+    def _joined(self, group: OpenGroup) -> tuple[DataProto, Scoring]:
+        in_order = [group.finished[sample] for sample in range(self.collector.group_size)]
+        return self.collector.sampler.join_group(group.prompt, in_order)
+
+    def _score(self, lane: Lane, group: OpenGroup, sequences: DataProto, scoring: Scoring) -> None:
+        """Wait for the scores of a group, and keep it unless the filter leaves it out."""
+        with self._keeping_error():
+            groups = ScoredGroups(sequences, scoring.result(), self.collector.group_size)
+            scores, is_kept = self.collector.judge(groups)
+            with self._changed:
+                del lane.open[group.uid]
+                lane.plan.finish(group.id, is_kept=is_kept)
+                if is_kept:
+                    lane.finished[group.id] = groups
+                self._sampled.append((scores, is_kept))
+                self._num_scoring -= 1
+                self._changed.notify_all()
+
+    def _keep_begun(self, lane: Lane, at: int, responses: Sequence[FinishedResponse]) -> None:
+        with self._changed:
+            for response in responses:
+                lane.open[response.uid].begun[response.sample] = response
+            for group in lane.sampled_by(at):
+                group.is_with_engine = False
+
+    def _next_step(self, step: int) -> Collected:
+        """Take the groups of a step, which is ready."""
+        taken = list(chain.from_iterable(lane.take() for lane in self.lanes))
+        self._changed.notify_all()
+        sampled, self._sampled = self._sampled, []
+        groups = ScoredGroups.concat(taken)
+        metrics = {
+            "async/buffer": float(self._num_finished),
+            "async/in_flight": float(sum(len(lane.open) for lane in self.lanes)),
+        }
+        metrics |= version_metrics(groups.sequences, step) | self._filter_metrics(sampled, groups)
+        batch = groups.sequences.merge({"row_ids": torch.arange(len(groups.sequences))})
+        return Collected(batch, Scoring([lambda: groups.values]), metrics)
+
+    def _is_ready(self) -> bool:
+        if all(lane.plan.is_ready for lane in self.lanes):
+            return True
+        self.collector.check_shortage([scores for scores, _ in self._sampled], self._num_finished)
+        return False
+
+    def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            if self._error is not None:
+                raise self._error
+            self._changed.wait()
+
+    @property
+    def _num_finished(self) -> int:
+        return sum(len(lane.finished) for lane in self.lanes)
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        """Leave an error of a thread to the one that collects."""
+        try:
+            yield
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+            raise
+
+    def _filter_metrics(self, sampled: Sequence[tuple[Tensor, bool]], trained: ScoredGroups) -> Metrics:
+        if self.collector.filter is None:
+            return {}
+        counts = {
+            "filter/sampled": float(len(sampled)),
+            "filter/kept": float(sum(is_kept for _, is_kept in sampled)),
+            "filter/trained": float(len(trained)),
+        }
+        return counts | self.collector.filter_metrics([scores for scores, _ in sampled], trained)
+
+
+def is_due(lane: Lane) -> bool:
+    """Return whether the engine of a deterministic lane still has to load the weights of the last step."""
+    [version] = lane.plan.loaded
+    return version < lane.plan.steps - 1
+
+
+def version_metrics(batch: DataProto, step: int) -> Metrics:
+    """Age of the weights that sampled each token, in updates, and the share of responses with several."""
+    mask = batch.batch["response_mask"].bool()  # (B, R)
+    versions = batch.batch["rollout_versions"]  # (B, R)
+    staleness = (step - 1 - versions[mask]).float()
+    newest = versions.masked_fill(~mask, -1).amax(-1)  # (B,)
+    oldest = torch.where(mask, versions, newest.unsqueeze(-1)).amin(-1)  # (B,)
+    return {
+        "async/staleness_mean": staleness.mean().item(),
+        "async/staleness_max": staleness.max().item(),
+        "async/partial_rate": (newest > oldest).float().mean().item(),
+    }
