@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
+from statistics import fmean
 
 import pytest
 from transformers import AutoConfig
@@ -19,8 +21,9 @@ from verl.planning.model_sizes import read_shape
 from verl.planning.planned_run import planned_ppo
 from verl.planning.report import with_options
 from verl.planning.speed import operations
-from verl.planning.speed.advice import MIN_GAIN, advise
+from verl.planning.speed.advice import MIN_GAIN, advise, problems_of
 from verl.planning.speed.cluster import parse_cluster
+from verl.planning.speed.modes import compare_modes, drawn_lengths
 from verl.planning.speed.step_time import Predictor
 from verl.planning.speed.workload import PassWork, Responses
 
@@ -234,3 +237,39 @@ def test_a_wrong_switch_is_named(tmp_path, arguments, reason):
 
     assert done.returncode == 2
     assert reason in done.stderr
+
+
+def sampling_config(changes):
+    return on_gpus({"trainer.n_gpus_per_node": 4, "data.rollout_batch_size": 64} | changes)
+
+
+def test_modes_are_compared_on_the_same_number_of_gpus_and_the_fastest_of_each_is_kept():
+    config = sampling_config({"data.max_response_length": 8192})
+    now, *others = compare_modes(config, predictor(response=1000), planner())
+
+    assert (now.mode, now.changes) == ("off", {})
+    assert {other.mode for other in others} == {"partial", "one_step_off", "stream"}
+    assert [other.rate for other in others] == sorted((other.rate for other in others), reverse=True)
+    for other in others:
+        changes = other.changes
+        trained = changes["trainer.nnodes"] * changes["trainer.n_gpus_per_node"]
+        assert trained + changes["trainer.n_gpus_for_rollout"] == 4
+        assert changes["worker.hybrid_engine"] == (other.mode == "partial")
+        assert problems_of(with_options(config, changes)) <= problems_of(config)
+
+
+def test_partial_rollouts_gain_with_long_tails_and_nothing_where_all_responses_are_equally_long():
+    def gain(mean, maximum):
+        config = sampling_config({"data.max_response_length": maximum})
+        now, *others = compare_modes(config, predictor(response=mean), planner())
+        return next(other.rate / now.rate for other in others if other.mode == "partial")
+
+    assert gain(500, 16384) > 1.1
+    assert gain(4096, 4096) < 1.05
+
+
+def test_drawn_lengths_have_the_mean_that_is_asked_for():
+    lengths = list(islice(drawn_lengths(Responses(300, 1000)), 20_000))
+
+    assert fmean(lengths) == pytest.approx(300, rel=0.03)
+    assert max(lengths) <= 1000

@@ -28,9 +28,9 @@ class Advice:
     changes: Changes
     seconds: float
 
-    @property
-    def text(self) -> str:
-        return " ".join(f"{key}={str(value).lower()}" for key, value in self.changes.items())
+
+def text_of(changes: Changes) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
 
 
 def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
@@ -39,10 +39,10 @@ def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
     best: dict[tuple[str, ...], Advice] = {}
     # A change may leave phases that do not fit and problems as they are, but must not add to them.
     unfit = {phase.name for phase in plan(config).misfits()}
-    problems = _problems(config)
+    problems = problems_of(config)
     for changes in _candidates(config, predict):
         changed = with_options(config, changes)
-        if not _problems(changed) <= problems:
+        if not problems_of(changed) <= problems:
             continue
         advice, name = Advice(changes, predict(changed).seconds), tuple(changes)
         is_best = name not in best or advice.seconds < best[name].seconds
@@ -52,7 +52,8 @@ def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
     return sorted(best.values(), key=lambda advice: advice.seconds)
 
 
-def _problems(config: RunTree) -> set[str]:
+def problems_of(config: RunTree) -> set[str]:
+    """Return the rules that a config breaks."""
     try:
         check_config(config)
     except ConfigError as error:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted step of `--dry-run` as text: its phases, and options that would shorten it."""
+"""The predicted step of `--dry-run` as text: its phases, options that would shorten it, other modes."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from verl.config.ppo import PPOConfig
 from verl.config.trainer import RunTree
 from verl.planning.memory_plan import Planner
-from verl.planning.speed.advice import Advice, advise
+from verl.planning.speed.advice import Advice, advise, text_of
+from verl.planning.speed.modes import ModeTime, compare_modes
 from verl.planning.speed.step_time import PhaseTime, Predictor, StepTime
 from verl.planning.step_plan import PlanLine, table
 
@@ -29,12 +31,35 @@ def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
         + table(lines)
         + "  not included: validation, waiting for rewards; an estimate, see docs/predicted_step.md\n"
         + "".join(_advice(advice, step) for advice in advise(config, predict, plan)[:SHOWN_ADVICE])
+        + _modes_text(config, predict, plan)
+    )
+
+
+def _modes_text(config: Any, predict: Predictor[Any], plan: Planner[Any]) -> str:
+    """Format what other modes of sampling would change; empty for a run that does not train on samples."""
+    if not isinstance(config, PPOConfig) or config.trainer.val_only:
+        return ""
+    now, *others = compare_modes(config, predict, plan)
+    if not others:
+        return ""
+    rates = [
+        f"    {other.rate / now.rate:.2f} x: {text_of(other.changes)}{_idle(other)}\n" for other in others
+    ]
+    return (
+        f"  simulated with mode={now.mode}: {now.rate:.0f} response tokens a second{_idle(now)}; others:\n"
+        + "".join(rates)
+    )
+
+
+def _idle(time: ModeTime) -> str:
+    return (
+        f" (engines idle {100 * time.run.idle_sampling:.0f} %, training {100 * time.run.idle_training:.0f} %)"
     )
 
 
 def _advice(advice: Advice, step: StepTime) -> str:
     change = 100 * advice.seconds / step.seconds - 100
-    return f"  shorter: {advice.text}: {advice.seconds:.1f} s, {change:.0f} %\n"
+    return f"  shorter: {text_of(advice.changes)}: {advice.seconds:.1f} s, {change:.0f} %\n"
 
 
 def _line(phase: PhaseTime, step: StepTime) -> PlanLine:

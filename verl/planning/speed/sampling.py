@@ -59,37 +59,65 @@ def sampling_time(
     responses, sequences = lengths.responses, engine.prompts * options.n
     in_cache = int(room / (token * (lengths.prompt / options.n + responses.mean)))
     at_once = max(1, min(sequences, in_cache, options.sequences_at_once(on_gpu=True)))
-    active = (text.layers * layer_weights(text) + policy.head) / ranks
-    dense = (policy.params - policy.text.layers * (text.params - layer_weights(text))) / ranks
-    totals = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)
+    totals: dict[str, float] = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)
     for steps, running, context in _schedule(sequences, at_once, lengths):
-        # In a mixture the running tokens spread over the experts.
-        touched = min(engine.weights(policy), number * dense * _spread(policy, running))
-        weights = touched / cluster.memory
-        flops = 2 * active * running / cluster.products
-        totals["weights"] += steps * weights
-        totals["products"] += steps * max(0.0, flops - weights)
-        totals["cache"] += steps * running * token * context / cluster.memory
-        sampler = running * SAMPLER_BYTES * policy.vocab / ranks / cluster.memory
-        totals["engine"] += steps * (STEP_SECONDS + SEQUENCE_SECONDS * running + sampler)
-        if options.enforce_eager:
-            layer = EAGER_LAYER_SECONDS + ADAPTER_LAYER_SECONDS * has_adapters
-            totals["engine"] += steps * layer * text.layers
-        if ranks > 1:
-            moved = 2 * running * text.hidden * number * (ranks - 1) / ranks / cluster.link(ranks)
-            totals["reduces"] += steps * 2 * text.layers * (REDUCE_SECONDS + moved)
-    prompts, images = _prompts(engine, policy, lengths, cluster, active)
+        parts = decoding_step(engine, policy, cluster, running, context, has_adapters=has_adapters)
+        for name, seconds in parts.items():
+            totals[name] += steps * seconds
+    prompts, images = _prompts(engine, policy, lengths, cluster)
     totals["engine"] += images
     return SamplingTime(prompts, **totals, at_once=at_once)
 
 
+def decoding_step(
+    engine: PlannedEngine,
+    policy: ModelShape,
+    cluster: Cluster,
+    running: float,
+    context: float,
+    *,
+    has_adapters: bool = False,
+) -> dict[str, float]:
+    """Predict the seconds of one token of all running sequences, with a mean context, by cause."""
+    options, text, number = engine.options, policy.text, engine.number
+    ranks = options.tensor_parallel_size
+    dense = (policy.params - text.layers * (text.params - layer_weights(text))) / ranks
+    # In a mixture the running tokens spread over the experts.
+    touched = min(engine.weights(policy), number * dense * _spread(policy, running))
+    weights = touched / cluster.memory
+    flops = 2 * _active(engine, policy) * running / cluster.products
+    token = cache_bytes_per_token(text, number) / min(ranks, text.kv_heads)
+    sampler = running * SAMPLER_BYTES * policy.vocab / ranks / cluster.memory
+    layer = EAGER_LAYER_SECONDS + ADAPTER_LAYER_SECONDS * has_adapters if options.enforce_eager else 0.0
+    reduces = 0.0
+    if ranks > 1:
+        moved = 2 * running * text.hidden * number * (ranks - 1) / ranks / cluster.link(ranks)
+        reduces = 2 * text.layers * (REDUCE_SECONDS + moved)
+    return {
+        "weights": weights,
+        "cache": running * token * context / cluster.memory,
+        "products": max(0.0, flops - weights),
+        "reduces": reduces,
+        "engine": STEP_SECONDS + SEQUENCE_SECONDS * running + sampler + layer * text.layers,
+    }
+
+
+def _active(engine: PlannedEngine, policy: ModelShape) -> float:
+    """Weights of a rank that one token is multiplied by."""
+    text = policy.text
+    return (text.layers * layer_weights(text) + policy.head) / engine.options.tensor_parallel_size
+
+
 def _prompts(
-    engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster, active: float
+    engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster
 ) -> tuple[float, float]:
     """Seconds of the prompts' products, each prompt once, and of processing their images."""
     tokens, ranks = engine.prompts * lengths.prompt, engine.options.tensor_parallel_size
     pairs = engine.prompts * lengths.prompt**2 / 2
-    flops = 2 * active * tokens + 4 * policy.text.layers * policy.text.heads * policy.text.head_dim * pairs
+    flops = (
+        2 * _active(engine, policy) * tokens
+        + 4 * policy.text.layers * policy.text.heads * policy.text.head_dim * pairs
+    )
     images = 0.0
     if policy.tower is not None:
         media = MEDIA_SHARE * tokens

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Discrete-event simulation of sampling and training: seconds of a run in each mode of `trainer.async`.
+
+The `StreamPlan` of real runs decides who begins what and which groups a step has; engines, trainer and clock
+are simulated, from one completed response, or step, to the next.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from verl.planning.stream_plan import GroupId, StreamPlan
+
+DONE = 1e-6  # tokens that a finished response may lack by rounding
+
+
+@dataclass(frozen=True)
+class Order:
+    """When a mode samples.
+
+    Attributes:
+        in_turn: Engines stop while the model trains.
+        in_batches: An engine begins the prompts of a step at once, and takes new weights between them.
+        staleness: Of groups, in updates; None is `trainer.async_training.staleness_threshold`.
+    """
+
+    in_turn: bool = False
+    in_batches: bool = False
+    staleness: int | None = None
+
+
+ORDERS: Mapping[str, Order] = {
+    "off": Order(in_turn=True, staleness=0),
+    "partial": Order(in_turn=True),
+    "one_step_off": Order(in_batches=True, staleness=1),
+    "stream": Order(),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of the parts of a run, measured or predicted.
+
+    Attributes:
+        decoding: Seconds of a step of an engine, by the number of responses that it samples.
+        at_once: Responses that an engine samples at once; others wait.
+        prompt_token: Seconds of reading a token of a prompt, or again of a response that continues.
+        training: Seconds of a step, from its scores to its new weights.
+        loading: Seconds of taking new weights, in which an engine samples nothing.
+    """
+
+    decoding: Callable[[int], float]
+    prompt_token: float
+    training: float
+    loading: float
+    at_once: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class SimulatedWork:
+    """The samples of a run; `length` draws the tokens of a response."""
+
+    groups_per_step: int
+    group_size: int
+    prompt_tokens: float
+    length: Callable[[], float]
+    steps: int
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """The course of a simulated run; shares are those of its seconds, the engines' in the mean."""
+
+    seconds: float
+    tokens: float  # of responses
+    idle_sampling: float
+    idle_training: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens of responses per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class _Engine:
+    costs: Costs
+    prompt_tokens: float
+    position: float = 0.0  # tokens that a response would have that it had sampled from the start
+    # a heap: where each response ends and where it began
+    running: list[tuple[float, float, GroupId]] = field(default_factory=list)
+    waiting: deque[tuple[float, GroupId]] = field(default_factory=deque)  # length of each response
+    delay: float = 0.0  # seconds until it samples: it loads weights or reads prompts
+    idle: float = 0.0  # seconds so far
+
+    def begin(self, group: GroupId, lengths: list[float]) -> None:
+        self.delay += self.costs.prompt_token * self.prompt_tokens
+        self.waiting.extend((length, group) for length in lengths)
+        self._fill()
+
+    def load(self, groups: int) -> None:
+        """Take new weights, and read again the groups that continue with them."""
+        tokens = sum(self.position - begun for _, begun, _ in self.running)
+        self.delay += self.costs.loading + self.costs.prompt_token * (self.prompt_tokens * groups + tokens)
+
+    def next_end(self) -> float:
+        """Seconds until its next response is complete."""
+        if not self.running:
+            return math.inf
+        return self.delay + (self.running[0][0] - self.position) * self.costs.decoding(len(self.running))
+
+    def advance(self, seconds: float) -> list[GroupId]:
+        """Sample so long; return the group of each completed response."""
+        waited = min(seconds, self.delay)
+        self.delay -= waited
+        seconds -= waited
+        if not self.running:
+            self.idle += seconds
+            return []
+        self.position += seconds / self.costs.decoding(len(self.running))
+        complete: list[GroupId] = []
+        while self.running and self.running[0][0] <= self.position + DONE:
+            complete.append(heappop(self.running)[2])
+        self._fill()
+        return complete
+
+    def _fill(self) -> None:
+        while self.waiting and len(self.running) < self.costs.at_once:
+            length, group = self.waiting.popleft()
+            heappush(self.running, (self.position + length, self.position, group))
+
+
+class _Figures(NamedTuple):
+    """Totals of a run so far: seconds, tokens, idle seconds of both sides."""
+
+    seconds: float
+    tokens: float
+    idle_sampling: float
+    idle_training: float
+
+    def since(self, before: "_Figures") -> SimulatedRun:
+        seconds, tokens, *idle = (now - then for now, then in zip(self, before, strict=True))
+        return SimulatedRun(seconds, tokens, *(each / seconds for each in idle))
+
+
+def simulate(
+    mode: str,
+    work: SimulatedWork,
+    costs: Costs,
+    *,
+    engines: int,
+    staleness: int = 1,
+    max_in_flight: int | None = None,
+    warm_up: int = 0,
+) -> SimulatedRun:
+    """Simulate a whole run, or the middle of a longer one.
+
+    Args:
+        mode: A name in `ORDERS`.
+        staleness: `trainer.async_training.staleness_threshold`.
+        max_in_flight: `trainer.async_training.max_inflight_prompts`.
+        warm_up: Steps before those of the figures; as many would follow.
+    """
+    order = ORDERS[mode]
+    bound = staleness if order.staleness is None else order.staleness
+    last = warm_up + work.steps
+    plan = StreamPlan(work.groups_per_step, bound, last + warm_up, engines, max_in_flight)
+    all_engines = [_Engine(costs, work.prompt_tokens) for _ in range(engines)]
+    unfinished: Counter[GroupId] = Counter()
+    tokens_of: dict[GroupId, float] = {}
+    now = idle_training = tokens = 0.0
+    before = _Figures(0.0, 0.0, 0.0, 0.0)
+    trained_at = math.inf  # when the running step ends
+    may_begin = set(range(engines))  # whose room may have grown
+    may_be_ready = False
+    while True:
+        is_training = trained_at < math.inf
+        is_sampling = not (order.in_turn and is_training)
+        for at in sorted(may_begin) if is_sampling else ():
+            engine = all_engines[at]
+            if plan.is_outdated(at) and not (order.in_batches and engine.running):
+                plan.load(at)
+                engine.load(plan.num_sampling(at))
+            for _ in range(_room(plan, at, order)):
+                group = plan.begin(at)
+                lengths = [work.length() for _ in range(work.group_size)]
+                tokens_of[group] = sum(lengths)
+                unfinished[group] = work.group_size
+                engine.begin(group, lengths)
+        if is_sampling:
+            may_begin.clear()
+        if not is_training and may_be_ready and plan.is_ready:
+            tokens += sum(tokens_of.pop(group) for group in plan.next_groups())
+            trained_at = now + costs.training
+            may_begin.update(range(engines))
+            continue
+        may_be_ready = False
+        ends = [engine.next_end() for engine in all_engines] if is_sampling else []
+        seconds = min([trained_at - now, *ends])
+        assert seconds < math.inf, "sampling waits for training, which waits for sampling"
+        now += seconds
+        idle_training += 0.0 if is_training else seconds
+        for at, engine in enumerate(all_engines):
+            if not is_sampling:
+                engine.idle += seconds
+                continue
+            for group in engine.advance(seconds):
+                unfinished[group] -= 1
+                if unfinished[group] == 0:
+                    plan.finish(group)
+                    may_begin.add(at)
+                    may_be_ready = True
+        if now >= trained_at:
+            trained_at, may_be_ready = math.inf, True
+            plan.publish(plan.steps)
+            may_begin.update(range(engines))
+            if plan.steps in (warm_up, last):
+                idle = sum(engine.idle for engine in all_engines) / engines
+                figures = _Figures(now, tokens, idle, idle_training)
+                if plan.steps == last:
+                    return figures.since(before)
+                before = figures
+
+
+def _room(plan: StreamPlan, at: int, order: Order) -> int:
+    """Return the number of groups that an engine begins now."""
+    room = plan.room(at)
+    if not order.in_batches:
+        return room
+    # its share of the next step, once it has finished that of the one before and the step has begun
+    share = (
+        plan.groups_per_step * (at + 1) // plan.num_engines - plan.groups_per_step * at // plan.num_engines
+    )
+    is_due = plan.num_begun < (plan.steps + 1) * plan.groups_per_step and plan.num_sampling(at) == 0
+    return min(room, share) if is_due else 0
