@@ -357,6 +357,20 @@ def test_a_daemon_ends_though_its_guardian_has_no_time_to_end_it():
     wait_until_gone(daemon)
 
 
+def test_a_daemon_ends_though_its_guardian_was_killed():
+    child, other = ChildProcess.start(start_daemon), ChildProcess.start(start_daemon)
+    daemon, of_other = child.connection.recv(), other.connection.recv()
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until_ended(child.pid)
+    assert is_there(daemon)
+
+    assert child.kill() == -signal.SIGKILL
+
+    wait_until_gone(daemon)
+    assert is_there(of_other)
+    other.kill()
+
+
 def test_a_daemon_of_a_fresh_interpreter_ends_when_the_controller_is_killed():
     code = """
 import time

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ STACK_SIGNAL = signal.SIGUSR1  # answered in C, even inside an endless regular e
 STACK_WAIT_S = 1.0
 KILL_WAIT_S = 2.0  # for a guardian to end what it guards
 CLEAN_LOOKS = 2  # at all processes, of which one misses a process that changes its parent at that moment
+FAMILY = "VERL_PROCESS_FAMILY"  # in the environment: each fresh interpreter above a process, by its own word
 GUARDED = (signal.SIGCHLD, signal.SIGTERM, STACK_SIGNAL)  # signals that a guardian waits for
 FIRST_TO_KILL = "1000"  # the kernel's out-of-memory score of a process to kill before all others
 # A process forked while another thread starts a program would keep open the pipe on which that thread waits
@@ -91,12 +93,17 @@ class ChildProcess:
     """
 
     def __init__(
-        self, pid: int, connection: Connection, reap: Callable[[], int], report: IO[bytes] | None = None
+        self,
+        pid: int,
+        connection: Connection,
+        reap: Callable[[], int],
+        report: IO[bytes] | None = None,
+        word: str = "",
     ) -> None:
         self.pid, self.connection = pid, connection  # on Linux a fresh interpreter's guardian
         self.parent_pid = os.getpid()
         self.exit_code: int | None = None
-        self._reap, self._report = reap, report
+        self._reap, self._report, self._word = reap, report, word
 
     @classmethod
     def fork(cls, serve: Serve) -> "ChildProcess":
@@ -119,18 +126,20 @@ class ChildProcess:
         handles = [theirs.fileno(), report.fileno()]
         label = getattr(serve, "func", serve).__module__  # says in `ps` what the process does
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        word = uuid.uuid4().hex
+        family = f"{os.environ.get(FAMILY, '')}:{word}"
         with STARTING:
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *map(str, [*handles, os.getpid()]), label],
                 stdin=subprocess.DEVNULL,
                 pass_fds=handles,
                 start_new_session=True,  # Ctrl-C does not reach it
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": path, FAMILY: family},
             )
         theirs.close()
         with suppress(BrokenPipeError):  # it died at once, as its exit code says
             ours.send_bytes(task)
-        return cls(process.pid, ours, process.wait, report)
+        return cls(process.pid, ours, process.wait, report, word)
 
     def stacks(self) -> str:
         """Ask a fresh interpreter for the Python stacks of its threads."""
@@ -168,6 +177,7 @@ class ChildProcess:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _end_group(self) -> None:
+        is_guarded = not self.has_ended()
         for number in (signal.SIGTERM, signal.SIGCONT):  # the guardian ends all that was started, then itself
             os.kill(self.pid, number)
         end = time.monotonic() + KILL_WAIT_S
@@ -175,6 +185,8 @@ class ChildProcess:
             time.sleep(0.002)
         _kill_below(self.pid)  # while the guardian lives, whatever loses its parent stays below it
         os.killpg(self.pid, signal.SIGKILL)
+        if not is_guarded:  # the guardian may have been killed itself, and its orphans are anywhere
+            _kill_until_gone(partial(_family, self._word))
 
     def _read_report(self, start: int) -> str:
         assert self._report is not None, "a forked process writes no report"
@@ -183,15 +195,29 @@ class ChildProcess:
 
 def _kill_below(pid: int) -> None:
     """Kill everything below a process that adopts orphans; without `/proc` nothing is found."""
+    _kill_until_gone(partial(_below, pid))
+
+
+def _kill_until_gone(find: Callable[[], set[int]]) -> None:
     killed: set[int] = set()
     num_clean = 0
     while num_clean < CLEAN_LOOKS:
-        new = _below(pid) - killed
+        new = find() - killed
         for each in new:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         killed |= new
         num_clean = 0 if new else num_clean + 1
+
+
+def _family(word: str) -> set[int]:
+    """Return the living processes with a word in `FAMILY` of their environment."""
+    found: set[int] = set()
+    for pid, _ in _living_processes():
+        with suppress(OSError):  # it has ended, or is not ours
+            if word.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    return found
 
 
 def _below(pid: int) -> set[int]:
