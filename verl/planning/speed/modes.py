@@ -48,12 +48,11 @@ def compare_modes(
     best: dict[str, ModeTime] = {}
     allowed = problems_of(config)
     for changes, cluster in _candidates(config.trainer, predict.cluster):
-        changed = with_options(config, changes)
-        if not problems_of(changed) <= allowed or plan(changed).misfits():
+        mode, changed = str(changes[MODE]), with_options(config, changes)
+        if mode == now.mode or not problems_of(changed) <= allowed or plan(changed).misfits():
             continue
-        mode = str(changes[MODE])
         found = ModeTime(mode, changes, *_simulated(changed, replace(predict, cluster=cluster)))
-        if mode != now.mode and (mode not in best or best[mode].rate < found.rate):
+        if mode not in best or best[mode].rate < found.rate:
             best[mode] = found
     return [now, *sorted(best.values(), key=lambda found: -found.rate)]
 
