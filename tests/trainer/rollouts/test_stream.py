@@ -251,9 +251,9 @@ def test_a_filter_that_leaves_out_everything_ends_the_run(reward_manager):
 
 @BOTH
 def test_an_error_of_an_engine_reaches_the_step(reward_manager, kind):
-    schedule, engines = start(reward_manager, kind)
+    schedule, engines = start(reward_manager, kind, engines=1)
     schedule.collect(1, StageTimer())
-    engines.groups[1].error = RuntimeError("the sampling process is gone")
+    engines.groups[0].error = RuntimeError("the sampling process is gone")
 
     with pytest.raises(RuntimeError, match="the sampling process is gone"):
         for step in range(2, LAST + 1):
@@ -261,7 +261,7 @@ def test_an_error_of_an_engine_reaches_the_step(reward_manager, kind):
 
 
 def test_partial_rollouts_stop_sampling_once_the_step_has_its_groups(reward_manager):
-    schedule, engines = start(reward_manager, PartialRollouts, staleness_threshold=2)
+    schedule, engines = start(reward_manager, PartialRollouts, deterministic=True, staleness_threshold=2)
 
     steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
 
@@ -272,30 +272,31 @@ def test_partial_rollouts_stop_sampling_once_the_step_has_its_groups(reward_mana
 
 
 def test_a_lost_engine_of_partial_rollouts_ends_the_run(reward_manager):
-    schedule, engines = start(reward_manager, PartialRollouts, max_engine_restarts=3)
+    schedule, engines = start(reward_manager, PartialRollouts, engines=1, max_engine_restarts=3)
     schedule.collect(1, StageTimer())
     engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
 
     with pytest.raises(WorkerError, match="rank 0 died"):
-        schedule.collect(2, StageTimer())
+        for step in range(2, LAST + 1):
+            schedule.collect(step, StageTimer())
     assert not engines.replaced
 
 
 def test_the_prompts_of_a_lost_engine_are_sampled_by_the_one_that_takes_its_place(reward_manager):
-    schedule, engines = start(reward_manager, staleness_threshold=2, max_engine_restarts=1)
+    schedule, engines = start(reward_manager, engines=1, staleness_threshold=2, max_engine_restarts=1)
     numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
-    engines.groups[1].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+    engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
 
     steps = [schedule.collect(step, StageTimer()) for step in range(2, LAST + 1)]
 
     numbers += [number for one in steps for number in numbers_of(one.batch)]
     assert sorted(numbers) == list(range(LAST * PROMPTS))
-    assert engines.replaced == [(1, 1)]
+    assert engines.replaced == [(0, 1)]
     assert steps[-1].metrics["async/engine_restarts"] == 1.0
 
 
 def test_the_run_ends_after_as_many_restarts_of_engines_as_are_allowed(reward_manager):
-    schedule, engines = start(reward_manager, max_engine_restarts=0)
+    schedule, engines = start(reward_manager, engines=1, max_engine_restarts=0)
     schedule.collect(1, StageTimer())
     engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
 
