@@ -22,6 +22,7 @@ OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1"]
 AHEAD = [*OWN, "trainer.async.mode=one_step_off"]
 STREAM = [*OWN, "trainer.async.mode=stream", "trainer.async.deterministic=true"]
 PARTIAL = ["trainer.async.mode=partial", "trainer.async.deterministic=true"]
+ADAPTERS = ["worker.actor.model.lora.rank=4", "worker.rollout.lora_sync=adapter"]
 HALF = 2  # steps
 
 
@@ -54,11 +55,18 @@ def cores(number):
         os.sched_setaffinity(0, usable)
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["worker.rollout.name=hf"], id="hf"),
+        pytest.param(["worker.rollout.name=vllm"], marks=pytest.mark.slow, id="vllm"),
+        pytest.param(ADAPTERS, id="adapters"),
+    ],
+)
 def test_sampling_in_turn_in_other_processes_equals_sampling_in_the_same_bit_for_bit(
-    engine, arguments, tmp_path
+    options, arguments, tmp_path
 ):
-    arguments = [*arguments, f"worker.rollout.name={engine}"]
+    arguments = [*arguments, *options]
 
     with cores(1):  # two processes on two cores have a thread each, and sums depend on the number of threads
         shared = train(tmp_path / "shared", *arguments)

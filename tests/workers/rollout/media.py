@@ -75,6 +75,17 @@ def media_log_probs(model, processor, request, response_ids, temperature=1.0):
     )  # fmt: skip
 
 
+def media_references(models, processor, requests, temperature=1.0):
+    """A function for each model, for `largest_difference_by_version`."""
+    by_uid = {request.uid: request for request in requests}
+    return [
+        lambda response, model=model: media_log_probs(
+            model, processor, by_uid[response.uid], response.token_ids, temperature
+        )
+        for model in models
+    ]
+
+
 def largest_media_difference(model, processor, requests, responses, temperature=1.0):
     by_uid = {request.uid: request for request in requests}
     differences = {

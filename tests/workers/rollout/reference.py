@@ -68,3 +68,36 @@ def largest_difference(model, requests, responses, temperature=1.0):
         expected = reference_log_probs(model, prompts[response.uid], response.token_ids, temperature)
         differences.append((torch.tensor(response.log_probs) - expected).abs().max())
     return max(differences).item()
+
+
+def largest_difference_by_version(responses, log_probs):
+    """Between each token's log-prob and that of the weights of its version, after all tokens before it.
+
+    `log_probs` has a function for each version, which returns those of a response by the reference.
+    """
+    differences = []
+    for response in responses.values():
+        assert len(response.versions) == len(response.token_ids) == len(response.log_probs)
+        by_version = torch.stack([reference(response) for reference in log_probs])  # (V, R)
+        expected = by_version[response.versions, range(len(response.versions))]
+        differences.append((torch.tensor(response.log_probs) - expected).abs().max())
+    return max(differences).item()
+
+
+def text_references(models, requests, temperature=1.0):
+    """A function for each model, for `largest_difference_by_version`."""
+    prompts = {request.uid: request.prompt_token_ids for request in requests}
+    return [
+        lambda response, model=model: reference_log_probs(
+            model, prompts[response.uid], response.token_ids, temperature
+        )
+        for model in models
+    ]
+
+
+def finish(sampling):
+    """All responses that are being sampled, by (uid, sample)."""
+    found = []
+    while sampling.engine.num_unfinished:
+        found += sampling.step(100)
+    return {(response.uid, response.sample): response for response in found}

@@ -5,16 +5,17 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.workers.rollout.reference import (
     change_weights,
     collect,
+    finish,
     hub_tensors,
+    largest_difference_by_version,
     load_model,
-    reference_log_probs,
     rollout_config,
     setup_of,
+    text_references,
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
@@ -48,30 +49,10 @@ def sampling(engine_and_models):
     return ContinuedSampling(engine)
 
 
-def finish(sampling):
-    found = []
-    while sampling.engine.num_unfinished:
-        found += sampling.step(100)
-    return {(response.uid, response.sample): response for response in found}
-
-
 def take_weights(sampling, models, version):
     with sampling.interrupted(version):
         sampling.engine.sync_weights(hub_tensors(models[version]))
         sampling.engine.wake()
-
-
-def check_log_probs(models, requests, responses, temperature=0.8):
-    """Each token's log-prob is that of the weights of its version, after all tokens before it."""
-    prompts = {request.uid: request.prompt_token_ids for request in requests}
-    for response in responses.values():
-        assert len(response.versions) == len(response.token_ids) == len(response.log_probs)
-        by_version = [
-            reference_log_probs(model, prompts[response.uid], response.token_ids, temperature)
-            for model in models
-        ]
-        expected = torch.stack([by_version[version][at] for at, version in enumerate(response.versions)])
-        assert (torch.tensor(response.log_probs) - expected).abs().max() < 1e-4
 
 
 def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(engine_and_models, sampling):
@@ -98,7 +79,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(engine_and_m
     }
     assert {response.finish_reason for response in found.values()} == {"length"}
     assert len(found) == 12
-    check_log_probs(models, requests, found)
+    assert largest_difference_by_version(found, text_references(models, requests, 0.8)) < 1e-4
 
 
 def test_responses_continue_in_another_engine_after_an_interruption(engine_and_models, sampling):
@@ -127,7 +108,7 @@ def test_responses_continue_in_another_engine_after_an_interruption(engine_and_m
     }
     assert {tuple(found["prompt 1", sample].versions) for sample in range(3)} == {(0,) * 4 + (1,) * 20}
     assert len(found) == 9
-    check_log_probs(models, requests, found)
+    assert largest_difference_by_version(found, text_references(models, requests, 0.8)) < 1e-4
 
 
 def test_an_interruption_before_the_first_token_changes_nothing(engine_and_models, sampling):

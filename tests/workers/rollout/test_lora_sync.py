@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in vLLM, as adapters and folded into its weights, against transformers with peft's layers."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.workers.rollout.reference import (
+    OPTIONS,
     collect,
+    finish,
     largest_difference,
+    largest_difference_by_version,
     load_model,
     rollout_config,
     setup_of,
+    text_references,
     text_requests,
 )
 from verl.models.hub_names import HubNames
 from verl.models.lora import adapted_layers, adapted_parameters, attach_adapters
 from verl.models.lora_weights import AdapterConfig, fold, is_adapter
 from verl.models.tiny import save_tiny_model
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.lora_sync import engine_adapter
 
@@ -23,6 +31,7 @@ pytestmark = pytest.mark.heavy
 
 LANGUAGE = r"model\.language_model\..*|model\.layers\..*"
 CONFIG = AdapterConfig(rank=4, alpha=6, target_modules=LANGUAGE)
+WHOLE = replace(OPTIONS, ignore_eos=True)  # responses of 24 tokens
 
 
 def adapted(path, config=CONFIG):
@@ -75,6 +84,23 @@ def test_an_engine_that_serves_adapters_has_the_log_probs_of_each(served):
 
         assert largest_difference(model, text_requests(), responses) < 1e-4
         assert largest_difference(base, text_requests(), responses) > 0.1
+
+
+def test_a_response_continues_with_other_adapters(served):
+    engine, model, _ = served
+    sampling, models = ContinuedSampling(engine), []
+    for version in (0, 1, 2):
+        with sampling.interrupted(version):
+            engine.sync_adapter(move(model, seed=version))
+        models.append(deepcopy(model))
+        if version == 0:
+            sampling.submit(text_requests(), WHOLE)
+        sampling.step(5)
+
+    found = finish(sampling)
+
+    assert {tuple(response.versions) for response in found.values()} == {(0,) * 5 + (1,) * 5 + (2,) * 14}
+    assert largest_difference_by_version(found, text_references(models, text_requests())) < 1e-4
 
 
 def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_process):

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM engine on images and videos."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoProcessor
 
-from tests.workers.rollout.media import embedded, largest_media_difference, media_requests
+from tests.workers.rollout.media import (
+    embedded,
+    largest_media_difference,
+    media_references,
+    media_requests,
+)
 from tests.workers.rollout.reference import (
     change_weights,
     collect,
+    finish,
     hub_tensors,
+    largest_difference_by_version,
     load_model,
     rollout_config,
     setup_of,
@@ -19,6 +27,7 @@ from tests.workers.rollout.reference import (
 from verl.data.media.loader import DecodedMedia
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.vllm_sleep import loose_tensors
@@ -63,6 +72,26 @@ def test_features_give_the_log_probs_of_their_pixels_after_each_sync(family):
 
         largest, differences = largest_media_difference(model, processor, requests, responses)
         assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_response_to_media_continues_with_other_weights(family, is_frozen):
+    engine, model, processor = family
+    requests = media_requests(processor.tokenizer)
+    sampling, models = ContinuedSampling(engine), [deepcopy(model), deepcopy(model)]
+    change_weights(models[1].model.language_model if is_frozen else models[1], seed=6)
+    given = [embedded(model, processor, request) for request in requests] if is_frozen else requests
+    for version, its in enumerate(models):
+        with sampling.interrupted(version):
+            engine.sync_weights(hub_tensors(its))
+        if version == 0:
+            sampling.submit(given, SamplingOptions(n=2, max_tokens=12, ignore_eos=True))
+            sampling.step(5)
+
+    found = finish(sampling)
+
+    assert {tuple(response.versions) for response in found.values()} == {(0,) * 5 + (1,) * 7}
+    assert largest_difference_by_version(found, media_references(models, processor, requests)) < 1e-4
 
 
 def test_a_frozen_tower_stays_from_the_first_sync(family):

@@ -2,6 +2,7 @@
 """vLLM engines on several ranks: independent ones, and one cut over a tensor-parallel group."""
 
 import os
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,18 @@ from tests.helpers.distributed import run_distributed
 from tests.workers.rollout.reference import (
     change_weights,
     collect,
+    finish,
     hub_tensors,
     largest_difference,
+    largest_difference_by_version,
     load_model,
     rollout_config,
     setup_of,
+    text_references,
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
+from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
@@ -28,7 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def roll_out(rank, world_size, path, tp_size):
-    """What one rank sampled in two rollouts, and how far its log-probs are from the model's."""
+    """What one rank sampled in three rollouts, and how far its log-probs are from the model's."""
     engine = build_rollout_engine(
         rollout_config(tensor_parallel_size=tp_size), setup_of(path, dp_rank=rank // tp_size)
     )
@@ -44,9 +49,26 @@ def roll_out(rank, world_size, path, tp_size):
         assert torch.equal(torch.get_rng_state(), training)
         sampled.append({key: response.token_ids for key, response in responses.items()})
         differences.append(largest_difference(model, text_requests(), responses, temperature=0.7))
+    responses, difference = change_while_sampling(engine, model)
+    sampled.append(responses)
+    differences.append(difference)
     engine.close()
     torch.distributed.barrier()  # training's process group outlives the engine
     return sampled, max(differences), torch.get_num_threads(), shared_memory()
+
+
+def change_while_sampling(engine, model):
+    """Tokens of responses that continue with other weights, and how far their log-probs are."""
+    sampling, models = ContinuedSampling(engine), [deepcopy(model), model]
+    sampling.submit(text_requests(), SamplingOptions(n=2, max_tokens=12, ignore_eos=True))
+    sampling.step(5)
+    with sampling.interrupted(version=1):
+        change_weights(model, seed=3)
+        engine.sync_weights(hub_tensors(model))
+    responses = finish(sampling)
+    assert {tuple(response.versions) for response in responses.values()} == {(0,) * 5 + (1,) * 7}
+    difference = largest_difference_by_version(responses, text_references(models, text_requests()))
+    return {key: response.token_ids for key, response in responses.items()}, difference
 
 
 def shared_memory():
