@@ -9,7 +9,7 @@ Nothing is run: each line is the prediction of `--dry-run` for the options, leng
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from verl.planning.machine import GIB, Machine
 from verl.planning.planned_run import planned_ppo
 from verl.planning.report import make_planner
 from verl.planning.speed.cluster import Cluster, parse_cluster
+from verl.planning.speed.modes import drawn_lengths, predicted_costs
+from verl.planning.speed.simulation import SimulatedWork, simulate
 from verl.planning.speed.step_time import Predictor, StepTime
 from verl.utils.cuda_builds import repair_cuda_builds
 
@@ -168,6 +170,43 @@ HARDWARE = {  # EasyR1's table of what each method needs: GPUs and their memory
 METHODS = {"full, AMP": [], "full, BF16": BF16, "LoRA, AMP": ADAPTERS}
 
 
+@dataclass(frozen=True)
+class PublishedStream:
+    """verl's asynchronous 7B run on some GPUs, half of which sample, next to one that takes turns on all.
+
+    Source: docs/advance/fully_async.md of verl, Qwen2.5-Math-7B on H20, DAPO, up to 28k tokens.
+
+    Attributes:
+        response: Mean length for which the update of the run in turn is predicted to take what it took.
+        in_turn, update_in_turn: Seconds of a step and its update.
+        step, wait, update: The same of the asynchronous run, and how long training waited.
+    """
+
+    gpus: int
+    response: float
+    in_turn: float
+    update_in_turn: float
+    step: float
+    wait: float
+    update: float
+
+
+STREAMS = (
+    PublishedStream(32, 1940, 790.1, 313.81, 294.77, 21.26, 269.80),
+    PublishedStream(64, 1640, 365.28, 133.41, 189.26, 28.46, 156.98),
+    PublishedStream(128, 2750, 356.3, 113.81, 150.63, 33.14, 113.16),
+)
+DAPO = [
+    *("worker.actor.share_prompt=false", "worker.actor.dynamic_batching=true", "algorithm.disable_kl=true"),
+    *("data.rollout_batch_size=512", "worker.rollout.n=16", "worker.actor.global_batch_size=32"),
+    *("data.max_prompt_length=2048", "data.max_response_length=28672", "worker.actor.ulysses_size=4"),
+    *("worker.rollout.tensor_parallel_size=1", "trainer.save_freq=-1"),
+    *("worker.hybrid_engine=false", "trainer.async.mode=stream", "trainer.async.staleness_threshold=2"),
+]
+PROMPT = 200  # tokens, about
+SIMULATED_ENGINES, SIMULATED_STEPS = 4, 10
+
+
 def config_of(run: Published, folder: Path) -> PPOConfig:
     """Load a run's options over examples/config.yaml, with its model in a folder."""
     model = folder / run.model
@@ -240,6 +279,52 @@ def hardware_lines(folder: Path) -> list[str]:
     return rows
 
 
+def stream_lines(folder: Path) -> list[str]:
+    """Return the rows of the table of streams."""
+    return [stream_line(published, folder) for published in STREAMS]
+
+
+def stream_line(published: PublishedStream, folder: Path) -> str:
+    half = published.gpus // 2
+    options = [*DAPO, f"trainer.n_gpus_for_rollout={half}"]
+    run = Published(VERL, "Qwen2.5-7B", f"{half // 8}x8xH20", options, PROMPT, published.response, {})
+    cluster, config = cluster_of(run), config_of(run, folder)
+    read_shape = make_planner(planned_ppo, cluster.machine).read_shape
+    predict = Predictor(planned_ppo, read_shape, cluster, run.prompt, run.response)
+    engine = predict.describe(config).engine
+    assert engine is not None, "the run samples"
+    costs, rest = predicted_costs(config, predict, engine), predict(config).phase("controller").seconds
+    rollout = config.worker.rollout
+
+    def simulated(update: float, share: int) -> tuple[float, float]:
+        """Seconds of a step and of its wait, with a share of the responses that an engine has room for."""
+        work = SimulatedWork(
+            config.data.rollout_batch_size * SIMULATED_ENGINES // half,
+            rollout.n,
+            PROMPT,
+            drawn_lengths(predict.lengths(config).responses).__next__,
+            SIMULATED_STEPS,
+        )
+        run = simulate(
+            "stream",
+            work,
+            replace(costs, training=update + rest),
+            engines=SIMULATED_ENGINES,
+            staleness=config.trainer.async_training.staleness_threshold,
+            max_in_flight=rollout.sequences_at_once(on_gpu=True) // rollout.n // share,
+            warm_up=SIMULATED_STEPS,
+        )
+        return run.seconds / SIMULATED_STEPS, run.idle_training * run.seconds / SIMULATED_STEPS
+
+    step, wait = min(simulated(published.update, share) for share in (1, 2, 4))
+    equal, _ = min(simulated(2 * published.update_in_turn, share) for share in (1, 2, 4))
+    return (
+        f"| {half} + {half} | {published.in_turn:.0f} | {published.step:.0f} |"
+        f" {published.in_turn / published.step:.2f} | {published.wait:.0f} | {step:.0f} |"
+        f" {published.in_turn / step:.2f} | {wait:.0f} | {published.in_turn / equal:.2f} |"
+    )
+
+
 def lines(folder: Path) -> list[str]:
     """Return the rows of the table."""
     rows = []
@@ -262,7 +347,8 @@ def lines(folder: Path) -> list[str]:
 def main() -> None:
     repair_cuda_builds()
     with tempfile.TemporaryDirectory() as folder:
-        sys.stdout.write("\n".join([*lines(Path(folder)), "", *hardware_lines(Path(folder))]) + "\n")
+        tables = (lines(Path(folder)), stream_lines(Path(folder)), hardware_lines(Path(folder)))
+        sys.stdout.write("\n\n".join("\n".join(table) for table in tables) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from benchmarks.published_steps import RUNS, hardware_lines, lines
+from benchmarks.published_steps import RUNS, hardware_lines, lines, stream_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "predicted_step.md"
 
@@ -11,7 +11,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "predicted_step.md"
 def test_the_tables_of_the_page_are_current(tmp_path):
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     shown = [row for row in rows if row.startswith(("| EasyR1", "| verl", "| by hand", "| full", "| LoRA"))]
+    streams = [row for row in rows if row.startswith(("| 16 + 16 |", "| 32 + 32 |", "| 64 + 64 |"))]
 
+    assert streams == stream_lines(tmp_path), "run benchmarks/published_steps.py"
     assert shown == [*lines(tmp_path), *hardware_lines(tmp_path)], "run benchmarks/published_steps.py"
 
 

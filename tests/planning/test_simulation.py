@@ -64,6 +64,15 @@ def test_responses_beyond_those_that_run_at_once_wait_for_a_place():
     assert simulate("off", work([1, 3], steps=1), narrow, engines=1).seconds == pytest.approx(1 + 3 + 2)
 
 
+def test_a_full_engine_begins_a_group_when_it_has_a_place_for_its_responses():
+    # samples 0 to 1 and 0 to 3, 1 to 2, 2 to 5; trains from 2 to 3 and, when the last is finished, to 6
+    full = simulate("stream", work([1, 3]), costs(training=1.0), engines=1, at_once=2)
+    assert full.seconds == pytest.approx(6)
+
+    # with places for all four the last is finished at 3
+    assert simulate("stream", work([1, 3]), costs(training=1.0), engines=1).seconds == pytest.approx(4)
+
+
 def test_the_middle_of_a_run_has_neither_its_start_nor_its_end():
     # sampling takes 2 and training 3 seconds: from the first step on, training never waits
     middle = simulate("stream", work([2], steps=4), costs(training=3.0), engines=1, warm_up=2)

@@ -258,14 +258,32 @@ def test_modes_are_compared_on_the_same_number_of_gpus_and_the_fastest_of_each_i
         assert problems_of(with_options(config, changes)) <= problems_of(config)
 
 
-def test_partial_rollouts_gain_with_long_tails_and_nothing_where_all_responses_are_equally_long():
+def test_partial_rollouts_gain_with_long_tails_and_nothing_where_engines_are_full_to_the_end():
     def gain(mean, maximum):
-        config = sampling_config({"data.max_response_length": maximum})
+        config = sampling_config({"data.max_response_length": maximum, "worker.rollout.max_num_seqs": 64})
         now, *others = compare_modes(config, predictor(response=mean), planner())
         return next(other.rate / now.rate for other in others if other.mode == "partial")
 
     assert gain(500, 16384) > 1.1
     assert gain(4096, 4096) < 1.05
+
+
+def test_fewer_prompts_at_once_are_advised_where_the_longest_responses_hold_up_a_stream():
+    config = sampling_config(
+        {
+            "data.max_response_length": 16384,
+            "worker.rollout.n": 16,
+            "worker.hybrid_engine": False,
+            "trainer.n_gpus_for_rollout": 4,
+            "trainer.async_training.mode": "stream",
+            "trainer.async_training.staleness_threshold": 2,
+        }
+    )
+    now, *others = compare_modes(config, predictor(response=1500), planner())
+
+    [own] = [other for other in others if other.mode == "stream"]
+    assert set(own.changes) == {"trainer.async_training.max_inflight_prompts"}
+    assert own.rate > 1.03 * now.rate and own.run.idle_training < now.run.idle_training
 
 
 def test_drawn_lengths_have_the_mean_that_is_asked_for():

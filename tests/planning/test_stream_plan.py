@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.planning.stream_plan import GroupId, StreamPlan
+from verl.planning.stream_plan import GroupId, StreamPlan, fitting_groups
 
 
 def begin_all(plan, engine=0):
@@ -146,3 +146,16 @@ def test_engines_share_the_groups_of_the_bound_unless_a_limit_is_given(limit):
     plan = StreamPlan(groups_per_step=4, max_staleness=1, last_step=9, num_engines=2, max_in_flight=limit)
 
     assert [plan.room(0), plan.room(1)] == [limit or 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_open", "groups"),
+    [(0, 2), (1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (10, 0), (14, 0)],
+)
+def test_an_engine_begins_the_groups_whose_responses_all_find_a_place(num_open, groups):
+    assert fitting_groups(num_open, group_size=4, at_once=10) == groups
+
+
+def test_an_engine_with_nothing_to_do_begins_a_group_that_is_larger_than_it_can_sample_at_once():
+    assert fitting_groups(0, group_size=4, at_once=3) == 1
+    assert fitting_groups(1, group_size=4, at_once=3) == 0

@@ -29,8 +29,9 @@ class AsyncConfig:
     )
     max_inflight_prompts: int | None = option(
         None,
-        "With mode=partial and stream: prompts that an engine samples at once; null shares"
-        " `data.rollout_batch_size` x (`staleness_threshold` + 1) evenly.",
+        "With mode=partial and stream: prompts that an engine samples at once, as far as their responses fit"
+        " `worker.rollout.max_num_seqs`; null shares `data.rollout_batch_size` x (`staleness_threshold` + 1)"
+        " evenly.",
         minimum=1,
     )
     max_engine_restarts: int = option(

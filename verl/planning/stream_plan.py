@@ -25,6 +25,18 @@ class GroupId:
     number: int  # in the order of beginning
 
 
+def fitting_groups(num_open: int, group_size: int, at_once: int) -> int:
+    """Return the number of groups that an engine may begin without having any response wait.
+
+    A response that waits in an engine ages, and the ones before it take longer for nothing.
+
+    Args:
+        num_open: Responses that the engine has not finished.
+        at_once: Responses that it samples at once.
+    """
+    return max((at_once - num_open) // group_size, 0 if num_open else 1)
+
+
 @dataclass
 class StreamPlan:
     """The state of a stream of groups from engines to steps.

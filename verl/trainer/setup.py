@@ -35,6 +35,7 @@ from verl.data.loader import (
     media_options,
 )
 from verl.data.media.cache import MediaCache
+from verl.distributed.device import is_gpu
 from verl.logger.base import Run
 from verl.logger.console.start_up import phase
 from verl.logger.tracker import Tracker
@@ -124,7 +125,8 @@ def running_trainer(
         quota = make_quota(data, trainer, mini_batches.values())
         prompts = endless(loaders.train)
         collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
-        sampling = make_schedule(engines, collector, trainer.async_training, training_steps)
+        at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
+        sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
         validator = Validator(
@@ -225,16 +227,16 @@ def ppo_options(
 
 
 def make_schedule(
-    engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int
+    engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
 ) -> Schedule:
-    """Return when each step samples."""
+    """Return when each step samples, with engines that sample so many responses at once."""
     if isinstance(engines, SharedEngines):
         if config.mode == PARTIAL:
-            return PartialRollouts(engines, collector, config, last_step)
+            return PartialRollouts(engines, collector, config, last_step, at_once)
         return InTurn(engines, collector)
     assert isinstance(engines, OwnEngines), "there are two kinds"
     if config.mode == STREAM:
-        return Stream(engines, collector, config, last_step)
+        return Stream(engines, collector, config, last_step, at_once)
     return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
 
 

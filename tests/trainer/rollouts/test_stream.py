@@ -30,7 +30,7 @@ class ScriptedEngine:
 
     def __init__(self):
         self.version, self.open, self.error = None, {}, None
-        self.loads = []
+        self.loads, self.most_open = [], 0
 
     def load_weights(self, weights):
         self.version = weights.version
@@ -48,6 +48,7 @@ class ScriptedEngine:
                     before = begun.get(sample)
                     tokens, versions = (list(before.token_ids), list(before.versions)) if before else ([], [])
                     self.open[uid, sample] = (number, tokens, versions)
+        self.most_open = max(self.most_open, len(self.open))
         time.sleep(0.001)
         for _ in range(at_most):
             finished = []
@@ -104,13 +105,23 @@ class ScriptedEngines:
         self.restored = state
 
 
-def start(reward_manager, kind=Stream, *, engines=2, consumed=0, algorithm=None, trainer=None, **options):
+def start(
+    reward_manager,
+    kind=Stream,
+    *,
+    engines=2,
+    consumed=0,
+    at_once=1000,
+    algorithm=None,
+    trainer=None,
+    **options,
+):
     config = make_config(prompts=PROMPTS, n=N, algorithm=algorithm, trainer=trainer)
     config = replace(config, data=replace(config.data, max_response_length=LIMIT))
     scripted = ScriptedEngines(engines)
     prompts = islice(numbered_prompts(PROMPTS), consumed, None)
     collector = make_collector(config, scripted, reward_manager, prompts)
-    return kind(scripted, collector, AsyncConfig(**options), LAST), scripted
+    return kind(scripted, collector, AsyncConfig(**options), LAST, at_once), scripted
 
 
 def versions_of(batch):
@@ -140,6 +151,17 @@ def test_every_prompt_is_trained_once_and_no_token_is_older_than_the_bound(
         log_probs = one.batch.batch["rollout_log_probs"][one.batch.batch["response_mask"].bool()]
         assert log_probs.tolist() == [-float(version) for version in versions_of(one.batch)]
     schedule.settle()
+
+
+@pytest.mark.parametrize(("at_once", "most"), [(1, N), (5, 4), (1000, 2 * PROMPTS * N)])
+@BOTH
+def test_no_response_waits_in_an_engine_for_a_place(reward_manager, kind, at_once, most):
+    schedule, engines = start(reward_manager, kind, engines=1, at_once=at_once, staleness_threshold=1)
+
+    for step in range(1, LAST + 1):
+        schedule.collect(step, StageTimer())
+
+    assert engines.groups[0].most_open == most
 
 
 def test_responses_to_a_prompt_stay_together_with_their_scores(reward_manager):

@@ -14,7 +14,7 @@ from verl.planning.planned_run import PlannedEngine
 from verl.planning.report import Changes, with_options
 from verl.planning.speed.advice import problems_of
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.sampling import decoding_step, sampling_time
+from verl.planning.speed.sampling import decoding_step, sampling_time, sequences_at_once
 from verl.planning.speed.simulation import ORDERS, Costs, SimulatedRun, SimulatedWork, simulate
 from verl.planning.speed.step_time import Predictor
 from verl.planning.speed.workload import Responses
@@ -23,10 +23,13 @@ C = TypeVar("C", bound=PPOConfig)
 
 MODE = "trainer.async_training.mode"
 STALENESS = "trainer.async_training.staleness_threshold"
+IN_FLIGHT = "trainer.async_training.max_inflight_prompts"
 FOR_ROLLOUT = "trainer.n_gpus_for_rollout"
 SAMPLING_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the GPUs, where some only sample
 THRESHOLD = 4  # updates, unless the config has a larger one
-STEPS, WARM_UP = 8, THRESHOLD  # that are simulated
+STEPS, WARM_UP = 8, 2 * THRESHOLD  # that are simulated
+LIMITS = (0.5, 0.25, 0.125)  # of the prompts that an engine samples at once by default
+MIN_GAIN = 1.03  # by such a limit, to be worth an option
 ENGINES = 4  # at most; more are simulated by as many, with their share of the prompts
 
 
@@ -43,18 +46,39 @@ class ModeTime:
 def compare_modes(
     config: PPOConfig, predict: Predictor[PPOConfig], plan: Planner[PPOConfig]
 ) -> list[ModeTime]:
-    """Simulate the config as it is, first, and the best division of its GPUs in each other mode that fits."""
+    """Simulate the config as it is, first, and the best division of its GPUs in each other mode that fits.
+
+    Its own mode is there again if it is faster with fewer prompts at once.
+    """
     now = ModeTime(config.trainer.async_training.mode, {}, *_simulated(config, predict))
-    best: dict[str, ModeTime] = {}
+    best = {now.mode: (now, predict)}
     allowed = problems_of(config)
     for changes, cluster in _candidates(config.trainer, predict.cluster):
         mode, changed = str(changes[MODE]), with_options(config, changes)
         if mode == now.mode or not problems_of(changed) <= allowed or plan(changed).misfits():
             continue
-        found = ModeTime(mode, changes, *_simulated(changed, replace(predict, cluster=cluster)))
-        if mode not in best or best[mode].rate < found.rate:
-            best[mode] = found
-    return [now, *sorted(best.values(), key=lambda found: -found.rate)]
+        its_predict = replace(predict, cluster=cluster)
+        found = ModeTime(mode, changes, *_simulated(changed, its_predict))
+        if mode not in best or best[mode][0].rate < found.rate:
+            best[mode] = found, its_predict
+    others = [_limited(config, *each) for each in best.values()]
+    return [now, *sorted((each for each in others if each is not now), key=lambda each: -each.rate)]
+
+
+def _limited(config: C, time: ModeTime, predict: Predictor[C]) -> ModeTime:
+    """Return a mode with fewer prompts at once in an engine if that is faster: long responses end sooner."""
+    changed = with_options(config, time.changes)
+    training, rollout = changed.trainer.async_training, changed.worker.rollout
+    if not training.continues_responses:
+        return time
+    share = changed.data.rollout_batch_size * (training.staleness_threshold + 1) / changed.num_engines
+    most = training.max_inflight_prompts or min(share, rollout.sequences_at_once(on_gpu=True) / rollout.n)
+    found = [time]
+    for limit in sorted({max(1, round(part * most)) for part in LIMITS}):
+        changes = time.changes | {IN_FLIGHT: limit}
+        found.append(ModeTime(time.mode, changes, *_simulated(with_options(config, changes), predict)))
+    fastest = max(found, key=lambda each: each.rate)
+    return fastest if fastest.rate > MIN_GAIN * time.rate else time
 
 
 def _candidates(trainer: TrainerConfig, cluster: Cluster) -> Iterator[tuple[Changes, Cluster]]:
@@ -101,6 +125,7 @@ def _simulated(config: C, predict: Predictor[C]) -> tuple[SimulatedRun, float]:
         engines=number,
         staleness=training.staleness_threshold,
         max_in_flight=training.max_inflight_prompts,
+        at_once=config.worker.rollout.sequences_at_once(on_gpu=True),
         warm_up=WARM_UP,
     )
     return run, run.rate / share
@@ -131,7 +156,7 @@ def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> 
         sampled.prompts / max(1.0, engine.prompts * lengths.prompt),
         total - sync if config.worker.hybrid_engine else total,  # else it sends the weights
         sync,
-        sampled.at_once,
+        sequences_at_once(engine, policy, lengths, cluster),
     )
 
 

@@ -27,7 +27,7 @@ SEGMENTS = 48
 
 @dataclass(frozen=True)
 class SamplingTime:
-    """Seconds of a rollout by cause, and how many sequences ran at once."""
+    """Seconds of a rollout by cause."""
 
     prompts: float
     weights: float  # reading them
@@ -35,7 +35,6 @@ class SamplingTime:
     products: float  # beyond the time that reading the weights takes
     reduces: float  # between the ranks of an engine
     engine: float  # its own code, sampling, processing of images
-    at_once: int
 
     @property
     def seconds(self) -> float:
@@ -51,14 +50,8 @@ def sampling_time(
     has_adapters: bool = False,  # that the engine applies
 ) -> SamplingTime:
     """Predict one call of an engine."""
-    options, text = engine.options, policy.text
-    ranks, number = options.tensor_parallel_size, engine.number
-    token = cache_bytes_per_token(text, number) / min(ranks, text.kv_heads)
-    used = options.gpu_memory_utilization * cluster.gpu.memory_bytes
-    room = max(used - engine.weights(policy) - ACTIVATION_GIB * 2**30, token)
-    responses, sequences = lengths.responses, engine.prompts * options.n
-    in_cache = int(room / (token * (lengths.prompt / options.n + responses.mean)))
-    at_once = max(1, min(sequences, in_cache, options.sequences_at_once(on_gpu=True)))
+    sequences = engine.prompts * engine.options.n
+    at_once = min(sequences, sequences_at_once(engine, policy, lengths, cluster))
     totals: dict[str, float] = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)
     for steps, running, context in _schedule(sequences, at_once, lengths):
         parts = decoding_step(engine, policy, cluster, running, context, has_adapters=has_adapters)
@@ -66,7 +59,19 @@ def sampling_time(
             totals[name] += steps * seconds
     prompts, images = _prompts(engine, policy, lengths, cluster)
     totals["engine"] += images
-    return SamplingTime(prompts, **totals, at_once=at_once)
+    return SamplingTime(prompts, **totals)
+
+
+def sequences_at_once(
+    engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster
+) -> int:
+    """Return how many sequences an engine samples at once, as far as its cache holds them."""
+    options, text = engine.options, policy.text
+    token = cache_bytes_per_token(text, engine.number) / min(options.tensor_parallel_size, text.kv_heads)
+    used = options.gpu_memory_utilization * cluster.gpu.memory_bytes
+    room = max(used - engine.weights(policy) - ACTIVATION_GIB * 2**30, token)
+    in_cache = int(room / (token * (lengths.prompt / options.n + lengths.responses.mean)))
+    return max(1, min(in_cache, options.sequences_at_once(on_gpu=True)))
 
 
 def decoding_step(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from verl.planning.stream_plan import GroupId, StreamPlan
+from verl.planning.stream_plan import GroupId, StreamPlan, fitting_groups
 
 DONE = 1e-6  # tokens that a finished response may lack by rounding
 
@@ -95,6 +95,7 @@ class _Engine:
     waiting: deque[tuple[float, GroupId]] = field(default_factory=deque)  # length of each response
     delay: float = 0.0  # seconds until it samples: it loads weights or reads prompts
     idle: float = 0.0  # seconds so far
+    is_full: bool = False  # it may begin another group once enough of its responses are complete
 
     def begin(self, group: GroupId, lengths: list[float]) -> None:
         self.delay += self.costs.prompt_token * self.prompt_tokens
@@ -105,6 +106,11 @@ class _Engine:
         """Take new weights, and read again the groups that continue with them."""
         tokens = sum(self.position - begun for _, begun, _ in self.running)
         self.delay += self.costs.loading + self.costs.prompt_token * (self.prompt_tokens * groups + tokens)
+
+    @property
+    def num_open(self) -> int:
+        """Responses that are not complete."""
+        return len(self.running) + len(self.waiting)
 
     def next_end(self) -> float:
         """Seconds until its next response is complete."""
@@ -154,6 +160,7 @@ def simulate(
     engines: int,
     staleness: int = 1,
     max_in_flight: int | None = None,
+    at_once: int = 1 << 30,
     warm_up: int = 0,
 ) -> SimulatedRun:
     """Simulate a whole run, or the middle of a longer one.
@@ -162,6 +169,7 @@ def simulate(
         mode: A name in `ORDERS`.
         staleness: `trainer.async_training.staleness_threshold`.
         max_in_flight: `trainer.async_training.max_inflight_prompts`.
+        at_once: `worker.rollout.max_num_seqs`.
         warm_up: Steps before those of the figures; as many would follow.
     """
     order = ORDERS[mode]
@@ -184,7 +192,10 @@ def simulate(
             if plan.is_outdated(at) and not (order.in_batches and engine.running):
                 plan.load(at)
                 engine.load(plan.num_sampling(at))
-            for _ in range(_room(plan, at, order)):
+            fitting = fitting_groups(engine.num_open, work.group_size, at_once)
+            engine.is_full = fitting == 0 and not order.in_batches
+            room = 0 if engine.is_full else _room(plan, at, order)
+            for _ in range(room if order.in_batches else min(room, fitting)):
                 group = plan.begin(at)
                 lengths = [work.length() for _ in range(work.group_size)]
                 tokens_of[group] = sum(lengths)
@@ -209,6 +220,8 @@ def simulate(
                 continue
             for group in engine.advance(seconds):
                 unfinished[group] -= 1
+                if engine.is_full:
+                    may_begin.add(at)
                 if unfinished[group] == 0:
                     plan.finish(group)
                     may_begin.add(at)

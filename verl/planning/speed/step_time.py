@@ -180,7 +180,7 @@ def _rollout(
     shape = policy.shape
     as_adapter = run.serves_adapters("cuda")
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
-    parts = {name: calls * value for name, value in vars(sampled).items() if name != "at_once"}
+    parts = {name: calls * value for name, value in vars(sampled).items()}
     gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
     sent = shape.trained / shape.params if as_adapter else 1.0
     sync = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.config.async_training import AsyncConfig
-from verl.planning.stream_plan import StreamPlan
+from verl.planning.stream_plan import StreamPlan, fitting_groups
 from verl.protocol import DataProto
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer
@@ -65,12 +65,18 @@ class GroupStream:
 
     Args:
         last_step: Nothing is sampled for later ones.
+        at_once: Responses that an engine samples at once.
     """
 
     def __init__(
-        self, engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int
+        self,
+        engines: Engines,
+        collector: RolloutCollector,
+        config: AsyncConfig,
+        last_step: int,
+        at_once: int,
     ) -> None:
-        self.engines, self.collector = engines, collector
+        self.engines, self.collector, self.at_once = engines, collector, at_once
         self.is_deterministic = config.deterministic
         numbers = list(range(len(engines.groups)))
         parts = [[number] for number in numbers] if config.deterministic else [numbers]
@@ -201,7 +207,9 @@ class GroupStream:
 
     def _groups(self, lane: Lane, at: int) -> list[OpenGroup]:
         """Begin the groups that the engine has room for, and return all that it was not given yet."""
-        for _ in range(lane.plan.room(at)):
+        size = self.collector.group_size
+        num_open = sum(size - len(group.finished) for group in lane.sampled_by(at))
+        for _ in range(min(lane.plan.room(at), fitting_groups(num_open, size, self.at_once))):
             group, row = lane.plan.begin(at), self.source.next_row(lane)
             opened = OpenGroup(group, row.merge({"rollout_steps": torch.tensor([group.version + 1])}))
             lane.open[opened.uid] = opened

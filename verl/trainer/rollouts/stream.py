@@ -21,9 +21,14 @@ class Stream(GroupStream):
     engines: OwnEngines
 
     def __init__(
-        self, engines: OwnEngines, collector: RolloutCollector, config: AsyncConfig, last_step: int
+        self,
+        engines: OwnEngines,
+        collector: RolloutCollector,
+        config: AsyncConfig,
+        last_step: int,
+        at_once: int,
     ) -> None:
-        super().__init__(engines, collector, config, last_step)
+        super().__init__(engines, collector, config, last_step, at_once)
         self.max_engine_restarts, self._num_restarts = config.max_engine_restarts, 0
 
     def collect(self, step: int, timer: StageTimer) -> Collected:
