@@ -26,10 +26,14 @@ LIMIT = 6  # tokens of a response
 
 
 class ScriptedEngine:
-    """Writes a token a step with the version of its weights; prompt k gets responses of 1 + k % 5 tokens."""
+    """Writes a token a step with the version of its weights.
 
-    def __init__(self):
+    Sample s of prompt k has 1 + (k + s) % 5 tokens.
+    """
+
+    def __init__(self, finished):
         self.version, self.open, self.error = None, {}, None
+        self.finished = finished  # by all engines
         self.loads, self.most_open = [], 0
 
     def load_weights(self, weights):
@@ -44,10 +48,9 @@ class ScriptedEngine:
             for uid, [number], begun in zip(
                 columns["uid"], columns["raw_prompt_ids"], columns["begun"], strict=True
             ):
-                for sample in begun or range(options.n):
-                    before = begun.get(sample)
-                    tokens, versions = (list(before.token_ids), list(before.versions)) if before else ([], [])
-                    self.open[uid, sample] = (number, tokens, versions)
+                assert not any((uid, sample) in self.finished for sample in begun)
+                for sample, before in begun.items():
+                    self.open[uid, sample] = (number, list(before.token_ids), list(before.versions))
         self.most_open = max(self.most_open, len(self.open))
         time.sleep(0.001)
         for _ in range(at_most):
@@ -55,8 +58,9 @@ class ScriptedEngine:
             for (uid, sample), (number, tokens, versions) in list(self.open.items()):
                 tokens.append(number % 7 + 1)
                 versions.append(self.version)
-                if len(tokens) == 1 + number % 5:
+                if len(tokens) == 1 + (number + sample) % 5:
                     finished.append(self.response(uid, sample, "stop"))
+                    self.finished.add((uid, sample))
                     del self.open[uid, sample]
             if finished:
                 return [finished]
@@ -77,12 +81,13 @@ class ScriptedEngines:
     """Engines in processes of their own, without processes."""
 
     def __init__(self, number):
-        self.groups = [ScriptedEngine() for _ in range(number)]
+        self.finished = set()
+        self.groups = [ScriptedEngine(self.finished) for _ in range(number)]
         self.version, self.replaced = None, []
 
     def replace(self, number, restarts):
         self.replaced.append((number, restarts))
-        self.groups[number] = ScriptedEngine()
+        self.groups[number] = ScriptedEngine(self.finished)
 
     @contextmanager
     def awake(self, version, timer):
@@ -153,7 +158,7 @@ def test_every_prompt_is_trained_once_and_no_token_is_older_than_the_bound(
     schedule.settle()
 
 
-@pytest.mark.parametrize(("at_once", "most"), [(1, N), (5, 4), (1000, 2 * PROMPTS * N)])
+@pytest.mark.parametrize(("at_once", "most"), [(1, N), (5, 5), (1000, 2 * PROMPTS * N)])
 @BOTH
 def test_no_response_waits_in_an_engine_for_a_place(reward_manager, kind, at_once, most):
     schedule, engines = start(reward_manager, kind, engines=1, at_once=at_once, staleness_threshold=1)

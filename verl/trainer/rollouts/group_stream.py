@@ -170,7 +170,7 @@ class GroupStream:
         while (work := self._next_work(lane, at)) is not None:
             if work.weights is not None:
                 engine.load_weights(work.weights)
-            requests = [group.request() for group in work.groups]
+            requests = [group.request(self.collector.group_size) for group in work.groups]
             prompts = DataProto.concat(requests) if requests else None
             self._take(lane, engine.sample(prompts, options, STEPS)[0])
         self._keep_begun(lane, at, engine.interrupt()[0])
@@ -210,8 +210,7 @@ class GroupStream:
         size = self.collector.group_size
         num_open = sum(size - len(group.finished) for group in lane.sampled_by(at))
         for _ in range(min(lane.plan.room(at), fitting_groups(num_open, size, self.at_once))):
-            group, row = lane.plan.begin(at), self.source.next_row(lane)
-            opened = OpenGroup(group, row.merge({"rollout_steps": torch.tensor([group.version + 1])}))
+            opened = OpenGroup(lane.plan.begin(at), self.source.next_row(lane))
             lane.open[opened.uid] = opened
         groups = [group for group in lane.sampled_by(at) if not group.is_with_engine]
         for group in groups:
@@ -239,7 +238,8 @@ class GroupStream:
 
     def _joined(self, group: OpenGroup) -> tuple[DataProto, Scoring]:
         in_order = [group.finished[sample] for sample in range(self.collector.group_size)]
-        return self.collector.sampler.join_group(group.prompt, in_order)
+        prompt = group.prompt.merge({"rollout_steps": torch.tensor([group.id.version + 1])})
+        return self.collector.sampler.join_group(prompt, in_order)
 
     def _score(self, lane: Lane, group: OpenGroup, sequences: DataProto, scoring: Scoring) -> None:
         """Wait for the scores of a group, and keep it unless the filter leaves it out."""

@@ -14,7 +14,7 @@ from verl.protocol import DataProto, objects
 from verl.single_controller.dispatch import shard
 from verl.trainer.rollouts.sampler import SAMPLED_FROM, with_uids
 from verl.trainer.rollouts.scores import ScoredGroups
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
 from verl.workers.rollout.engine_host import BEGUN
 
 PROMPTS_FILE = "stream_prompts.pt"  # that wait, or are being sampled
@@ -37,10 +37,15 @@ class OpenGroup:
     def uid(self) -> str:
         return self.prompt.non_tensor_batch["uid"][0]
 
-    def request(self) -> DataProto:
-        """Return what an engine needs to sample the responses, or to continue them."""
+    def request(self, group_size: int) -> DataProto:
+        """Return what an engine needs to sample the responses that are not finished, or to continue them."""
         row = self.prompt.select([], SAMPLED_FROM)
-        return row.merge({BEGUN: objects([dict(self.begun)])})
+        begun = {
+            sample: self.begun.get(sample) or FinishedResponse(self.uid, sample, [], [], INTERRUPTED)
+            for sample in range(group_size)
+            if sample not in self.finished
+        }
+        return row.merge({BEGUN: objects([begun])})
 
 
 @dataclass
