@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from verl.planning.stream_plan import GroupId, StreamPlan, fitting_groups
 
+UNLIMITED = 1 << 30
 DONE = 1e-6  # tokens that a finished response may lack by rounding
 
 
@@ -56,7 +57,7 @@ class Costs:
     prompt_token: float
     training: float
     loading: float
-    at_once: int = 1 << 30
+    at_once: int = UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def simulate(
     engines: int,
     staleness: int = 1,
     max_in_flight: int | None = None,
-    at_once: int = 1 << 30,
+    at_once: int = UNLIMITED,
     warm_up: int = 0,
 ) -> SimulatedRun:
     """Simulate a whole run, or the middle of a longer one.
@@ -174,6 +175,8 @@ def simulate(
     """
     order = ORDERS[mode]
     bound = staleness if order.staleness is None else order.staleness
+    if order.in_batches:
+        at_once = UNLIMITED  # a step's prompts wait in the engine
     last = warm_up + work.steps
     plan = StreamPlan(work.groups_per_step, bound, last + warm_up, engines, max_in_flight)
     all_engines = [_Engine(costs, work.prompt_tokens) for _ in range(engines)]
@@ -193,9 +196,8 @@ def simulate(
                 plan.load(at)
                 engine.load(plan.num_sampling(at))
             fitting = fitting_groups(engine.num_open, work.group_size, at_once)
-            engine.is_full = fitting == 0 and not order.in_batches
-            room = 0 if engine.is_full else _room(plan, at, order)
-            for _ in range(room if order.in_batches else min(room, fitting)):
+            engine.is_full = fitting == 0
+            for _ in range(0 if engine.is_full else min(fitting, _room(plan, at, order))):
                 group = plan.begin(at)
                 lengths = [work.length() for _ in range(work.group_size)]
                 tokens_of[group] = sum(lengths)
