@@ -13,10 +13,9 @@ import argparse
 import json
 import os
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,9 @@ from verl.config.rollout import RolloutConfig
 from verl.data.tokenizer import load_tokenizer
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.tiny import save_tiny_model
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.rollout.base import EngineSetup, FinishedResponse, RolloutEngine, SamplingOptions
-from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "chat_template" / "qwen_vl_tools.jinja"
@@ -78,17 +78,17 @@ class Wait:
 class TurnByTurn(ConversationDriver):
     """Samples a turn of every conversation, then answers all of their calls."""
 
-    def _lead(self, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        while self._open:
-            while self.engine.num_unfinished:
-                for turn in self.engine.step(sys.maxsize):
-                    self._take(turn)
-            while self._calling:
-                for key, observations, _ in self._answers():
-                    self._observe(key, observations)
-            ended = [self._finish(key) for key in list(self._open) if self._open[key].is_done]
-            self.engine.submit([self._request(key, key) for key in self._open], sampling)
-            yield ended
+    def step(self, at_most: int) -> list[FinishedResponse]:
+        """Sample all turns, wait for all answers, and return the conversations that ended."""
+        while self.sampling.num_unfinished:
+            for turn in self.sampling.step(at_most):
+                self._take(turn)
+        while self._num_calling:
+            for key, observations in self._answers():
+                self._observe(key, observations)
+        ended = [self._finish(key) for key in list(self._open) if self._open[key].is_done]
+        self._submit(list(self._open))
+        return ended
 
 
 class Watched:
@@ -168,7 +168,7 @@ def measure(
     watched = Watched(engine)
     with ToolPool(rules.options) as pool:
         start = time.perf_counter()
-        leading = driver(watched, pool, rules, lambda media: None)  # pyright: ignore[reportArgumentType]
+        leading = driver(ContinuedSampling(watched), pool, rules, lambda media: None)  # pyright: ignore[reportArgumentType]
         found = [
             one for part in leading.run(rows, SamplingOptions(max_tokens=MAX_TOKENS, seed=1)) for one in part
         ]

@@ -45,7 +45,6 @@ OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
         "loss_mask": (COUNTS, "reward"),
     },
     "verl/trainer/rollouts/sequences.py": dict.fromkeys(MASKS, (WRITES, "")),
-    "verl/trainer/rollouts/group_stream.py": {"response_mask": (WHOLE, "metrics")},
     "verl/trainer/sft/sft_trainer.py": {"loss_mask": (TUNING, "")},
     "verl/trainer/validation.py": {"response_mask": (WHOLE, "reward, metrics")},
     "verl/workers/training_worker.py": {"loss_mask": (COUNTS, "metrics")},

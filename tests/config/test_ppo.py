@@ -280,8 +280,12 @@ MODES = {
     ("arguments", "rule"),
     [
         (
-            ("worker.rollout.multi_turn.enable=true", "worker.rollout.multi_turn.tools=./a.py:b"),
-            "`worker.rollout.multi_turn.enable` must be false with `trainer.async_training.mode={mode}`",
+            (
+                "worker.rollout.multi_turn.enable=true",
+                "worker.rollout.multi_turn.agent=verifiers",
+                "trainer.async.deterministic=true",
+            ),
+            "`trainer.async_training.deterministic` must be false with `worker.rollout.multi_turn.agent`",
         ),
         (
             ("algorithm.adv_estimator=remax",),

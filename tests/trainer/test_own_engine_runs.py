@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Run, killed_and_resumed, saved_tensors
+from tests.helpers.agent_runs import OPTIONS, save_model, talkative, write_dots
 from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, read_metrics, train
 from verl.models.tiny import save_tiny_model
 
@@ -113,6 +114,57 @@ def test_a_run_that_samples_ahead_is_a_step_old_at_most_and_resumes_bit_for_bit(
 
     staleness = [metrics["async/staleness_max"] for metrics in read_metrics(tmp_path / "unbroken").values()]
     assert staleness[0] == 0.0 and max(staleness) == 1.0
+    one, other = (
+        saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
+    )
+    assert all(one[key].equal(other[key]) for key in one) and len(one) > 20
+
+
+@pytest.fixture(scope="module")
+def conversing(tmp_path_factory):
+    """Arguments of runs with a tool that shows pictures, in which some turns are long."""
+    folder = tmp_path_factory.mktemp("conversations")
+    talkative(save_model(folder / "model", seed=0))
+    write_dots(folder, "train", 24, 1)
+    write_dots(folder, "val", 4, 2)
+    return quickstart_arguments(
+        folder,
+        folder / "model",
+        *OPTIONS,
+        "data.max_prompt_length=64",
+        "worker.rollout.name=hf",
+        "worker.rollout.multi_turn.tools=[zoom]",
+        "worker.rollout.multi_turn.max_tokens_per_turn=40",
+        f"worker.reward.reward_function={REWARD}:compute_score",
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_before_train=false",
+        "trainer.val_freq=1",
+        "trainer.save_limit=-1",
+        f"trainer.save_freq={HALF}",
+        f"trainer.max_steps={2 * HALF}",
+    )
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(STREAM, id="stream"),
+        pytest.param(PARTIAL, marks=pytest.mark.slow, id="partial"),
+    ],
+)
+def test_conversations_continue_with_newer_weights_and_a_killed_run_resumes_bit_for_bit(
+    mode, conversing, tmp_path
+):
+    arguments = [*conversing, *mode, "trainer.async.staleness_threshold=3"]
+    unbroken = Run(tmp_path / "unbroken", arguments)
+    assert unbroken.end() == 0, unbroken.stderr
+
+    killed_and_resumed(tmp_path / "killed", arguments, HALF)
+
+    found = read_metrics(tmp_path / "unbroken")
+    assert 1.0 < max(metrics["async/staleness_max"] for metrics in found.values()) <= 3.0
+    assert max(metrics["async/partial_rate"] for metrics in found.values()) > 0.0
+    assert found[HALF]["async/in_flight"] > 0.0 and found[HALF]["agent/tool_calls"] > 0.0
     one, other = (
         saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
     )

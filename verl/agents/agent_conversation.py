@@ -99,6 +99,7 @@ class AgentConversation:
         log_probs: Sequence[float],
         finish_reason: str,
         at: float = 0.0,
+        versions: Sequence[int] = (),
     ) -> Reply:
         """Append the sampled turn of a call and return how it is answered."""
         prompt_ids, context = call.token_ids, call.context
@@ -107,7 +108,7 @@ class AgentConversation:
             self._note_answers(context, call)
             context.row.add_piece(call.piece)
         start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
-        context.row.add_sampled(token_ids, log_probs)
+        context.row.add_sampled(token_ids, log_probs, versions)
         is_whole = finish_reason != "length"
         message = self._answer(call, prompt_ids, token_ids, is_whole)
         context.chat = [*call.request.messages, message]
@@ -163,7 +164,9 @@ class AgentConversation:
             contexts=tuple(context.record() for context in contexts),
         )
         finish_reason = "length" if self._is_cut or reason != "stop" else "stop"
-        return FinishedConversation(joined.token_ids, joined.log_probs, finish_reason, reason, trajectory)
+        return FinishedConversation(
+            joined.token_ids, joined.log_probs, finish_reason, reason, trajectory, joined.versions
+        )
 
     @property
     def num_turns(self) -> int:
@@ -319,7 +322,7 @@ class AgentConversation:
             [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
         )
         return FinishedConversation(
-            [token], [0.0], "length" if reason != "stop" else reason, reason, trajectory
+            [token], [0.0], "length" if reason != "stop" else reason, reason, trajectory, [0]
         )
 
 

@@ -120,6 +120,7 @@ class JoinedContexts(NamedTuple):
     token_ids: list[int]
     log_probs: list[float]
     is_sampled: list[bool]
+    versions: list[int]
     position_ids: Any  # None continues from the prompt's last one
     media: dict[str, list[Any]]  # all but those of the first prompt
     turns: tuple[Turn, ...]
@@ -142,6 +143,7 @@ def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
         _joined(row.response, parts, lambda part: part.response, None),
         _joined(row.log_probs, parts, lambda part: part.log_probs, 0.0),
         _joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
+        _joined(row.versions, parts, lambda part: part.versions, 0),
         _positions(parts) if others else row.positions(),
         as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
         (*first.turns, *later),

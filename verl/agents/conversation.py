@@ -42,6 +42,7 @@ class FinishedConversation(NamedTuple):
     finish_reason: str  # "stop", or "length" if a limit cut it off
     stop_reason: str
     trajectory: Trajectory
+    versions: list[int]  # of the weights that sampled each token; 0 for tokens that were not sampled
 
 
 class Conversation:
@@ -95,7 +96,12 @@ class Conversation:
         return TurnRequest(list(self._row.token_ids), self._row.media, tokens, self._num_turns)
 
     def add_turn(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str, at: float = 0.0
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        finish_reason: str,
+        at: float = 0.0,
+        versions: Sequence[int] = (),
     ) -> list[ToolCall]:
         """Append a sampled turn and return the calls to make.
 
@@ -106,7 +112,7 @@ class Conversation:
         start, text = len(self._row.response), self.rules.text_of(token_ids)
         is_whole = finish_reason != "length"
         calls = self._calls_of(text) if is_whole else []
-        self._row.add_sampled(token_ids, log_probs)
+        self._row.add_sampled(token_ids, log_probs, versions)
         self._context.messages.append({"role": "assistant", "content": text})
         self._turns.append(Turn(start, len(self._row.response), tuple(calls)))
         self._turn_ended_at = at
@@ -173,7 +179,12 @@ class Conversation:
             contexts=tuple(context.record() for context in contexts),
         )
         return FinishedConversation(
-            joined.token_ids, joined.log_probs, self.finish_reason, self.stop_reason, trajectory
+            joined.token_ids,
+            joined.log_probs,
+            self.finish_reason,
+            self.stop_reason,
+            trajectory,
+            joined.versions,
         )
 
     # --- turns

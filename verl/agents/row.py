@@ -48,6 +48,7 @@ class Row:
         self.response: list[int] = []  # expanded
         self.log_probs: list[float] = []  # 0 for tokens that were not sampled
         self.is_sampled: list[bool] = []
+        self.versions: list[int] = []  # of the weights that sampled each token; 0 for other tokens
         self.added: MediaData = None  # media of observations
         self._added_shape = MediaShape()
 
@@ -56,11 +57,18 @@ class Row:
         """Media of the prompt and of observations."""
         return join_media(self.prompt.media, self.added)
 
-    def add_sampled(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        self._add(token_ids, token_ids, log_probs, is_sampled=True)
+    def add_sampled(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int] = ()
+    ) -> None:
+        """Append the tokens of a turn.
+
+        Args:
+            versions: Numbers of the weights that sampled each token, where they may change in a response.
+        """
+        self._add(token_ids, token_ids, log_probs, versions, is_sampled=True)
 
     def add_piece(self, piece: Piece) -> None:
-        self._add(piece.token_ids, piece.expanded, [0.0] * len(piece.expanded), is_sampled=False)
+        self._add(piece.token_ids, piece.expanded, [0.0] * len(piece.expanded), (), is_sampled=False)
         self.added = join_media(self.added, piece.media)
         self._added_shape = join_shapes(self._added_shape, piece.shape)
 
@@ -113,9 +121,11 @@ class Row:
         token_ids: Sequence[int],
         expanded: Sequence[int],
         log_probs: Sequence[float],
+        versions: Sequence[int],
         is_sampled: bool,
     ) -> None:
         self.token_ids += token_ids
         self.response += expanded
         self.log_probs += log_probs
         self.is_sampled += [is_sampled] * len(expanded)
+        self.versions += versions or [0] * len(expanded)

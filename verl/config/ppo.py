@@ -155,10 +155,11 @@ class PPOConfig(RunTree):
         mode = f"`trainer.async_training.mode={self.trainer.async_training.mode}`"
         other = ONE_STEP_OFF if self.trainer.async_training.samples_ahead else "off"
         remedy = f"set `trainer.async_training.mode={other}`"
-        if self.worker.rollout.multi_turn.enable:
+        if self.trainer.async_training.deterministic and self.worker.rollout.multi_turn.agent is not None:
             yield (
-                f"`worker.rollout.multi_turn.enable` must be false with {mode},"
-                f" got true: a conversation samples with one version of the weights; {remedy}"
+                "`trainer.async_training.deterministic` must be false with `worker.rollout.multi_turn.agent`,"
+                " got true: agents call the policy when they like; set it to false, or use tools or an"
+                " environment"
             )
         if "reward_baselines" in self.algorithm.needs:
             yield (

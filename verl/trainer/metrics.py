@@ -62,11 +62,18 @@ def length_metrics(name: str, lengths: Tensor, limit: int) -> Metrics:
     return mean_max_min(name, lengths) | {f"{name}/clip_ratio": (lengths >= limit).float().mean().item()}
 
 
+def sampled_mask(batch: DataProto) -> Tensor:
+    """Return which tokens of the responses were sampled, (B, R) bool: all but those of observations."""
+    responses = batch.batch["response_mask"].bool()  # (B, R)
+    observed = batch.batch.get("observation_mask")  # (B, R), of conversations
+    return responses if observed is None else responses & ~observed.bool()
+
+
 def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     """Statistics of a finished batch: scores, rewards, advantages, returns, values, lengths, mismatch."""
     tensors = batch.batch
     mask, responses = tensors["loss_mask"].bool(), tensors["response_mask"].bool()  # (B, R)
-    sampled = responses & ~tensors.get("observation_mask", torch.zeros_like(mask)).bool()  # (B, R)
+    sampled = sampled_mask(batch)  # (B, R)
     metrics = mean_max_min("critic/score", tensors["token_level_scores"].sum(-1))
     metrics |= mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1))
     for key in ("advantages", "returns", "values"):

@@ -112,7 +112,13 @@ def running_trainer(
             pool.device, training_steps, media, cache, data.override_chat_template, data.seed
         )
         options = ppo_options(
-            shared, data, algorithm, config.models, has_old_pass=config.has_old_pass, tools=tools
+            shared,
+            data,
+            algorithm,
+            config.models,
+            has_old_pass=config.has_old_pass,
+            tools=tools,
+            in_lockstep=trainer.async_training.deterministic,
         )
         workers, engines = start_engines(stack, worker, trainer, pool, processes, options)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
@@ -202,6 +208,7 @@ def ppo_options(
     *,
     has_old_pass: bool,
     tools: Sequence[Mapping[str, Any]],  # schemas
+    in_lockstep: bool = False,
 ) -> RunOptions:
     """Collect the options outside `worker` that the workers read; `models` are the run's roles."""
     correction = algorithm.rollout_correction
@@ -212,6 +219,7 @@ def ppo_options(
         **vars(shared),
         template_variables=data.apply_chat_template_kwargs,
         tools=tools,
+        in_lockstep=in_lockstep,
         max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_response_length=data.max_response_length,
         use_reference=use_reference,

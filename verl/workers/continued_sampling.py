@@ -6,7 +6,7 @@ them. It continues as a request whose prompt ends with these tokens, so that not
 cached is read again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,7 +34,13 @@ class OpenRequest:
     """A request with unfinished responses."""
 
     request: RolloutRequest
+    n: int  # responses
     begun: dict[int, FinishedResponse]  # by sample, the unfinished ones: what they had when last interrupted
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no response has a token yet."""
+        return len(self.begun) == self.n and not any(response.token_ids for response in self.begun.values())
 
 
 class ContinuedSampling:
@@ -53,8 +59,12 @@ class ContinuedSampling:
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         self.version = 0  # of the engine's weights
-        self._options = SamplingOptions()  # of all open requests
+        self._options = SamplingOptions()  # of all open requests, but for `n`
         self._open: dict[Any, OpenRequest] = {}  # by uid
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.engine.num_unfinished
 
     def submit(
         self,
@@ -67,14 +77,15 @@ class ContinuedSampling:
         Args:
             begun: What unfinished responses have, by uid and sample.
         """
-        assert not self._open or sampling == self._options, "open requests have other sampling options"
-        self._options = sampling
+        shared = replace(sampling, n=1)
+        assert not self._open or shared == self._options, "open requests have other sampling options"
+        self._options = shared
         for request in requests:
             its = (begun or {}).get(request.uid) or {
                 sample: FinishedResponse(request.uid, sample, [], [], INTERRUPTED)
                 for sample in range(sampling.n)
             }
-            self._open[request.uid] = OpenRequest(request, dict(its))
+            self._open[request.uid] = OpenRequest(request, sampling.n, dict(its))
         self._resume([request.uid for request in requests])
 
     def step(self, at_most: int = 1) -> list[FinishedResponse]:
@@ -86,6 +97,17 @@ class ContinuedSampling:
             if not begun:
                 del self._open[response.uid]
         return finished
+
+    def abort(self, uids: Iterable[Any]) -> None:
+        """Drop requests; finished and unknown ones are skipped."""
+        for uid in uids:
+            opened = self._open.pop(uid, None)
+            if opened is not None:
+                self.engine.abort([uid, *(SampleId(uid, sample) for sample in opened.begun)])
+
+    def agree(self, value: Any) -> Any:
+        """Return the value of the engine's first rank."""
+        return self.engine.agree(value)
 
     def interrupt(self) -> list[FinishedResponse]:
         """Drop all requests, and return what each unfinished response has, for `submit`."""
@@ -103,16 +125,17 @@ class ContinuedSampling:
         self._resume(list(self._open))
 
     def _resume(self, uids: Sequence[Any]) -> None:
-        whole: list[RolloutRequest] = []  # without a token yet
+        whole: dict[int, list[RolloutRequest]] = {}  # by number of responses
         rest: list[RolloutRequest] = []
         for opened in map(self._open.__getitem__, uids):
-            begun = opened.begun.values()
-            if len(begun) == self._options.n and not any(response.token_ids for response in begun):
-                whole.append(opened.request)
+            if opened.is_whole:
+                whole.setdefault(opened.n, []).append(opened.request)
             else:
-                rest += [self._continuation(opened.request, response) for response in begun]
-        self.engine.submit(whole, self._options)
-        self.engine.submit(rest, self._options.override({"n": 1}))
+                rest += [self._continuation(opened.request, begun) for begun in opened.begun.values()]
+        for n, requests in whole.items():
+            self.engine.submit(requests, replace(self._options, n=n))
+        if rest:
+            self.engine.submit(rest, self._options)
 
     def _continuation(self, request: RolloutRequest, begun: FinishedResponse) -> RolloutRequest:
         num_tokens = len(begun.token_ids)

@@ -40,3 +40,4 @@ class RunOptions(ModelRunOptions):
     corrects_in_update: bool = False  # nothing computes the log-probs before
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     tools: Sequence[Mapping[str, Any]] = ()  # schemas, for the chat template
+    in_lockstep: bool = False  # conversations wait for each other's tools, so that runs repeat

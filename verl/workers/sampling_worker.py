@@ -30,8 +30,13 @@ class SamplingWorker(DeviceWorker):
 
     @register(Dispatch.ALL, phase="gen")
     def interrupt(self) -> list[FinishedResponse]:
-        """Drop all prompts, and return what each unfinished response has."""
-        return self._led(self.host.continued.interrupt())
+        """Drop all prompts, and return what each unfinished response has; see `EngineHost.interrupt`."""
+        return self._led(self.host.interrupt())
+
+    @register(Dispatch.ALL, phase="gen")
+    def forget(self) -> None:
+        """Have interrupted conversations begin again when their prompts come."""
+        self.host.forget()
 
     def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
         return responses if self.place.leads else []  # all ranks of an engine have the same

@@ -23,7 +23,9 @@ from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.agent_driver import AgentDriver
+from verl.workers.conversations.agent_leader import AgentServices
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
@@ -143,12 +145,35 @@ def engine(request, tiny, single_process):
     engine.close()
 
 
+def at_once(driver, rows, sampling):
+    return [one for finished in driver.run(rows, sampling) for one in finished]
+
+
+def with_rests(driver, rows, sampling):
+    """Lead conversations that rest again and again while one of another row has the engine."""
+    found, other = [], rows[0] | {"uid": "other 0"}
+    driver.submit(rows, sampling)
+    while len(found) < len(rows) * sampling.n:
+        found += driver.step(12)
+        if len(found) % 3 == 0 and driver.sampling.num_unfinished:
+            driver.interrupt()
+            assert driver.sampling.num_unfinished == 0
+            if driver.sampling.version == 0:
+                assert len(at_once(driver, [other], sampling)) == sampling.n
+            driver.sampling.version += 1
+            ended = [(one.uid, one.sample) for one in found]
+            samples = range(sampling.n)
+            left = {row["uid"]: {n: None for n in samples if (row["uid"], n) not in ended} for row in rows}
+            driver.submit([row for row in rows if left[row["uid"]]], sampling, left)
+    return found
+
+
 @pytest.fixture
 def lead(tiny, engine, tmp_path):
     """Run an agent's source for a number of rows; returns the responses and the recorded engine."""
     closing = []
 
-    def run(source, rows=3, sampling=SAMPLING, max_tokens=1300, form=None, **options):
+    def run(source, rows=3, sampling=SAMPLING, max_tokens=1300, form=None, through=at_once, **options):
         path = tmp_path / "agent.py"
         path.write_text(source)
         config = {"agent": f"{path}:run", "tool_timeout_s": 30.0} | options
@@ -157,8 +182,8 @@ def lead(tiny, engine, tmp_path):
         closing.extend(services)
         recorder = Recorder(engine)
         decode = rules.media.loader.decode
-        driver = AgentDriver(recorder, services, rules, decode)
-        found = [one for finished in driver.run(rows_of(rows), sampling) for one in finished]
+        driver = AgentDriver(ContinuedSampling(recorder), services, rules, decode)
+        found = through(driver, rows_of(rows), sampling)
         assert engine.num_unfinished == 0
         return found, recorder, rules
 
@@ -236,6 +261,24 @@ def test_log_probs_of_each_context_are_the_trainers(tiny, engine, lead):
     difference, num_sampled = compare_contexts(tiny, rules.media.loader, responses)
 
     assert difference < 1e-4 and num_sampled > 100
+
+
+def test_calls_continue_after_rests_with_the_tokens_that_they_had(tiny, engine, lead):
+    responses, _, rules = lead(AGENT, through=with_rests)
+
+    difference, num_sampled = compare_contexts(tiny, rules.media.loader, responses)
+    assert difference < 1e-4 and num_sampled > 100
+    assert len({(one.uid, one.sample) for one in responses}) == len(responses) == 6
+    several = 0
+    for response in responses:
+        trajectory = response.trajectory
+        assert len(trajectory.turns) == 5 and len(trajectory.context_starts) == 2 and not trajectory.is_masked
+        assert len(response.versions) == len(response.token_ids)
+        for turn in trajectory.turns:
+            versions = response.versions[turn.start : turn.stop]
+            assert versions == sorted(versions)
+            several += len(set(versions)) > 1
+    assert several > 0, "no turn was interrupted"
 
 
 FAULTS = """
@@ -408,7 +451,7 @@ def turns_on_two_ranks(rank, world_size, folder, path):
     recorder = Recorder(engine)
     rules = rules_with(tiny, sometimes_calls(), 1300, {"agent": f"{path}:run", "tool_timeout_s": 60.0})
     services = services_of(rules) if rank == 0 else None
-    driver = AgentDriver(recorder, services, rules, rules.media.loader.decode)
+    driver = AgentDriver(ContinuedSampling(recorder), services, rules, rules.media.loader.decode)
     found = [one for finished in driver.run(rows_of(3), SAMPLING) for one in finished]
     assert engine.num_unfinished == 0
     for each in services or ():

@@ -4,6 +4,7 @@
 import itertools
 import json
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from tests.helpers.conversations import rules_of
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import load_tiny, open_tiny
 from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
-from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
+from tests.workers.rollout.reference import change_weights, hub_tensors, rollout_config, setup_of
 from verl.agents.interface import ToolCall
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.interface import CallFormat
@@ -22,8 +23,9 @@ from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
-from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 
 pytestmark = pytest.mark.heavy
@@ -73,7 +75,7 @@ def rows_of(tiny, count):
 
 
 def lead(engine, pool, rules, rows, sampling=SAMPLING):
-    driver = ConversationDriver(engine, pool, rules, rules.media.loader.decode)
+    driver = ConversationDriver(ContinuedSampling(engine), pool, rules, rules.media.loader.decode)
     found = [response for finished in driver.run(rows, sampling) for response in finished]
     assert engine.num_unfinished == 0
     return found
@@ -208,6 +210,129 @@ def test_with_a_seed_the_order_of_answers_changes_no_conversation(tiny, engine, 
     assert len(set(map(tuple, tokens.values()))) == len(tokens) == 32
 
 
+def models_of(tiny):
+    """Return the weights of versions 0, 1 and 2."""
+    models = [tiny.model]
+    for seed in (1, 2):
+        models.append(deepcopy(models[-1]))
+        change_weights(models[-1], seed)
+    return models
+
+
+def load(sampling, models, version):
+    with sampling.interrupted(version):
+        sampling.engine.sync_weights(hub_tensors(models[version]))
+        sampling.engine.wake()
+
+
+def lead_through_changes(tiny, engine, pool, models, options=SAMPLING):
+    """Lead conversations that get new weights twice, and wait twice while others have the engine."""
+    sampling, rules, rows = ContinuedSampling(engine), rules_with(tiny, always_calls()), rows_of(tiny, 4)
+    driver = ConversationDriver(sampling, pool, rules, rules.media.loader.decode)
+    sampling.version = 0
+    found, others = [], [row | {"uid": f"other {number}"} for number, row in enumerate(rows_of(tiny, 2))]
+    driver.submit(rows[:3], options)
+    for version in (1, 2):
+        for _ in range(2):
+            found += driver.step(2)
+        load(sampling, models, version)
+        found += driver.step(3)
+        driver.interrupt()
+        assert engine.num_unfinished == 0
+        between = [one for part in driver.run(others, options.override({"n": 1})) for one in part]
+        assert {one.uid for one in between} == {"other 0", "other 1"}
+        ended = [(one.uid, one.sample) for one in found]
+        left = {
+            row["uid"]: {sample: None for sample in range(2) if (row["uid"], sample) not in ended}
+            for row in rows[: 2 + version]
+        }
+        driver.submit([row for row in rows if left.get(row["uid"])], options, left)
+    while len(found) < 8:
+        found += driver.step(16)
+    assert engine.num_unfinished == 0
+    load(sampling, models, 0)
+    return rules, rows, found
+
+
+def difference_by_version(tiny, rules, rows, models, responses):
+    """Between each sampled token's log-prob and that of the weights of its version, after all before it."""
+    batch = trained(tiny, rules, rows, responses)
+    with torch.no_grad():
+        each = [own_forward(tiny, model, batch, rules.media.loader)[0] for model in models]
+    by_version, differences = torch.stack(each), []  # (V, B, R)
+    for row, response in enumerate(responses):
+        is_sampled = torch.tensor(response.trajectory.is_sampled)
+        found, versions = torch.tensor(response.log_probs), torch.tensor(response.versions)
+        assert not versions[~is_sampled].any() and not found[~is_sampled].any()
+        expected = by_version[versions, row, range(len(versions))]
+        differences.append((found - expected)[is_sampled].abs().max())
+    return max(differences).item()
+
+
+def test_each_turn_has_the_log_probs_of_the_weights_that_sampled_it_through_changes_and_rests(
+    tiny, engine, pool
+):
+    models = models_of(tiny)
+
+    rules, rows, responses = lead_through_changes(tiny, engine, pool, models)
+
+    assert len({(one.uid, one.sample) for one in responses}) == len(responses) == 8
+    assert {len(one.trajectory.turns) for one in responses} == {3}
+    assert all(len(one.trajectory.media["images"]) == 2 for one in responses)
+    assert {version for one in responses for version in one.versions} == {0, 1, 2}
+    assert any(
+        len(set(one.versions[turn.start : turn.stop])) > 1
+        for one in responses
+        for turn in one.trajectory.turns
+    )
+    assert difference_by_version(tiny, rules, rows, models, responses) < 1e-4
+
+
+def test_a_forgotten_conversation_begins_anew_and_others_of_its_prompt_do_not(tiny, engine, pool):
+    sampling, rules = ContinuedSampling(engine), rules_with(tiny, always_calls())
+    driver = ConversationDriver(sampling, pool, rules, rules.media.loader.decode)
+    rows = rows_of(tiny, 2)
+    driver.submit(rows, SAMPLING)
+    driver.step(6)
+    driver.interrupt()
+
+    driver.forget()
+    sampling.version = 7
+    driver.submit(rows[:1], SAMPLING, {"row 0": {1: None}})
+    found = []
+    while not found:
+        found += driver.step(16)
+
+    assert [(one.uid, one.sample) for one in found] == [("row 0", 1)]
+    (response,) = found
+    sampled = [
+        version for version, own in zip(response.versions, response.trajectory.is_sampled, strict=True) if own
+    ]
+    assert set(sampled) == {7} and len(response.trajectory.turns) == 3
+    assert engine.num_unfinished == 0
+
+
+def test_in_lockstep_the_times_of_tools_do_not_decide_when_weights_change(tiny, engine, tmp_path):
+    models, found = models_of(tiny), []
+    for scale in (0.02, 0.002):
+        path = tmp_path / f"tools_{scale}.py"
+        path.write_text(TOOLS.replace("0.02", str(scale)))
+        sampling, rules = ContinuedSampling(engine), rules_with(tiny, calls_what_it_says())
+        options = MultiTurnConfig(enable=True, tools=(f"{path}:look",), tool_concurrency=4)
+        with ToolPool(options) as pool:
+            driver = ConversationDriver(sampling, pool, rules, rules.media.loader.decode, in_lockstep=True)
+            driver.submit(rows_of(tiny, 4), SAMPLING.override({"seed": 5}))
+            ended = driver.step(8)
+            load(sampling, models, 1)
+            while len(ended) < 8:
+                ended += driver.step(16)
+        load(sampling, models, 0)
+        found.append([(one.uid, one.sample, one.token_ids, one.log_probs, one.versions) for one in ended])
+
+    assert found[0] == found[1]
+    assert {0, 1} == {version for *_, versions in found[0] for version in versions}
+
+
 def responses_on_two_ranks(rank, world_size, folder, path):
     tiny = open_tiny(folder)
     engine = build_rollout_engine(rollout_config(tensor_parallel_size=2, max_model_len=600), setup_of(folder))
@@ -216,6 +341,9 @@ def responses_on_two_ranks(rank, world_size, folder, path):
     pool = ToolPool(options) if rank == 0 else None
     rules, rows = rules_with(tiny, always_calls()), rows_of(tiny, 3)
     responses = lead(engine, pool, rules, rows)
+    models = models_of(tiny)
+    continued = lead_through_changes(tiny, engine, pool, models)
+    error = difference_by_version(tiny, *continued[:2], models, continued[2])
     if pool is not None:
         pool.close()
     with torch.no_grad():
@@ -225,14 +353,18 @@ def responses_on_two_ranks(rank, world_size, folder, path):
         for row, one in enumerate(responses)
     ]
     engine.close()
-    return {(one.uid, one.sample): one.token_ids for one in responses}, max(differences)
+    tokens = {(one.uid, one.sample): one.token_ids for one in responses}
+    return tokens, [(one.uid, one.sample, one.token_ids) for one in continued[2]], max(*differences, error)
 
 
 def test_ranks_of_one_engine_lead_the_same_conversations(tiny, tmp_path):
     path = tmp_path / "tools.py"
     path.write_text(TOOLS)
 
-    (first, error), (second, _) = run_distributed(responses_on_two_ranks, 2, tiny.folder, path)
+    (first, continued, error), (second, again, _) = run_distributed(
+        responses_on_two_ranks, 2, tiny.folder, path
+    )
 
     assert first == second and len(first) == 6
+    assert continued == again and len(continued) == 8
     assert error < 1e-4

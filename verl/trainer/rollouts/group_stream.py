@@ -23,7 +23,7 @@ from verl.config.async_training import AsyncConfig
 from verl.planning.stream_plan import StreamPlan, fitting_groups
 from verl.protocol import DataProto
 from verl.single_controller.ray.published_weights import PublishedWeights
-from verl.trainer.metrics import Metrics, StageTimer
+from verl.trainer.metrics import Metrics, StageTimer, sampled_mask
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.schedule import (
@@ -116,6 +116,9 @@ class GroupStream:
             self._wait_for(lambda: self._num_scoring == 0)
 
     def save(self, folder: Path) -> None:
+        if self.is_deterministic and self.collector.sampler.converses:
+            for engine in self.engines.groups:
+                engine.forget()  # as a resumed run does
         save_engines(self.engines, folder)
         for groups in self._finished():
             groups.check_storable()
@@ -170,7 +173,8 @@ class GroupStream:
         while (work := self._next_work(lane, at)) is not None:
             if work.weights is not None:
                 engine.load_weights(work.weights)
-            requests = [group.request(self.collector.group_size) for group in work.groups]
+            columns = self.collector.sampler.columns
+            requests = [group.request(self.collector.group_size, columns) for group in work.groups]
             prompts = DataProto.concat(requests) if requests else None
             self._take(lane, engine.sample(prompts, options, STEPS)[0])
         self._keep_begun(lane, at, engine.interrupt()[0])
@@ -322,8 +326,7 @@ def is_due(lane: Lane) -> bool:
 
 def version_metrics(batch: DataProto, step: int) -> Metrics:
     """Age of the weights that sampled each token, in updates, and the share of responses with several."""
-    mask = batch.batch["response_mask"].bool()  # (B, R)
-    versions = batch.batch["rollout_versions"]  # (B, R)
+    mask, versions = sampled_mask(batch), batch.batch["rollout_versions"]  # (B, R)
     staleness = (step - 1 - versions[mask]).float()
     newest = versions.masked_fill(~mask, -1).amax(-1)  # (B,)
     oldest = torch.where(mask, versions, newest.unsqueeze(-1)).amin(-1)  # (B,)

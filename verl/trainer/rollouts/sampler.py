@@ -42,7 +42,8 @@ class Sampler:
         self.skip_special_tokens = worker.reward.skip_special_tokens
         rollout = worker.rollout
         multi_turn = rollout.multi_turn
-        self.converses = multi_turn.enable  # tools may read every column
+        self.converses = multi_turn.enable
+        self.columns = None if self.converses else SAMPLED_FROM  # that engines read; tools may read all
         self.options = SamplingOptions(
             n=rollout.n,
             temperature=rollout.temperature,
@@ -64,7 +65,7 @@ class Sampler:
         total = len(prompts) * n
         responses: dict[int, FinishedResponse] = {}  # by the row of the sequence
         unfinished = dict.fromkeys(row_of, n)
-        sampled_from = prompts.select([], None if self.converses else SAMPLED_FROM)
+        sampled_from = prompts.select([], self.columns)
         for finished in self.engines.generate(sampled_from, options):
             for response in finished:
                 row = row_of[response.uid]

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from verl.agents.stored import from_plain, to_plain
 from verl.planning.stream_plan import GroupId, StreamPlan
 from verl.protocol import DataProto, objects
 from verl.single_controller.dispatch import shard
-from verl.trainer.rollouts.sampler import SAMPLED_FROM, with_uids
+from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.scores import ScoredGroups
 from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
 from verl.workers.rollout.engine_host import BEGUN
@@ -37,9 +38,13 @@ class OpenGroup:
     def uid(self) -> str:
         return self.prompt.non_tensor_batch["uid"][0]
 
-    def request(self, group_size: int) -> DataProto:
-        """Return what an engine needs to sample the responses that are not finished, or to continue them."""
-        row = self.prompt.select([], SAMPLED_FROM)
+    def request(self, group_size: int, columns: Sequence[str] | None) -> DataProto:
+        """Return what an engine needs to sample the responses that are not finished, or to continue them.
+
+        Args:
+            columns: Names of the columns that it reads; None: all.
+        """
+        row = self.prompt.select([], columns)
         begun = {
             sample: self.begun.get(sample) or FinishedResponse(self.uid, sample, [], [], INTERRUPTED)
             for sample in range(group_size)
@@ -151,8 +156,16 @@ def key_of(group: GroupId) -> tuple[int, int]:
 
 
 def as_plain(responses: Mapping[int, FinishedResponse]) -> dict[int, dict[str, Any]]:
-    return {sample: dict(vars(response)) for sample, response in responses.items()}
+    return {
+        sample: {**vars(response), "trajectory": response.trajectory and to_plain(response.trajectory)}
+        for sample, response in responses.items()
+    }
 
 
 def responses_of(plain: Mapping[int, Mapping[str, Any]]) -> dict[int, FinishedResponse]:
-    return {sample: FinishedResponse(**values) for sample, values in plain.items()}
+    return {
+        sample: FinishedResponse(
+            **{**values, "trajectory": values["trajectory"] and from_plain(values["trajectory"])}
+        )
+        for sample, values in plain.items()
+    }

@@ -12,9 +12,11 @@ from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
 from verl.models.families.registry import is_named, vision_family_of
 from verl.protocol import DataProto
 from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.agent_driver import AgentDriver
+from verl.workers.conversations.agent_leader import AgentServices
+from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.engine_check import SampledRow, check_requests, refusing_engine, sample
 from verl.workers.packing.vision_features import FrozenTower
-from verl.workers.rollout.agent_runs import AgentDriver, AgentServices
 from verl.workers.rollout.base import (
     EmbeddedMedia,
     EngineAdapter,
@@ -23,7 +25,6 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
-from verl.workers.rollout.conversations import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.run_options import RunOptions
 
@@ -65,6 +66,7 @@ class EngineHost:
             self.engine = build_rollout_engine(config.rollout, self._setup(adapter))
         self.continued = ContinuedSampling(self.engine)
         self.conversations = self._conversation_driver()
+        self._joining = self.conversations or self.continued  # takes prompts at any time
 
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample responses to prompts (`raw_prompt_ids`, `multi_modal_data`) and yield them as they finish.
@@ -72,8 +74,7 @@ class EngineHost:
         With tools, a response is a whole conversation; they read every column.
         """
         if self.conversations is not None:
-            rows = [prompts[row].non_tensor_batch for row in range(len(prompts))]
-            yield from self.conversations.run(rows, sampling)
+            yield from self.conversations.run(_rows(prompts), sampling)
             return
         yield from self.engine.generate(self._requests(prompts), sampling)
 
@@ -87,8 +88,23 @@ class EngineHost:
         if prompts is not None:
             uids = prompts.non_tensor_batch["uid"]
             begun = dict(zip(uids, prompts.non_tensor_batch.get(BEGUN, ()), strict=False))
-            self.continued.submit(self._requests(prompts), sampling, begun)
-        return self.continued.step(at_most)
+            if self.conversations is not None:
+                self.conversations.submit(_rows(prompts), sampling, begun)
+            else:
+                self.continued.submit(self._requests(prompts), sampling, begun)
+        return self._joining.step(at_most)
+
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all prompts of `sample`, and return what each unfinished response has.
+
+        Conversations are parked instead: they continue when their prompts come again.
+        """
+        return self._joining.interrupt()
+
+    def forget(self) -> None:
+        """Have conversations begin again when their prompts come."""
+        if self.conversations is not None:
+            self.conversations.forget()
 
     def close(self) -> None:
         """End the processes of tools and agents."""
@@ -145,9 +161,11 @@ class EngineHost:
         )
         pool = ToolPool(multi_turn) if self.place.leads else None
         if multi_turn.agent is None:
-            return ConversationDriver(self.engine, pool, rules, self._media_of)
+            return ConversationDriver(
+                self.continued, pool, rules, self._media_of, in_lockstep=options.in_lockstep
+            )
         services = None if pool is None else AgentServices(pool, endpoint_of(rules, on_call=pool.hold))
-        return AgentDriver(self.engine, services, rules, self._media_of)
+        return AgentDriver(self.continued, services, rules, self._media_of)
 
     def _setup(self, adapter: EngineAdapter | None) -> EngineSetup:
         model = self.config.actor.model
@@ -163,3 +181,9 @@ class EngineHost:
             takes_embeddings=self.tower is not None,
             adapter=adapter,
         )
+
+
+def _rows(prompts: DataProto) -> list[dict[str, Any]]:
+    """Return the columns of each prompt, which tools may read."""
+    rows = [prompts[row].non_tensor_batch for row in range(len(prompts))]
+    return [{key: value for key, value in row.items() if key != BEGUN} for row in rows]

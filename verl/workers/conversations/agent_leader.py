@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents next to a rollout engine: each leads its conversation in a process of its own and calls the policy.
-
-Calls come by HTTP, in any order. With tensor parallelism the first rank of an engine serves them, and tells
-the others what to sample and when, so that all make the same calls of the engine.
-"""
+"""The first rank of an engine that agents use: it takes their calls, and says what all ranks do next."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,18 +16,10 @@ from verl.agents.rules import ConversationRules
 from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.utils.rank_logger import get_logger
-from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
-from verl.workers.rollout.conversations import (
-    Columns,
-    Key,
-    columns_of,
-    finished_response,
-    seed_offset,
-    stop_problem,
-)
+from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem
+from verl.workers.rollout.base import FinishedResponse
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
-STEPS = 4  # of the engine, after which calls are taken
 MAX_REPORTS = 3  # agents without a turn that are logged; others are only counted
 
 logger = get_logger(__name__, all_ranks=True)
@@ -61,7 +49,6 @@ class Step:
     aborted: list[CallId] = field(default_factory=list)
     ended: list[FinishedResponse] = field(default_factory=list)
     problem: str | None = None  # ends the run
-    is_last: bool = False
 
 
 class AgentServices(NamedTuple):
@@ -71,85 +58,21 @@ class AgentServices(NamedTuple):
     endpoint: Endpoint
 
 
-class AgentDriver:
-    """Has an agent lead each conversation of a batch of prompts.
-
-    Example::
-
-        driver = AgentDriver(engine, AgentServices(pool, endpoint), rules, decode_media)
-        for finished in driver.run(rows, SamplingOptions(n=8)):
-            ...
-    """
-
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        services: AgentServices | None,  # None on a rank that follows another one's
-        rules: ConversationRules,
-        decode_media: Callable[[MediaData], Any],  # to what the engine reads
-    ) -> None:
-        self.engine, self.rules, self.decode_media = engine, rules, decode_media
-        self._services = services
-        self._leader: _Leader | None = None
-
-    def run(self, rows: Sequence[Columns], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
-        leader = self._leader = (
-            None if self._services is None else _Leader(self._services, self.rules, self.decode_media)
-        )
-        sampled: set[CallId] = set()
-        one_each = sampling.override({"n": 1})
-        try:
-            if leader is not None:
-                leader.start(rows, sampling.n, sampling.seed)
-            while True:
-                for turn in self.engine.step(STEPS):
-                    sampled.discard(turn.uid)
-                    if leader is not None:
-                        leader.take(turn)
-                step: Step = self.engine.agree(
-                    None if leader is None else leader.next(self.engine.num_unfinished > 0)
-                )
-                self.engine.abort(step.aborted)
-                sampled.update(turn.uid for turn in step.turns)
-                if step.problem is not None:
-                    raise RuntimeError(step.problem)
-                self.engine.submit([self._request(turn) for turn in step.turns], one_each)
-                if step.ended:
-                    yield step.ended
-                if step.is_last:
-                    return
-        finally:
-            self.engine.abort(sampled)
-            if leader is not None:
-                leader.stop()
-
-    def close(self) -> None:
-        """End the processes of the agents, and their endpoint."""
-        if self._services is not None:
-            self._services.pool.close()
-            self._services.endpoint.close()
-
-    def _request(self, turn: Turn) -> RolloutRequest:
-        decoded = None if self._leader is None else self._leader.decoded.pop(turn.uid, None)
-        media = self.decode_media(turn.media) if decoded is None else decoded
-        offset = seed_offset(*turn.uid)
-        return RolloutRequest(turn.uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)
-
-
 @dataclass(eq=False)
 class _Run:
     """A conversation and its calls."""
 
     conversation: AgentConversation
+    started: float  # by the leader's clock, without the time that it was parked
     waiting: list[IncomingCall] = field(default_factory=list)  # for room
     calls: dict[int, tuple[IncomingCall, OpenCall]] = field(default_factory=dict)  # by number, being sampled
     is_held: bool = False  # the agent's clock is stopped
     has_turn: bool = False  # since the clock was stopped
+    result: AgentResult | None = None  # of an agent that has ended
 
 
-class _Leader:
-    """The conversations of a batch, on the first rank of an engine."""
+class AgentLeader:
+    """The conversations of an engine, on its first rank."""
 
     def __init__(
         self, services: AgentServices, rules: ConversationRules, decode_media: Callable[[MediaData], Any]
@@ -159,25 +82,36 @@ class _Leader:
         self.options = rules.options
         self.decoded: dict[CallId, Any] = {}  # media of turns to submit
         self._runs: dict[Any, _Run] = {}  # by `Key`
-        self._started = time.monotonic()
+        self._parked: dict[Any, _Run] = {}
         self._num_reports = 0
 
-    def start(self, rows: Sequence[Columns], n: int, seed: int | None) -> None:
-        for row in rows:
-            for sample in range(n):
-                key = Key(row["uid"], sample)
-                self._runs[key] = _Run(AgentConversation(self.rules, row["prompt_messages"]))
-                self.pool.start(key, columns_of(self.rules, key, row, seed))
-                api_key = self.endpoint.open(key)
-                address = {"base_url": self.endpoint.base_url, "api_key": api_key, "model": MODEL}
-                self.pool.submit(key, [ToolCall(AGENT, address)])
+    def start(self, key: Key, row: Columns, seed: int | None) -> None:
+        self._runs[key] = _Run(AgentConversation(self.rules, row["prompt_messages"]), time.monotonic())
+        self.pool.start(key, columns_of(self.rules, key, row, seed))
+        api_key = self.endpoint.open(key)
+        address = {"base_url": self.endpoint.base_url, "api_key": api_key, "model": MODEL}
+        self.pool.submit(key, [ToolCall(AGENT, address)])
+
+    def park(self) -> None:
+        now = time.monotonic()
+        for run in self._runs.values():
+            run.started -= now  # minus what has passed
+        self._parked |= self._runs
+        self._runs = {}
+
+    def resume(self, keys: Iterable[Key]) -> None:
+        now = time.monotonic()
+        for key in keys:
+            run = self._runs[key] = self._parked.pop(key)
+            run.started += now
 
     def take(self, turn: FinishedResponse) -> None:
         """Answer the call of a turn that was sampled."""
         key, number = turn.uid
         run = self._runs[key]
         incoming, call = run.calls.pop(number)
-        reply = run.conversation.complete(call, turn.token_ids, turn.log_probs, turn.finish_reason, self._now)
+        tokens = turn.token_ids, turn.log_probs
+        reply = run.conversation.complete(call, *tokens, turn.finish_reason, _at(run), turn.versions)
         incoming.answer(reply)
         run.has_turn = True
 
@@ -185,7 +119,7 @@ class _Leader:
         """Return what came since the last steps of the engine."""
         step = Step()
         for incoming in self.endpoint.take(0.0 if is_sampling else WAIT_S):
-            run = self._runs.get(incoming.key)
+            run = self._runs.get(incoming.key) or self._parked.get(incoming.key)
             if run is None:
                 incoming.refuse(_ended())
             else:
@@ -194,29 +128,26 @@ class _Leader:
         for key, run in self._runs.items():
             self._drop_gone(key, run, step)
         for finished in self.pool.ready(0.0):
-            key: Any = finished[0]
-            self._end(key, self._result(finished[1][0]), step)
+            run = self._runs.get(finished[0]) or self._parked[finished[0]]
+            run.result = self._result(finished[1][0])
         limit_s = self.options.max_seconds
-        if limit_s is not None and self._now >= limit_s:
-            for key in list(self._runs):
+        for key, run in list(self._runs.items()):
+            if run.result is not None:
+                self._end(key, run.result, step)
+            elif limit_s is not None and _at(run) >= limit_s:
                 self._end(key, AgentResult(), step, "seconds")
         for key, run in self._runs.items():
             self._begin_calls(key, run, step)
             self._set_clock(key, run)
-        step.is_last = not self._runs
         return step
 
-    def stop(self) -> None:
-        """End what has not ended."""
-        for key, run in self._runs.items():
+    def stop(self, keys: Iterable[Key]) -> None:
+        """End conversations that have not ended."""
+        for key in keys:
+            run = self._runs.pop(key, None) or self._parked.pop(key)
             self._close(key, run)
-        self._runs = {}
 
     # --- calls
-
-    @property
-    def _now(self) -> float:
-        return time.monotonic() - self._started
 
     def _drop_gone(self, key: Key, run: _Run, step: Step) -> None:
         run.waiting = [incoming for incoming in run.waiting if not incoming.is_gone]
@@ -230,7 +161,7 @@ class _Leader:
         waiting, run.waiting = run.waiting, []
         for incoming in waiting:
             try:
-                call = run.conversation.begin(incoming.request, self._now)
+                call = run.conversation.begin(incoming.request, _at(run))
             except ApiError as error:
                 incoming.refuse(error)
                 continue
@@ -274,7 +205,7 @@ class _Leader:
         if reason == "stop":
             result = self._checked(run.conversation, result)
         if result.failed:
-            result = replace(result, seconds=self._now - run.conversation.turn_ended_at)
+            result = replace(result, seconds=_at(run) - run.conversation.turn_ended_at)
         if result.failed and self.options.on_tool_error == "stop":
             step.problem = stop_problem("an agent", result.text)
         is_masked = result.failed and self.options.on_tool_error == "end"
@@ -303,6 +234,10 @@ class _Leader:
             self.decoded.pop(CallId(key, number), None)
         for incoming in (*run.waiting, *(incoming for incoming, _ in run.calls.values())):
             incoming.refuse(_ended())
+
+
+def _at(run: _Run) -> float:
+    return time.monotonic() - run.started
 
 
 def _ended() -> ApiError:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents next to a rollout engine: each leads its conversation in a process of its own and calls the policy.
+
+Calls come by HTTP, in any order. With tensor parallelism the first rank of an engine serves them, and tells
+the others what to sample and when, so that all make the same calls of the engine.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl.agents.rules import ConversationRules
+from verl.data.media.loader import MediaData
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.agent_leader import AgentLeader, AgentServices, CallId, Step, Turn
+from verl.workers.conversations.keys import Begun, Columns, Key, samples_of, seed_offset
+from verl.workers.rollout.base import FinishedResponse, RolloutRequest, SamplingOptions
+
+STEPS = 4  # of the engine, after which calls are taken
+
+
+class AgentDriver:
+    """Has an agent lead each conversation: a batch of them, or ones that join at any time.
+
+    Parked conversations wait while other ones have the engine, or training has the device. Their agents work
+    on until they call the policy.
+
+    Example::
+
+        driver = AgentDriver(ContinuedSampling(engine), AgentServices(pool, endpoint), rules, decode_media)
+        for finished in driver.run(rows, SamplingOptions(n=8)):
+            ...
+    """
+
+    def __init__(
+        self,
+        sampling: ContinuedSampling,
+        services: AgentServices | None,  # None on a rank that follows another one's
+        rules: ConversationRules,
+        decode_media: Callable[[MediaData], Any],  # to what the engine reads
+    ) -> None:
+        self.sampling, self.rules, self.decode_media = sampling, rules, decode_media
+        self._services = services
+        self._leader = None if services is None else AgentLeader(services, rules, decode_media)
+        self._open: set[Key] = set()
+        self._parked: set[Key] = set()
+        self._turns: dict[CallId, Turn] = {}  # that are not sampled yet
+        self._begun: dict[CallId, FinishedResponse] = {}  # what those of parked conversations have
+        self._options = SamplingOptions()  # of a turn
+
+    def run(self, rows: Sequence[Columns], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
+        assert not self._open, "conversations that join at any time are parked before"
+        try:
+            self.submit(rows, sampling)
+            while self._open:
+                yield [replace(response, versions=[]) for response in self.step(sys.maxsize)]
+        finally:
+            self._end(self._open)
+
+    def submit(self, rows: Sequence[Columns], sampling: SamplingOptions, begun: Begun | None = None) -> None:
+        """Begin `sampling.n` conversations for each row, or only those in `begun`; parked ones continue."""
+        self._options = replace(sampling, n=1)
+        continued: set[Key] = set()
+        for row in rows:
+            for key in samples_of(row, sampling.n, begun):
+                self._open.add(key)
+                if key in self._parked:
+                    continued.add(key)
+                elif self._leader is not None:
+                    self._leader.start(key, row, sampling.seed)
+        self._parked -= continued
+        if self._leader is not None:
+            self._leader.resume(continued)
+        turns = [turn for uid, turn in self._turns.items() if uid.key in continued]
+        before = {turn.uid: {0: self._begun.pop(turn.uid)} for turn in turns}
+        self.sampling.submit([self._request(turn) for turn in turns], self._options, before)
+
+    def step(self, at_most: int) -> list[FinishedResponse]:
+        """Make at most so many steps of the engine, until a conversation ends, and return the ended ones."""
+        ended: list[FinishedResponse] = []
+        while self._open and at_most > 0 and not ended:
+            num_steps = min(at_most, STEPS)
+            at_most -= num_steps
+            for turn in self.sampling.step(num_steps):
+                del self._turns[turn.uid]
+                if self._leader is not None:
+                    self._leader.take(turn)
+            ended = self._follow()
+        return ended
+
+    def interrupt(self) -> list[FinishedResponse]:
+        """Park all conversations; `submit` continues them. None of them can continue elsewhere."""
+        self._begun |= {response.uid: response for response in self.sampling.interrupt()}
+        if self._leader is not None:
+            self._leader.park()
+        self._parked |= self._open
+        self._open = set()
+        return []
+
+    def forget(self) -> None:
+        """End parked conversations, which begin again when they are submitted."""
+        self._end(self._parked)
+
+    def close(self) -> None:
+        """End the processes of the agents, and their endpoint."""
+        if self._services is not None:
+            self._services.pool.close()
+            self._services.endpoint.close()
+
+    def _follow(self) -> list[FinishedResponse]:
+        """Do what came since the last steps of the engine, and return the conversations that ended."""
+        is_sampling = self.sampling.num_unfinished > 0
+        step: Step = self.sampling.agree(None if self._leader is None else self._leader.next(is_sampling))
+        self.sampling.abort(step.aborted)
+        for uid in step.aborted:
+            self._turns.pop(uid, None)
+        self._open -= {Key(response.uid, response.sample) for response in step.ended}
+        if step.problem is not None:
+            raise RuntimeError(step.problem)
+        self._turns |= {turn.uid: turn for turn in step.turns}
+        self.sampling.submit([self._request(turn) for turn in step.turns], self._options)
+        return step.ended
+
+    def _end(self, conversations: set[Key]) -> None:
+        uids = [uid for uid in self._turns if uid.key in conversations]
+        self.sampling.abort(uids)
+        for uid in uids:
+            del self._turns[uid]
+            self._begun.pop(uid, None)
+        if self._leader is not None:
+            self._leader.stop(conversations)
+        conversations.clear()
+
+    def _request(self, turn: Turn) -> RolloutRequest:
+        decoded = None if self._leader is None else self._leader.decoded.pop(turn.uid, None)
+        media = self.decode_media(turn.media) if decoded is None else decoded
+        offset = seed_offset(*turn.uid)
+        return RolloutRequest(turn.uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)

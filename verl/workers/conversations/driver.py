@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations next to a rollout engine: each continues at its own pace while the tools of others work.
+
+Turns and answers arrive in any order. With tensor parallelism the first rank of an engine runs the tools and
+tells the others what came and when, so that all make the same calls of the engine.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.agents.conversation import FAILED, Conversation
+from verl.agents.environments.prompts import row_of
+from verl.agents.interface import Observation
+from verl.agents.row import Prompt, Row
+from verl.agents.rules import ConversationRules
+from verl.agents.tools.pool import ToolPool
+from verl.data.media.loader import MediaData
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.keys import (
+    Begun,
+    Columns,
+    Key,
+    columns_of,
+    finished_response,
+    samples_of,
+    seed_offset,
+    stop_problem,
+)
+from verl.workers.rollout.base import FinishedResponse, RolloutRequest, SamplingOptions
+
+WAIT_S = 0.05  # for an answer, while the engine has nothing to do
+STEPS = 4  # of the engine, after which it is seen whether an answer has come
+
+
+@dataclass(eq=False)
+class _Open:
+    """A conversation on its way."""
+
+    row: Columns
+    started: float  # by the driver's clock, without the time that it was parked
+    conversation: Conversation | None = None  # None until its environment has begun
+    is_calling: bool = False  # its calls are not answered
+    begun: FinishedResponse | None = None  # its turn, if that was interrupted
+    answer: list[Observation] | None = None  # that came while it was parked
+
+    @property
+    def is_done(self) -> bool:
+        return self.conversation is not None and self.conversation.is_done
+
+
+class ConversationDriver:
+    """Leads conversations with an engine, a batch of them or ones that join at any time.
+
+    Parked conversations wait while other ones have the engine, or training has the device. Their tools work
+    on.
+
+    Example::
+
+        driver = ConversationDriver(ContinuedSampling(engine), pool, rules, decode_media)
+        for finished in driver.run(rows, SamplingOptions(n=8)):
+            ...
+
+    Args:
+        in_lockstep: Wait for all answers before the engine continues, so that their times decide nothing.
+    """
+
+    def __init__(
+        self,
+        sampling: ContinuedSampling,
+        pool: ToolPool | None,  # None on a rank that follows another one's
+        rules: ConversationRules,
+        decode_media: Callable[[MediaData], Any],  # to what the engine reads
+        *,
+        in_lockstep: bool = False,
+    ) -> None:
+        self.sampling, self.pool, self.rules, self.decode_media = sampling, pool, rules, decode_media
+        self.in_lockstep, self.on_tool_error = in_lockstep, rules.options.on_tool_error
+        self._open: dict[Key, _Open] = {}
+        self._parked: dict[Key, _Open] = {}
+        self._options = SamplingOptions()  # of a turn
+        self._began, self._now = time.monotonic(), 0.0  # a clock that all ranks of the engine share
+
+    def run(self, rows: Sequence[Columns], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
+        assert not self._open, "conversations that join at any time are parked before"
+        try:
+            self.submit(rows, sampling)
+            while self._open:
+                ended = self.step(sys.maxsize)
+                if ended:
+                    yield [replace(response, versions=[]) for response in ended]
+        finally:
+            self.sampling.abort([*(row["uid"] for row in rows), *self._open])
+            self._end(self._open)
+
+    def submit(self, rows: Sequence[Columns], sampling: SamplingOptions, begun: Begun | None = None) -> None:
+        """Begin `sampling.n` conversations for each row, or only those in `begun`; parked ones continue."""
+        self._options = replace(sampling, n=1)
+        self._agree([])
+        whole: list[Columns] = []  # all samples begin
+        single: list[Key] = []
+        for row in rows:
+            keys = samples_of(row, sampling.n, begun)
+            parked = [key for key in keys if key in self._parked]
+            for key in keys:
+                if key not in self._parked:
+                    self._start(key, row, sampling.seed)
+            if len(keys) == sampling.n and not parked and not self.rules.has_environment:
+                whole.append(row)  # these have the same first request
+            else:
+                single += keys
+        self._continue([key for key in single if key in self._parked])
+        self.sampling.submit([self._request(Key(row["uid"], 0), row["uid"]) for row in whole], sampling)
+        self._submit(single)
+
+    def step(self, at_most: int) -> list[FinishedResponse]:
+        """Make at most so many steps of the engine, until a conversation ends, and return the ended ones."""
+        ended: list[FinishedResponse] = []
+        while self._open and at_most > 0 and not ended:
+            num_steps = min(at_most, STEPS) if self._num_calling else at_most
+            at_most -= num_steps
+            touched = {self._take(turn): None for turn in self.sampling.step(num_steps)}
+            for key, observations in self._answers():
+                self._observe(key, observations)
+                touched[key] = None  # in order; an answer may follow its turn at once
+            self._submit(list(touched))
+            ended = [self._finish(key) for key in touched if self._open[key].is_done]
+        return ended
+
+    def interrupt(self) -> list[FinishedResponse]:
+        """Park all conversations; `submit` continues them. None of them can continue elsewhere."""
+        for response in self.sampling.interrupt():
+            key = _key_of(response)
+            self._open[key].begun = replace(response, uid=key, sample=0)
+        self._agree([])
+        for opened in self._open.values():
+            opened.started -= self._now  # minus what has passed
+        self._parked |= self._open
+        self._open = {}
+        return []
+
+    def forget(self) -> None:
+        """End parked conversations, which begin again when they are submitted."""
+        self._end(self._parked)
+
+    def close(self) -> None:
+        """End the processes of the tools."""
+        if self.pool is not None:
+            self.pool.close()
+
+    # --- beginning and end
+
+    def _start(self, key: Key, row: Columns, seed: int | None) -> None:
+        if self.pool is not None:
+            self.pool.start(key, columns_of(self.rules, key, row, seed))
+        opened = self._open[key] = _Open(row, self._now)
+        if not self.rules.has_environment:
+            opened.conversation = Conversation(self.rules, self._row_of_prompt(row))
+            return
+        opened.is_calling = True
+        if self.pool is not None:
+            self.pool.reset(key)
+
+    def _continue(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            opened = self._open[key] = self._parked.pop(key)
+            opened.started += self._now
+
+    def _finish(self, key: Key) -> FinishedResponse:
+        conversation = self._open.pop(key).conversation
+        assert conversation is not None, "a conversation that has ended has begun"
+        if self.pool is not None:
+            self.pool.end(key)
+        return finished_response(key, conversation.finish())
+
+    def _end(self, conversations: dict[Key, _Open]) -> None:
+        if self.pool is not None:
+            for key in conversations:
+                self.pool.end(key)
+        conversations.clear()
+
+    # --- turns
+
+    def _submit(self, keys: Sequence[Key]) -> None:
+        """Have the next turns of conversations sampled, or what is left of them."""
+        ready = [key for key in keys if not self._open[key].is_calling and not self._open[key].is_done]
+        begun = {key: {0: turn} for key in ready if (turn := self._open[key].begun) is not None}
+        self.sampling.submit([self._request(key, key) for key in ready], self._options, begun)
+        for key in ready:
+            self._open[key].begun = None
+
+    def _take(self, turn: FinishedResponse) -> Key:
+        key = _key_of(turn)
+        opened = self._open[key]
+        conversation = opened.conversation
+        assert conversation is not None, "a turn follows a request"
+        at = self._now - opened.started
+        calls = conversation.add_turn(turn.token_ids, turn.log_probs, turn.finish_reason, at, turn.versions)
+        if conversation.is_waiting:
+            opened.is_calling = True
+            if self.pool is None:
+                return key
+            if self.rules.has_environment:
+                self.pool.step(key, conversation.messages[-1]["content"], calls)
+            else:
+                self.pool.submit(key, calls)
+        return key
+
+    def _observe(self, key: Key, observations: list[Observation]) -> None:
+        opened = self._open[key]
+        opened.is_calling, opened.answer = False, None
+        if opened.conversation is None:
+            self._stop_if_failed(observations)
+            opened.conversation = self._begun(opened.row, observations[0])
+            return
+        answers = opened.conversation.observe(observations, self._now - opened.started)
+        self._stop_if_failed(answers)
+        if self.on_tool_error == "end" and any(one.failed for one in answers):
+            opened.conversation.end(FAILED, is_masked=True)
+
+    def _stop_if_failed(self, observations: Sequence[Observation]) -> None:
+        failed = [one.text for one in observations if one.failed]
+        if failed and self.on_tool_error == "stop":
+            what = "the environment" if self.rules.has_environment else "a tool"
+            raise RuntimeError(stop_problem(what, failed[0]))
+
+    @property
+    def _num_calling(self) -> int:
+        return sum(opened.is_calling for opened in self._open.values())
+
+    def _answers(self) -> list[tuple[Key, list[Observation]]]:
+        """Return the answers that have come, equal on all ranks of the engine; parked ones keep theirs."""
+        answers = [(key, opened.answer) for key, opened in self._open.items() if opened.answer is not None]
+        missing = self._num_calling - len(answers)
+        arrived: list[tuple[Any, list[Observation]]] = []
+        if self.pool is not None and missing:
+            arrived = self._arrived(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
+            while self.in_lockstep and sum(key in self._open for key, _ in arrived) < missing:
+                arrived += self._arrived(WAIT_S)
+        arrived = self._agree(arrived)
+        for key, observations in arrived:
+            if key in self._parked:
+                self._parked[key].answer = observations
+        answers += [each for each in arrived if each[0] in self._open]
+        return (
+            sorted(answers, key=lambda each: list(self._open).index(each[0])) if self.in_lockstep else answers
+        )
+
+    def _arrived(self, timeout_s: float) -> list[tuple[Any, list[Observation]]]:
+        assert self.pool is not None, "the first rank of an engine has it"
+        return [(key, observations) for key, observations, _ in self.pool.ready(timeout_s)]
+
+    def _agree(self, answers: list[Any]) -> list[Any]:
+        answers, self._now = self.sampling.agree((answers, time.monotonic() - self._began))
+        return answers
+
+    def _request(self, key: Key, uid: Any) -> RolloutRequest:
+        conversation = self._open[key].conversation
+        assert conversation is not None, "a conversation that has begun asks for turns"
+        turn = conversation.request()
+        media = self.decode_media(turn.media)
+        offset = seed_offset(key, turn.number)
+        return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)
+
+    def _begun(self, row: Columns, opening: Observation) -> Conversation:
+        """Return the conversation of an environment that has answered `reset`."""
+        if opening.messages is not None:
+            return Conversation(self.rules, row_of(self.rules, opening))
+        conversation = Conversation(self.rules, self._row_of_prompt(row))
+        if opening.failed:
+            conversation.fail(opening)
+        return conversation
+
+    def _row_of_prompt(self, row: Columns) -> Row:
+        prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
+        return Row(prompt, self.rules.media)
+
+
+def _key_of(turn: FinishedResponse) -> Key:
+    return turn.uid if isinstance(turn.uid, Key) else Key(turn.uid, turn.sample)

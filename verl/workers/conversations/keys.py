@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of conversations, and what rows and responses are to those who lead them."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from verl.agents.conversation import FinishedConversation
+from verl.agents.rules import ConversationRules
+from verl.workers.rollout.base import FinishedResponse
+
+MAX_SEED = 1 << 31  # environments hand it to generators of random numbers
+
+Columns = Mapping[str, Any]  # of a row of the data set, with its prompt
+Begun = Mapping[Any, Mapping[int, FinishedResponse]]  # unfinished responses, by uid and sample
+
+
+class Key(NamedTuple):
+    """A conversation: one of the samples of a prompt."""
+
+    uid: Any
+    sample: int
+
+
+def samples_of(row: Columns, n: int, begun: Begun | None) -> list[Key]:
+    """Return the conversations of a row: `n`, or the unfinished ones."""
+    uid = row["uid"]
+    return [Key(uid, sample) for sample in (begun or {}).get(uid) or range(n)]
+
+
+def finished_response(key: Key, done: FinishedConversation) -> FinishedResponse:
+    return FinishedResponse(
+        key.uid,
+        key.sample,
+        done.token_ids,
+        done.log_probs,
+        done.finish_reason,
+        done.trajectory,
+        done.versions,
+    )
+
+
+def stop_problem(what: str, reason: str) -> str:
+    """Say why a run ends whose tool, environment or agent failed."""
+    return f"{what} failed, and `worker.rollout.multi_turn.on_tool_error=stop` ends the run then: {reason}"
+
+
+def columns_of(rules: ConversationRules, key: Key, row: Columns, seed: int | None) -> dict[str, Any]:
+    """Return a row as tools, environments and agents get it, with its prompt's media on disk."""
+    columns, media = {**row, "sample": key.sample}, row["multi_modal_data"]
+    if rules.media is not None and media:
+        on_disk = rules.media.loader.on_disk
+        columns |= {name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}
+    if columns.get("seed") is None:
+        columns["seed"] = _int_of(("seed", seed, key.uid)) % MAX_SEED
+    return columns
+
+
+def seed_offset(key: Key, turn: int) -> int:
+    """Return what a turn adds to the seed of the run, whatever other conversations do and when."""
+    return _int_of((key.uid, key.sample, turn))
+
+
+def _int_of(value: tuple[Any, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest())
