@@ -164,7 +164,8 @@ def test_conversations_continue_with_newer_weights_and_a_killed_run_resumes_bit_
     found = read_metrics(tmp_path / "unbroken")
     assert 1.0 < max(metrics["async/staleness_max"] for metrics in found.values()) <= 3.0
     assert max(metrics["async/partial_rate"] for metrics in found.values()) > 0.0
-    assert found[HALF]["async/in_flight"] > 0.0 and found[HALF]["agent/tool_calls"] > 0.0
+    assert max(metrics["agent/tool_calls"] for metrics in found.values()) > 0.0
+    assert found[HALF]["async/in_flight"] > 0.0, "the checkpoint has no unfinished conversation"
     one, other = (
         saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
     )
