@@ -58,8 +58,7 @@ class PlainRows:
 
     def _columns(self, number: int) -> dict[str, Any]:
         row, data = self._rows[number], self._data
-        used = {data.prompt_key, data.answer_key, data.image_key, data.video_key}
-        others = {name: value for name, value in row.items() if name not in used}
+        others = {name: row[name] for name in row.keys() - {data.image_key, data.video_key}}
         own = {"ground_truth": row[data.answer_key], "prompt": str(row[data.prompt_key])}
         return others | own | {"uid": f"row-{number}", "multi_modal_data": None}
 
