@@ -137,5 +137,5 @@ def test_training_continues_with_a_warning_after_a_validation_without_any_score(
 def test_an_evaluation_without_any_score_is_an_error(unscored, correct_key, tmp_path):
     evaluator = Evaluator(unscored, None, tmp_path, None, "answer")
 
-    with pytest.raises(RuntimeError, match="no response of the validation has a score"):
+    with pytest.raises(RuntimeError, match="no response has a score"):
         evaluator.evaluate("model", 0, Question(correct_key=correct_key))
