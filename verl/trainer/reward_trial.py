@@ -22,7 +22,7 @@ MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
 WRONG = "no such answer"  # used if no other row has another ground truth
 LOOK_S = 8.0  # to import the file, and to score: what takes longer is left to the check of the run
 # Only a tokenizer gives these as they are in a run, or they have another name there.
-INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column|messages|num_turns|tool_")
+INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column|messages|contexts|num_turns|tool_")
 
 
 class Response(NamedTuple):
@@ -85,7 +85,8 @@ def sample_responses(rows: SampledRows, count: int, *, converses: bool = False) 
 def one_turn(prompt: str, response: str) -> dict[str, Any]:
     """Return the inputs that a conversation of one turn has in addition, see `conversation_columns`."""
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    return {"messages": messages, "num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
+    turn = {"num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
+    return {"messages": messages, "contexts": [messages]} | turn
 
 
 def look_at_reward(
