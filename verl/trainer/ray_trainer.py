@@ -7,6 +7,7 @@ one duty: a `Schedule` has prompts sampled, `Validator` validates, `PPORunState`
 `train_step`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from verl.config.ppo import PPOConfig
@@ -107,8 +108,9 @@ class RayPPOTrainer(TrainingLoop):
     def reward(self, batch: DataProto, scoring: Scoring, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Wait for the scores and put them on tokens, then run the stages that add to them (PRIME)."""
         with timer("reward"):
-            batch, metrics = score(batch, scoring.result(), self.config.worker, self.config.algorithm)
-        if not batch.batch["loss_mask"].any():
+            values = scoring.result()
+            batch, metrics = score(batch, values, self.config.worker, self.config.algorithm)
+        if all(map(math.isnan, values["overall"])):
             logger.warning("%s; nothing was learned: step %d", NO_SCORE, self.run_state.step)
         for stage in self.reward_stages:
             batch, stage_metrics = stage(batch, timer)
