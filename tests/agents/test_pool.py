@@ -382,3 +382,42 @@ def test_a_class_that_cannot_be_made_is_named(make_pool, tool_file):
 
     with pytest.raises(ValueError, match=r"making the tool of .*tools.py failed: ZeroDivisionError"):
         make_pool(tool_kwargs={"count": {"step": 0}})
+
+
+LATE = """
+import sys
+import openai
+
+
+def run(row, policy):
+    loaded = set(sys.modules)
+    openai.OpenAI().chat.completions
+    return float(len(set(sys.modules) - loaded))
+"""
+
+
+def test_an_agents_process_imports_nothing_when_it_first_asks_the_policy(tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(LATE)
+    with ToolPool(MultiTurnConfig(enable=True, agent=f"{path}:run")) as pool:
+        pool.start("a", {})
+        address = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model": "m"}
+        pool.submit("a", [ToolCall("agent", address)])
+        found = []
+        while not found:
+            found = pool.ready(60.0)
+
+    ((_, [result], _),) = found
+    assert not result.failed and result.reward == 0.0, result
+
+
+def test_a_warning_says_that_the_agent_failed(tmp_path, caplog):
+    path = tmp_path / "agent.py"
+    path.write_text("def run(row, policy):\n    return row['question']")
+    with ToolPool(MultiTurnConfig(enable=True, agent=f"{path}:run")) as pool:
+        pool.start("a", {})
+        pool.submit("a", [ToolCall("agent", {"base_url": "", "api_key": "", "model": ""})])
+        while not pool.ready(60.0):
+            pass
+
+    assert "the agent failed: `agent` raised KeyError: 'question'" in caplog.text

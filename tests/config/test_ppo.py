@@ -300,6 +300,32 @@ def test_what_continued_responses_exclude_is_refused_with_a_mode_that_can(minima
     assert any(problem.startswith(rule.format(mode=mode)) for problem in problems), problems
 
 
+CONVERSATION = ("worker.rollout.multi_turn.enable=true", "worker.rollout.multi_turn.tools=[calculator]")
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_response_without_room_for_two_turns_and_an_answer_is_no_conversation(minimal, length):
+    (problem,) = problems_of(minimal, *CONVERSATION, f"data.max_response_length={length}")
+
+    assert problem.startswith(
+        "`data.max_response_length` must be at least 3 with `worker.rollout.multi_turn.enable=true`, got"
+        f" {length}: "
+    )
+    assert "`worker.rollout.multi_turn.max_assistant_turns=1`" in problem
+
+
+@pytest.mark.parametrize(
+    ("length", "option"),
+    [(3, ""), (1, "max_assistant_turns=1"), (1, "enable=false")],
+)
+def test_a_response_with_room_for_its_turns_is_accepted(minimal, length, option):
+    options = [f"worker.rollout.multi_turn.{option}"] if option else []
+
+    config = load(minimal, *CONVERSATION, f"data.max_response_length={length}", *options)
+
+    assert config.data.max_response_length == length
+
+
 def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):
     (problem,) = problems_of(minimal, "worker.rollout.open_ended_reward=true")
 

@@ -82,6 +82,8 @@ def test_a_text_row_becomes_a_left_padded_prompt_with_all_its_columns(text_model
     assert batch.batch["prompt_mask"][0].tolist() == [0] * padding + [1] * len(ids)
     assert batch.batch["prompt_position_ids"][0].tolist() == [0] * padding + list(range(len(ids)))
     assert batch.non_tensor_batch["ground_truth"].tolist() == ["2", "1"]
+    assert batch.non_tensor_batch["problem"].tolist() == ["1 + 1?", "one?"]
+    assert batch.non_tensor_batch["answer"].tolist() == ["2", "1"]
     assert batch.non_tensor_batch["level"].tolist() == [3, None]
     assert batch.non_tensor_batch["extra"].tolist() == [None, [1, [2]]]
     assert batch.non_tensor_batch["multi_modal_data"].tolist() == [None, None]

@@ -12,6 +12,7 @@ from verl.cli.data_check import main
 from verl.cli.data_report.tools import example_call
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
+from verl.data.tokenizer import load_tokenizer
 from verl.trainer.extensions import checks, rollouts
 from verl.trainer.setup import running_trainer
 
@@ -98,6 +99,30 @@ def test_a_template_that_cannot_show_conversations_is_an_error_of_the_data(run, 
     assert status == 2
     reason = r"`worker.rollout.multi_turn.enable=true`: the chat template .* `data.override_chat_template`"
     assert re.search(reason, said.out + said.err)
+
+
+def test_tools_that_the_template_does_not_show_are_an_error_with_a_remedy(run, tmp_path, capsys):
+    options = [option for option in OPTIONS if "override_chat_template" not in option]
+
+    assert main([*run, *options, ZOOM, "--out", str(tmp_path)]) == 2
+
+    said = capsys.readouterr()
+    remedy = r"`worker.rollout.multi_turn.tools` .* `data.override_chat_template`, .*`verl-examples`"
+    assert re.search(remedy, said.out + said.err)
+
+
+def test_a_response_must_have_room_for_the_shortest_answer_of_its_template(run, tmp_path, capsys):
+    # <|im_end|> \n <|im_start|> user \n <|im_end|> \n <|im_start|> assistant \n: the first ends a turn
+    tokenizer = load_tokenizer(load_config(PPOConfig, [*run]).worker.actor.model.model_path)
+    answer = "\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    needed = len(tokenizer.encode(answer, add_special_tokens=False)) + 2
+    options = [*run, *OPTIONS, ZOOM, "--rows", "0", "--out", str(tmp_path)]
+
+    assert main([*options, f"data.max_response_length={needed}"]) == 0
+    assert main([*options, f"data.max_response_length={needed - 1}"]) == 2
+
+    said = capsys.readouterr()
+    assert f"`data.max_response_length` must be at least {needed} with" in said.out + said.err
 
 
 def test_a_run_with_such_a_template_ends_before_a_worker_loads_its_model(run, lossy):

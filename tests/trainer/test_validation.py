@@ -11,6 +11,7 @@ import pytest
 
 from tests.trainer.rollouts.sampling import Engine, make_config, make_sampler, numbered_prompts
 from verl.protocol import objects
+from verl.trainer import ray_trainer
 from verl.trainer.evaluation.evaluator import Evaluator
 from verl.trainer.evaluation.report import Question
 from verl.trainer.metrics import StageTimer
@@ -137,5 +138,16 @@ def test_training_continues_with_a_warning_after_a_validation_without_any_score(
 def test_an_evaluation_without_any_score_is_an_error(unscored, correct_key, tmp_path):
     evaluator = Evaluator(unscored, None, tmp_path, None, "answer")
 
-    with pytest.raises(RuntimeError, match="no response of the validation has a score"):
+    with pytest.raises(RuntimeError, match="no response has a score"):
         evaluator.evaluate("model", 0, Question(correct_key=correct_key))
+
+
+@pytest.mark.parametrize(("scores", "is_told"), [([math.nan, math.nan], True), ([math.nan, 0.0], False)])
+def test_a_step_in_which_no_response_has_a_score_is_told(monkeypatch, caplog, scores, is_told):
+    monkeypatch.setattr(ray_trainer, "score", lambda batch, values, *options: (batch, {}))
+    config = SimpleNamespace(worker=None, algorithm=None)
+    trainer = SimpleNamespace(config=config, reward_stages=[], run_state=SimpleNamespace(step=3))
+
+    RayPPOTrainer.reward(trainer, None, Scoring([lambda: {"overall": scores}]), StageTimer())
+
+    assert (f"{NO_SCORE}; nothing was learned: step 3" in caplog.text) == is_told

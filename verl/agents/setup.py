@@ -6,11 +6,11 @@ from typing import Any
 
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
-from verl.agents.interface import Reference
+from verl.agents.interface import Observation, Reference
 from verl.agents.media import ConversationMedia, PositionIds
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
-from verl.agents.rendering import ObservationRenderer
+from verl.agents.rendering import ObservationRenderer, user_message
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.loading import tool_schemas
 from verl.config.data import DataConfig
@@ -69,7 +69,8 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
 
     Raises:
         ValueError: The template writes no calls or renders observations in ways that differ; or the
-            tokenizer does not split them alone as it does within a conversation.
+            tokenizer does not split them alone as it does within a conversation; or responses have no room
+            for an observation between two turns.
     """
     try:
         rules = conversation_rules(
@@ -89,6 +90,9 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
             rules.renderer.check(options.max_parallel_calls)
     except ValueError as error:
         raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
+    answer = rules.renderer.after_turn(rules.tokenizer.eos_token_id, (), [user_message(Observation())])
+    for problem in options.length_problems(data.max_response_length, len(answer)):
+        raise ValueError(problem)
     return rules
 
 

@@ -7,10 +7,10 @@
 A line of the file is a JSON object with `response` and either `row`, the number of a row counted from 0 over
 all training files (`--val`: validation files), or the function's other inputs: `ground_truth`, `prompt` and
 other columns, as in the lines of a run's `reward_failures.jsonl`. In a run with tools a response is one turn
-unless the line says otherwise, with `num_turns`, `messages`, `tool_calls` and `tool_rewards`. Without a file
-each row gets three samples: its ground truth, an empty response and a wrong one. They do not come from a
-model: a function that requires a format, such as a box around the answer, is right to score the bare ground
-truth low.
+unless the line says otherwise, with `num_turns`, `messages`, `contexts`, `tool_calls` and `tool_rewards`.
+Without a file each row gets three samples: its ground truth, an empty response and a wrong one. They do not
+come from a model: a function that requires a format, such as a box around the answer, is right to score the
+bare ground truth low.
 
 The function is called as in a run: `sequential` with each response, `batch` with all responses to a row
 or `worker.reward.batch_size` of them, `dataproto` with all. No time limit ends a call here; a call that a run

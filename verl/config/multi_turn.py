@@ -86,6 +86,22 @@ class MultiTurnConfig:
         """True if turns earn rewards, which are the score of a run without a reward function."""
         return self.enable and (self.environment is not None or self.agent is not None)
 
+    def length_problems(self, max_tokens: int, answer: int = 1) -> Iterator[str]:
+        """Yield why responses are too short for a turn, an answer and another turn.
+
+        Args:
+            max_tokens: Value of `data.max_response_length`.
+            answer: Tokens of the shortest answer, with those of the chat template.
+        """
+        needed = 1 + answer + 1
+        if self.enable and self.max_assistant_turns != 1 and max_tokens < needed:
+            yield (
+                f"`data.max_response_length` must be at least {needed} with"
+                f" `worker.rollout.multi_turn.enable=true`, got {max_tokens}: it limits a whole conversation,"
+                " and a turn, the shortest answer and another turn take as many tokens; set it to some"
+                " hundreds, or `worker.rollout.multi_turn.max_assistant_turns=1`"
+            )
+
     def problems(self, path: str) -> Iterator[str]:
         has_tools = bool(self.tools) or self.tool_config_path is not None
         worlds = [name for name in ("environment", "agent") if getattr(self, name) is not None]

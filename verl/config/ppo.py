@@ -229,6 +229,7 @@ class PPOConfig(RunTree):
                 f" must be at least {lengths}, or `worker.rollout.enable_chunked_prefill=true`"
             )
         yield from self._context_length(lengths)
+        yield from self.worker.rollout.multi_turn.length_problems(self.data.max_response_length)
 
     def _context_length(self, lengths: str) -> Iterator[str]:
         """The engine refuses to start with sequences that are longer than the model's context."""

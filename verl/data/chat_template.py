@@ -45,7 +45,11 @@ class ChatTemplate:
                 )
         if tools:
             if "tools" not in source:
-                raise ValueError(f"tools need a chat template that shows them: {OTHER_TEMPLATE}")
+                raise ValueError(
+                    "`worker.rollout.multi_turn.tools` need a chat template that shows them, and that of the"
+                    f" model does not: {OTHER_TEMPLATE}, such as one of `examples/chat_template`, which"
+                    " `verl-examples` copies"
+                )
             variables = {**variables, "tools": list(tools)}
         self._shows_tools = "tools" in source
         self._file = override or _template_file(str(tokenizer.name_or_path))

@@ -29,7 +29,7 @@ class RLHFDataset(RowDataset):
     """Prompts of one or more data files; see `RowDataset` for arguments and attributes.
 
     An item has `prompts` and `prompt_mask` (P,) int64, `prompt_position_ids` (P,) or (4, P), all left-padded,
-    the `COLUMNS`, and every other column of the row.
+    the `COLUMNS`, and every column of the row but its media.
 
     Example::
 
@@ -80,12 +80,13 @@ class RLHFDataset(RowDataset):
     def _column_names(self, reserved: Container[str]) -> dict[str, str]:
         """Map the columns that travel with the prompt to their names in the batch."""
         config, names = self.config, {}
-        used = {config.prompt_key, config.answer_key, config.image_key, config.video_key}
+        media, read = {config.image_key, config.video_key}, {config.prompt_key, config.answer_key}
         for column in dict.fromkeys(column for source in self.rows.sources for column in source.columns):
-            if column in used:
+            is_taken = column in TENSORS + COLUMNS or column in reserved
+            if column in media or (is_taken and column in read):
                 continue
             names[column] = column
-            if column in TENSORS + COLUMNS or column in reserved:
+            if is_taken:
                 names[column] = name = f"{column}_column"
                 logger.warning("a column has the name of a batch key and is renamed: %s -> %s", column, name)
         return names

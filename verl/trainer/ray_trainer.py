@@ -7,6 +7,7 @@ one duty: a `Schedule` has prompts sampled, `Validator` validates, `PPORunState`
 `train_step`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from verl.config.ppo import PPOConfig
@@ -107,7 +108,10 @@ class RayPPOTrainer(TrainingLoop):
     def reward(self, batch: DataProto, scoring: Scoring, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Wait for the scores and put them on tokens, then run the stages that add to them (PRIME)."""
         with timer("reward"):
-            batch, metrics = score(batch, scoring.result(), self.config.worker, self.config.algorithm)
+            values = scoring.result()
+            batch, metrics = score(batch, values, self.config.worker, self.config.algorithm)
+        if all(map(math.isnan, values["overall"])):
+            logger.warning("%s; nothing was learned: step %d", NO_SCORE, self.run_state.step)
         for stage in self.reward_stages:
             batch, stage_metrics = stage(batch, timer)
             metrics |= stage_metrics
@@ -159,7 +163,7 @@ class RayPPOTrainer(TrainingLoop):
         if "val/reward_score" in metrics:
             self.run_state.record_score(metrics["val/reward_score"])
         else:
-            logger.warning("%s; training continues", NO_SCORE)
+            logger.warning("%s; training continues: validation after step %d", NO_SCORE, self.run_state.step)
         self.tracker.log_generations(self.validator.samples, self.run_state.step)
         if self.validator.recorded is not None:
             with timer("keep_rollouts"):

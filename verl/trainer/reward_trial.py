@@ -22,7 +22,7 @@ MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
 WRONG = "no such answer"  # used if no other row has another ground truth
 LOOK_S = 8.0  # to import the file, and to score: what takes longer is left to the check of the run
 # Only a tokenizer gives these as they are in a run, or they have another name there.
-INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column|messages|num_turns|tool_")
+INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column|messages|contexts|num_turns|tool_")
 
 
 class Response(NamedTuple):
@@ -58,8 +58,7 @@ class PlainRows:
 
     def _columns(self, number: int) -> dict[str, Any]:
         row, data = self._rows[number], self._data
-        used = {data.prompt_key, data.answer_key, data.image_key, data.video_key}
-        others = {name: value for name, value in row.items() if name not in used}
+        others = {name: row[name] for name in row.keys() - {data.image_key, data.video_key}}
         own = {"ground_truth": row[data.answer_key], "prompt": str(row[data.prompt_key])}
         return others | own | {"uid": f"row-{number}", "multi_modal_data": None}
 
@@ -86,7 +85,8 @@ def sample_responses(rows: SampledRows, count: int, *, converses: bool = False) 
 def one_turn(prompt: str, response: str) -> dict[str, Any]:
     """Return the inputs that a conversation of one turn has in addition, see `conversation_columns`."""
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    return {"messages": messages, "num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
+    turn = {"num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
+    return {"messages": messages, "contexts": [messages]} | turn
 
 
 def look_at_reward(

@@ -18,7 +18,10 @@ from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
 
 SHOWN, SHOWN_COLUMNS = ["responses", "response_mask", "prompt_mask"], ["prompt_text", "ground_truth"]
-NO_SCORE = "no response of the validation has a score: the reward function or a tool failed in each of them"
+NO_SCORE = (
+    "no response has a score: the reward function, or a tool, the environment or the agent, failed in each of"
+    " them"
+)
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
 
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import torch
 
-from verl.agents.interface import Observation, OwnPrompt, ToolCall, Trajectory, Turn
+from verl.agents.interface import ContextRecord, Observation, OwnPrompt, ToolCall, Trajectory, Turn
 from verl.protocol import DataProto, objects
 from verl.trainer.metrics import agent_metrics
 from verl.trainer.rollouts.sampler import conversation_columns
@@ -121,10 +121,16 @@ def test_the_prompts_of_a_data_set_stay_as_they_were():
     assert given.non_tensor_batch["prompt_text"].tolist() == ["1 + 2?", "other"]
 
 
-def test_the_reward_function_gets_messages_turns_and_calls():
+def test_the_reward_function_gets_messages_contexts_turns_and_calls():
+    asked = {"role": "user", "content": "1 + 2?"}
+    first, second = ({"role": "assistant", "content": text} for text in ("look", "3"))
+    page = {"role": "user", "content": "page 2"}
+    contexts = (ContextRecord((asked, first), 1, 1), ContextRecord((page, second), 1, 1))
+
     assert conversation_columns(one_turn()) == {}
-    assert conversation_columns(conversation()) == {
-        "messages": [{"role": "user", "content": "1 + 2?"}],
+    assert conversation_columns(conversation(messages=(page, second), contexts=contexts)) == {
+        "messages": [page, second],
+        "contexts": [[asked, first], [page, second]],
         "num_turns": 2,
         "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}],
         "tool_rewards": [0.5, None],

@@ -6,8 +6,10 @@ async def run(row, policy, **agent_kwargs):
     return float(reply.text == row["answer"])
 """
 
+import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,8 @@ AGENT = "agent"  # its name in the pool
 SHIPPED = {"verifiers": "verifiers_agent.py:run"}  # the names of `multi_turn.SHIPPED_AGENTS`
 NO_PROXY = ("NO_PROXY", "no_proxy")
 RESULT = ("reward", "turn_rewards")
+# What packages import at their first call: a third of a second in the process of each conversation.
+LAZY_PARTS = {"openai": ("openai.resources.chat", "httpcore")}
 
 
 def load_agents(options: MultiTurnConfig) -> list[LoadedTool]:
@@ -47,6 +51,9 @@ class AgentRunner:
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self.function, self.kwargs = function, dict(kwargs)
+        for package in LAZY_PARTS.keys() & sys.modules.keys():  # that the agent's file imports
+            for part in LAZY_PARTS[package]:
+                importlib.import_module(part)
 
     def create(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         return row

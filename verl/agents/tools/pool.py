@@ -45,6 +45,7 @@ CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
 MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
 MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
 SHOWN_FRAMES = 5
+FAILED = {"tool": "a tool", "environment": "the environment", "agent": "the agent"}  # in warnings
 LOST_STATES = {  # what follows when the process of a state has ended
     "tool": "; its state is lost, a further call begins with a new one",
     "environment": "; its state is lost",
@@ -344,9 +345,7 @@ class ToolPool:
                         break
         except TimeoutError:
             where = _place(await process.stacks(), tool.path)
-            missed = (
-                "neither returned nor had a turn of the policy" if tool.kind == "agent" else "did not answer"
-            )
+            missed = MISSED.get(tool.kind, "did not answer")
             answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
             await process.kill()
         except ProcessEndedError as error:
@@ -392,7 +391,7 @@ class ToolPool:
         self._reports[name] += 1
         if self._reports[name] <= MAX_REPORTS:
             last = " (further ones are only counted)" if self._reports[name] == MAX_REPORTS else ""
-            logger.warning("a tool failed%s: %s", last, report)
+            logger.warning("%s failed%s: %s", FAILED[self.tools[name].kind], last, report)
 
 
 def _place(stacks: str, path: str) -> str:

@@ -144,6 +144,7 @@ def conversation_columns(response: FinishedResponse) -> dict[str, Any]:
     turns, prompt = trajectory.plain_turns(), trajectory.prompt
     return ({} if prompt is None else {"prompt": prompt.text}) | {
         "messages": list(trajectory.messages),
+        "contexts": [list(context.messages) for context in trajectory.contexts],
         "num_turns": len(turns),
         "tool_calls": [call for turn in turns for call in turn["calls"]],
         "tool_rewards": [turn["reward"] for turn in turns],
