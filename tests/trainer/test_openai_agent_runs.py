@@ -126,3 +126,24 @@ def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     resumed = run(folder, "resumed", f"trainer.load_checkpoint_path={checkpoint}")
 
     check_resumed(folder, "resumed", resumed, unbroken)
+
+
+@pytest.mark.slow  # two more runs
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1", "trainer.async.mode=stream"],
+        ["trainer.async.mode=partial"],
+    ],
+    ids=["stream", "partial"],
+)
+def test_agents_continue_from_step_to_step_and_through_validations(folder, mode):
+    options = ["trainer.n_gpus_per_node=1", "trainer.max_steps=4", "trainer.val_freq=1"]
+    metrics = run(folder, mode[-1], *options, *mode, "trainer.async.staleness_threshold=3")
+
+    assert set(metrics) == {1, 2, 3, 4}
+    assert {values["agent/turns_mean"] for values in metrics.values()} == {3.0}
+    assert {values["agent/tool_failures"] for values in metrics.values()} == {0.0}
+    assert max(values["async/in_flight"] for values in metrics.values()) > 0.0
+    assert all(values["async/staleness_max"] <= 3.0 for values in metrics.values())
+    assert all(values["actor/grad_norm"] > 0.0 for values in metrics.values())

@@ -327,6 +327,8 @@ def is_due(lane: Lane) -> bool:
 def version_metrics(batch: DataProto, step: int) -> Metrics:
     """Age of the weights that sampled each token, in updates, and the share of responses with several."""
     mask, versions = sampled_mask(batch), batch.batch["rollout_versions"]  # (B, R)
+    if not mask.any():  # every agent failed before its first turn
+        return {}
     staleness = (step - 1 - versions[mask]).float()
     newest = versions.masked_fill(~mask, -1).amax(-1)  # (B,)
     oldest = torch.where(mask, versions, newest.unsqueeze(-1)).amin(-1)  # (B,)
