@@ -8,12 +8,14 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.trainer.rollouts.sampling import make_collector, make_config, numbered_prompts, numbers_of
 from verl.config.async_training import AsyncConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray.failure import WorkerError
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.group_stream import version_metrics
 from verl.trainer.rollouts.partial_rollouts import PartialRollouts
 from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn
 from verl.trainer.rollouts.stream import Stream
@@ -330,3 +332,19 @@ def test_the_run_ends_after_as_many_restarts_of_engines_as_are_allowed(reward_ma
     with pytest.raises(WorkerError, match="rank 0 died"):
         for step in range(2, LAST + 1):
             schedule.collect(step, StageTimer())
+
+
+def test_ages_are_those_of_sampled_tokens_and_a_step_without_any_has_none():
+    masks = {
+        "response_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "observation_mask": torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]]),
+    }
+    versions = torch.tensor([[3, 0, 0, 5], [4, 4, 0, 0]])
+
+    found = version_metrics(DataProto.from_dict({**masks, "rollout_versions": versions}), step=6)
+    observed = {**masks, "observation_mask": masks["response_mask"]}
+    none = version_metrics(DataProto.from_dict({**observed, "rollout_versions": versions}), step=6)
+
+    # ages 2, 0 and 1, 1; the first response has tokens of versions 3 and 5
+    assert found == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/partial_rate": 0.5}
+    assert none == {}
