@@ -437,6 +437,22 @@ def test_engines_join_while_the_run_continues_up_to_their_number(reward_manager)
     assert all(engines.groups[place].most_open > 0 for place in (0, 1, 2))
 
 
+def test_an_engine_joins_at_a_new_place_when_no_restart_is_left_for_a_lost_one(reward_manager):
+    engines, cluster = make_engines(2, most=3, max_engine_restarts=0)
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    lost(engines.groups[0])
+    numbers += numbers_of(schedule.collect(2, StageTimer()).batch)
+    wait_until(lambda: list(engines.groups) == [1])
+    cluster.free = 1
+
+    numbers += numbers_of(schedule.collect(3, StageTimer()).batch)
+    wait_until(lambda: list(engines.groups) == [1, 2])
+    rest_of(schedule, numbers)
+
+    assert engines.roster.num_restarts == 0
+
+
 def test_an_engine_joins_at_the_place_of_a_lost_one_once_there_are_devices_again(reward_manager):
     engines, cluster = make_engines(2)
     schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)

@@ -67,7 +67,8 @@ class Roster:
         """Start engines at empty places, as many as there are free devices for; once a step is enough."""
         with self._changed:
             taken = self.living.keys() | self._starting | self._started.keys()
-            missing = [place for place in range(self.num_places) if place not in taken]
+            empty = [place for place in range(self.num_places) if place not in taken]
+            missing = [place for place in empty if self._may_begin(place)]
             for place in missing[: self._num_free()] if missing else ():
                 self._begin(place)
 
@@ -102,14 +103,18 @@ class Roster:
 
     def _begin(self, place: int) -> bool:
         """Start an engine in the background, unless too many were lost."""
-        is_restart = place in self._errors
-        if self._is_closed or (is_restart and self.num_restarts >= self.max_restarts):
+        if not self._may_begin(place):
             return False
+        is_restart = place in self._errors
         self.num_restarts += is_restart
         self._starting.add(place)
         in_background(partial(self._start_at, place, self._num_begun, is_restart), f"start of engine {place}")
         self._num_begun += 1
         return True
+
+    def _may_begin(self, place: int) -> bool:
+        is_restart = place in self._errors
+        return not self._is_closed and (not is_restart or self.num_restarts < self.max_restarts)
 
     def _start_at(self, place: int, number: int, is_restart: bool) -> None:
         engine: RayWorkerGroup | None = None
