@@ -150,14 +150,14 @@ def streaming(cluster, folder, arguments, *options):
     return run, next(node for node in cluster.nodes[1:] if cluster.samples(node))
 
 
-def wait_for_engines(run, number):
-    """Wait for the first step since the harm that had so many engines; return when it ended."""
+def wait_for_engines(run, number, since):
+    """Wait for the first step since a moment that had so many engines; return when it ended."""
 
     def moments():
         return [
             logged.moment
             for logged in run.steps
-            if logged.moment > run.harmed and logged.metrics["async/engines"] == number
+            if logged.moment > since and logged.metrics["async/engines"] == number
         ]
 
     run.wait(moments)
@@ -181,8 +181,7 @@ def test_a_stream_continues_with_the_engines_that_are_left_until_another_joins(
     pid = cluster.samples(node)
 
     run.harm(lambda: os.kill(pid, signal.SIGKILL))
-    wait_for_engines(run, 1)
-    wait_for_engines(run, 2)
+    wait_for_engines(run, 2, since=wait_for_engines(run, 1, since=run.harmed))
 
     stop(run)
     assert run.steps[-1].metrics["async/engine_restarts"] == 0.0  # it is not where the lost one was
@@ -196,10 +195,10 @@ def test_an_engine_of_a_stream_joins_on_a_node_that_joins(cluster, tmp_path, tex
     run, node = streaming(cluster, tmp_path, text_arguments)
 
     run.harm(lambda: cluster.kill(node))
-    wait_for_engines(run, 1)
+    wait_for_engines(run, 1, since=run.harmed)
     lost = run.noticed_s("is lost"), run.went_on_s()
     run.harm(lambda: cluster.start(is_head=False))
-    joined = wait_for_engines(run, 2)
+    joined = wait_for_engines(run, 2, since=run.harmed)
 
     stop(run)
     assert run.steps[-1].metrics["async/engine_restarts"] == 1.0
