@@ -56,6 +56,7 @@ EVALUATION_OPTIONS: dict[str, Any] = {  # of a config, whose run trains
     "worker.hybrid_engine": True,  # nothing trains, so that all devices sample
     "trainer.n_gpus_for_rollout": 0,
     "trainer.async_training.mode": "off",
+    "trainer.async_training.max_gpus_for_rollout": None,
 }
 NO_OVERRIDES: Mapping[str, Any] = {}
 

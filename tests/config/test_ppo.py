@@ -242,6 +242,7 @@ def test_an_unsupported_feature_is_refused_with_the_supported_value(minimal, arg
 
 
 OWN = ("worker.hybrid_engine=false",)
+GROWING = (*OWN, "trainer.n_gpus_for_rollout=2", "trainer.async.mode=stream")
 
 
 @pytest.mark.parametrize(
@@ -256,6 +257,26 @@ OWN = ("worker.hybrid_engine=false",)
         (
             (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.mode=partial"),
             "`trainer.async_training.mode` must be 'off', 'one_step_off' or 'stream' with `worker.hybrid",
+        ),
+        (
+            (*OWN, "trainer.n_gpus_for_rollout=1", "trainer.async.max_gpus_for_rollout=2"),
+            "`trainer.async_training.max_gpus_for_rollout` must be null unless",
+        ),
+        (
+            (*GROWING, "trainer.async.max_gpus_for_rollout=4", "trainer.async.deterministic=true"),
+            "`trainer.async_training.max_gpus_for_rollout` must be null unless",
+        ),
+        (
+            (*GROWING, "trainer.async.max_gpus_for_rollout=1"),
+            "`trainer.async_training.max_gpus_for_rollout` (1) must be at least `trainer.n_gpus_for_",
+        ),
+        (
+            (
+                *GROWING,
+                "trainer.async.max_gpus_for_rollout=3",
+                "worker.rollout.tensor_parallel_size=2",
+            ),
+            "`trainer.async_training.max_gpus_for_rollout` (3) must be divisible by `worker.rollout.tensor_",
         ),
         (
             (*OWN, "trainer.n_gpus_for_rollout=3", "worker.rollout.tensor_parallel_size=2"),

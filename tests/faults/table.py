@@ -20,6 +20,8 @@ HEADER = (
 AGAIN = "restarts by itself (`trainer.max_restarts=1`)"
 NEXT = "reports why; the same command resumes"
 FEWER = "continues with the rest (`trainer.restart_wait_s=5`)"
+ANOTHER = "starts another for its prompts"
+OTHERS = "continues with the other engine, which takes over the prompts"
 RETRY = "repeats the call"
 MASKED = "does not count its conversation (`on_tool_error=end`)"
 KILLED = f"kills it after `tool_timeout_s`; {MASKED}"
@@ -34,7 +36,12 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a worker is killed while a checkpoint is written in the background": AGAIN,
     "a worker is stopped (SIGSTOP)": AGAIN,
     "a worker is killed, no restarts": f"ends with rank, phase and cause; {NEXT}",
-    "a rollout engine is killed, `trainer.async.mode=stream`": "starts another for its prompts",
+    "a rollout engine is killed, `trainer.async.mode=stream`": ANOTHER,
+    "a rollout engine is stopped (SIGSTOP), `trainer.async.mode=stream`": ANOTHER,
+    "a rollout engine is killed, `trainer.async.mode=off`": ANOTHER,
+    "a rollout engine is killed, no restarts are left, `trainer.async.mode=stream`": OTHERS,
+    "a node with a rollout engine is lost, `trainer.async.mode=stream`": OTHERS,
+    "a node joins a stream that has lost an engine": "starts an engine on it, in the background",
     "a worker of a fine-tuning run is killed": AGAIN,
     "a worker raises": f"ends with its traceback; {NEXT}",
     "the training process is killed": AGAIN,

@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,13 @@ class Cluster:
             if "--block" in line:
                 return node
         raise AssertionError(f"the node ended with {node.wait()}")
+
+    def samples(self, node):
+        """Process id of the rollout engine on a node, if there is one that is sampling right now."""
+        for process in descendants(node.pid):
+            if Path(f"/proc/{process.pid}/comm").read_text().rstrip("\n") == "gen":
+                return process.pid
+        return None
 
     def kill(self, node):
         """End a node with everything that runs on it."""
@@ -119,6 +127,88 @@ def test_a_fine_tuning_run_continues_with_the_remaining_nodes(
     record(
         "a node of a fine-tuning run is lost, `trainer.elastic=true`",
         again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+STREAM = [
+    "worker.hybrid_engine=false",
+    "trainer.n_gpus_per_node=1",
+    "trainer.n_gpus_for_rollout=2",
+    "trainer.async.mode=stream",
+    "trainer.save_freq=-1",
+    "trainer.max_steps=10000",  # it is stopped once the other engine is there
+]
+
+
+def streaming(cluster, folder, arguments, *options):
+    """Start a run with two engines on three nodes; return it with a node that samples and is not the head."""
+    for _ in range(2):
+        cluster.start(is_head=False)
+    run = Run(folder, [*arguments, *STREAM, *options], env=cluster.environment)
+    run.wait_for_step(3)
+    run.wait(lambda: any(map(cluster.samples, cluster.nodes[1:])))
+    return run, next(node for node in cluster.nodes[1:] if cluster.samples(node))
+
+
+def wait_for_engines(run, number, since):
+    """Wait for the first step since a moment that had so many engines; return when it ended."""
+
+    def moments():
+        return [
+            logged.moment
+            for logged in run.steps
+            if logged.moment > since and logged.metrics["async/engines"] == number
+        ]
+
+    run.wait(moments)
+    return moments()[0]
+
+
+def stop(run):
+    """End a run; until then every step was made once and was recent enough."""
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.stderr
+    steps = [logged.step for logged in run.steps if logged.step]
+    assert steps == list(range(1, len(steps) + 1))
+    assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
+
+
+def test_a_stream_continues_with_the_engines_that_are_left_until_another_joins(
+    cluster, tmp_path, text_arguments, record
+):
+    options = ("trainer.async.max_engine_restarts=0", "trainer.async.max_gpus_for_rollout=3")
+    run, node = streaming(cluster, tmp_path, text_arguments, *options)
+    pid = cluster.samples(node)
+
+    run.harm(lambda: os.kill(pid, signal.SIGKILL))
+    wait_for_engines(run, 2, since=wait_for_engines(run, 1, since=run.harmed))
+
+    stop(run)
+    assert run.steps[-1].metrics["async/engine_restarts"] == 0.0  # it is not where the lost one was
+    record(
+        "a rollout engine is killed, no restarts are left, `trainer.async.mode=stream`",
+        again=0, noticed_s=run.noticed_s("is lost"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
+
+
+def test_an_engine_of_a_stream_joins_on_a_node_that_joins(cluster, tmp_path, text_arguments, record):
+    run, node = streaming(cluster, tmp_path, text_arguments)
+
+    run.harm(lambda: cluster.kill(node))
+    wait_for_engines(run, 1, since=run.harmed)
+    lost = run.noticed_s("is lost"), run.went_on_s()
+    run.harm(lambda: cluster.start(is_head=False))
+    joined = wait_for_engines(run, 2, since=run.harmed)
+
+    stop(run)
+    assert run.steps[-1].metrics["async/engine_restarts"] == 1.0
+    record(
+        "a node with a rollout engine is lost, `trainer.async.mode=stream`",
+        again=0, noticed_s=lost[0], went_on_s=lost[1],
+    )  # fmt: skip
+    record(
+        "a node joins a stream that has lost an engine",
+        again=0, noticed_s=joined - run.harmed, went_on_s=run.went_on_s(),
     )  # fmt: skip
 
 

@@ -72,22 +72,32 @@ def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undist
     )  # fmt: skip
 
 
-def test_a_stream_whose_rollout_engine_is_killed_goes_on_with_another(tmp_path, text_arguments, record):
-    stream = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
-    run = Run(tmp_path, [*text_arguments, *stream, "trainer.async.mode=stream"])
+LOSSES = {
+    "a rollout engine is killed, `trainer.async.mode=stream`": ("stream", signal.SIGKILL),
+    "a rollout engine is stopped (SIGSTOP), `trainer.async.mode=stream`": ("stream", signal.SIGSTOP),
+    "a rollout engine is killed, `trainer.async.mode=off`": ("off", signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("fault", LOSSES)
+def test_a_run_whose_only_rollout_engine_is_lost_continues_with_another(
+    fault, tmp_path, text_arguments, record
+):
+    mode, number = LOSSES[fault]
+    own = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
+    run = Run(tmp_path, [*text_arguments, *own, f"trainer.async.mode={mode}"])
     run.come_to(step=4, saved=2)
 
-    run.harm(kill(run.catch("gen")))
+    pid = run.catch("gen")
+    run.harm(lambda: os.kill(pid, number))
 
     assert run.end() == 0, run.stderr
     assert [logged.step for logged in run.steps] == list(range(1, STEPS + 1))
-    last = run.steps[-1].metrics
-    assert (last["async/engine_restarts"], last["async/buffer"], last["async/in_flight"]) == (1.0, 0.0, 0.0)
-    assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
-    record(
-        "a rollout engine is killed, `trainer.async.mode=stream`",
-        again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.went_on_s(),
-    )  # fmt: skip
+    if mode == "stream":
+        counts = ("engine_restarts", "engines", "buffer", "in_flight")
+        assert [run.steps[-1].metrics[f"async/{name}"] for name in counts] == [1.0, 1.0, 0.0, 0.0]
+        assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
+    record(fault, again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.went_on_s())
 
 
 def test_a_fine_tuning_run_whose_worker_is_killed_ends_with_the_same_weights(

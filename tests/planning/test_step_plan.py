@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from verl.config.async_training import AsyncConfig
 from verl.config.ppo import DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.worker import ActorConfig, WorkerConfig
@@ -47,6 +48,18 @@ def test_the_numbers_of_a_step_follow_from_the_sizes():
         "  optimizer steps                  12            3 PPO epochs",
         "  training steps                    7            84 optimizer steps",
     ]
+
+
+def test_the_plan_says_how_many_processes_sample_and_how_many_may_join():
+    config = make_config(
+        n_gpus_for_rollout=4, async_training=AsyncConfig(mode="stream", max_gpus_for_rollout=8)
+    )
+    config = replace(config, worker=replace(config.worker, hybrid_engine=False))
+
+    line = make_plan(config).text.splitlines()[2]
+
+    assert line.split()[:3] == ["sampling", "processes", "4"]
+    assert line.endswith("; up to 8 as devices become free")
 
 
 def test_an_epoch_has_whole_steps_of_whole_loader_batches():

@@ -78,30 +78,69 @@ def test_a_group_that_a_filter_leaves_out_is_replaced():
     assert plan.room(0) == 1
 
 
-@settings(max_examples=200, deadline=None)
+def test_the_groups_of_an_engine_that_leaves_are_continued_by_others_oldest_first():
+    plan = StreamPlan(groups_per_step=2, max_staleness=1, last_step=9, num_engines=2)
+    a, b, c, d = begin_all(plan, engine=0) + begin_all(plan, engine=1)
+    plan.score(a)  # all its responses are there
+
+    plan.leave(0)
+
+    assert plan.room(1) == 0  # the groups of the bound have all begun
+    assert plan.adopt(1, at_most=0) == 0
+    assert plan.adopt(1, at_most=5) == 1
+    assert plan.in_flight == {a: None, b: 1, c: 1, d: 1}
+    assert not plan.orphans
+
+
+def test_an_engine_that_joins_has_its_share_once_it_has_weights():
+    plan = StreamPlan(groups_per_step=4, max_staleness=1, last_step=9, num_engines=1)
+    for group in begin_all(plan)[:4]:
+        plan.finish(group)
+    plan.next_groups()
+    plan.publish(1)
+    plan.load(0)
+
+    plan.join(7)
+    without_weights = plan.room(7), plan.is_outdated(7)
+    plan.load(7)
+
+    assert without_weights == (0, True)
+    assert (plan.limit, plan.room(0), plan.room(7)) == (4, 0, 4)  # four of the eight are being sampled by 0
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     groups=st.integers(1, 5),
     staleness=st.integers(0, 4),
     engines=st.integers(1, 4),
     limit=st.none() | st.integers(1, 6),
     kept=st.floats(0.3, 1.0),
+    moves=st.sampled_from([0.0, 0.1, 0.5]),  # chance that engines come or go, at each event
     seed=st.integers(0, 2**32),
 )
 def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
-    groups, staleness, engines, limit, kept, seed
+    groups, staleness, engines, limit, kept, moves, seed
 ):
-    chance, steps = random.Random(seed), 8
+    chance, steps, places = random.Random(seed), 8, 5
     plan = StreamPlan(groups, staleness, steps, engines, limit)
     trained, filtered = [], set()
     weights = 0  # versions that training has made, of which the engines need not know
 
     while plan.steps < steps:
+        if chance.random() < moves:
+            place = chance.randrange(places)
+            if place not in plan.loaded:
+                plan.join(place)
+            elif len(plan.loaded) > 1:
+                plan.leave(place)
         events = []  # all that may happen now
-        for engine in range(engines):
+        for engine in plan.loaded:
             if plan.room(engine):
                 events.append(("begin", engine))
             if plan.is_outdated(engine):
                 events.append(("load", engine))
+            elif plan.orphans and plan.num_sampling(engine) < plan.limit:
+                events.append(("adopt", engine))
         events += [("score", group) for group, owner in plan.in_flight.items() if owner is not None]
         events += [("finish", group) for group in plan.in_flight]
         if plan.version < weights:
@@ -116,6 +155,8 @@ def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
             plan.begin(value)
         elif event == "load":
             plan.load(value)
+        elif event == "adopt":
+            assert 1 <= plan.adopt(value, at_most=2) <= 2
         elif event == "finish":
             is_kept = chance.random() < kept
             plan.finish(value, is_kept=is_kept)
@@ -138,7 +179,8 @@ def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
     assert len(trained) == len(set(trained)) == groups * steps
     assert filtered.isdisjoint(trained)
     if kept == 1.0:
-        assert plan.num_begun == groups * steps and not plan.in_flight and not plan.finished
+        assert plan.num_begun == groups * steps
+        assert not plan.in_flight and not plan.orphans and not plan.finished
 
 
 @pytest.mark.parametrize("limit", [None, 3])

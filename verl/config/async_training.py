@@ -36,9 +36,15 @@ class AsyncConfig:
     )
     max_engine_restarts: int = option(
         3,
-        "With mode=stream: rollout engines that are started again in a run when their processes are lost, and"
-        " sample on where the lost ones were; one more ends the run.",
+        "With `worker.hybrid_engine=false`: rollout engines that are started again in a run where others were"
+        " lost; after these the run continues with the engines that are left, and ends with the last one.",
         minimum=0,
+    )
+    max_gpus_for_rollout: int | None = option(
+        None,
+        "With mode=stream: GPUs that may sample at most; while the run continues, engines are started on GPUs"
+        " that are free. null is `trainer.n_gpus_for_rollout`, the number at the start.",
+        minimum=1,
     )
     deterministic: bool = option(
         False,

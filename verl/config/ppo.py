@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.algorithm_rules import algorithm_problems, group_problems
-from verl.config.async_training import ONE_STEP_OFF, PARTIAL
+from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM
 from verl.config.data import DataConfig
 from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
@@ -19,6 +19,7 @@ from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
 
 FOR_ROLLOUT = "`trainer.n_gpus_for_rollout`"
+MAX_FOR_ROLLOUT = "`trainer.async_training.max_gpus_for_rollout`"
 LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts lengths beyond the model's
 
 
@@ -129,6 +130,8 @@ class PPOConfig(RunTree):
         mode = "`trainer.async_training.mode` must be"
         if training.continues_responses:
             yield from self._continued()
+        if training.max_gpus_for_rollout is not None:
+            yield from self._growth(training.max_gpus_for_rollout)
         if not self.worker.hybrid_engine:
             if count == 0:
                 yield f"{FOR_ROLLOUT} must be at least 1 with `worker.hybrid_engine=false`, got 0"
@@ -150,6 +153,19 @@ class PPOConfig(RunTree):
                 " the engine sleeps while the model trains; set `worker.hybrid_engine=false` and"
                 f" {FOR_ROLLOUT}"
             )
+
+    def _growth(self, most: int) -> Iterator[str]:
+        count, training = self.trainer.n_gpus_for_rollout, self.trainer.async_training
+        key, size = "`worker.rollout.tensor_parallel_size`", self.worker.rollout.tensor_parallel_size
+        if training.mode != STREAM or training.deterministic:
+            yield (
+                f"{MAX_FOR_ROLLOUT} must be null unless `trainer.async_training.mode=stream` with"
+                f" `deterministic=false`, got {most}: in other modes no engine joins a run"
+            )
+        elif most < count:
+            yield f"{MAX_FOR_ROLLOUT} ({most}) must be at least {FOR_ROLLOUT} ({count})"
+        else:
+            yield from divisible(MAX_FOR_ROLLOUT, most, key, size)
 
     def _continued(self) -> Iterator[str]:
         mode = f"`trainer.async_training.mode={self.trainer.async_training.mode}`"

@@ -150,6 +150,11 @@ class TrainerConfig(RunConfig):
     def num_processes(self) -> int:
         return super().num_processes + self.n_gpus_for_rollout
 
+    @property
+    def max_gpus_for_rollout(self) -> int:
+        """Number of devices that may sample in the course of the run."""
+        return self.async_training.max_gpus_for_rollout or self.n_gpus_for_rollout
+
 
 class RunTree:
     """Base of the config trees of all kinds of runs, which are dataclasses with these sections."""

@@ -120,7 +120,9 @@ def _processes(trainer: RunConfig) -> PlanLine:
 
 def _sampling_processes(trainer: TrainerConfig) -> PlanLine:
     order = "one step ahead" if trainer.async_training.samples_ahead else "in turn with training"
-    return PlanLine("sampling processes", str(trainer.n_gpus_for_rollout), "", f"they only sample, {order}")
+    count, most = trainer.n_gpus_for_rollout, trainer.max_gpus_for_rollout
+    more = f"; up to {most} as devices become free" if most > count else ""
+    return PlanLine("sampling processes", str(count), "", f"they only sample, {order}{more}")
 
 
 def _update_line(name: str, actor: PolicyConfig, rows: int, max_length: int) -> PlanLine:

@@ -6,7 +6,8 @@ There is no engine, thread or clock here.
 The weights of version v are those after v steps, so that step s begins with version s - 1. A group that began
 with version v and is trained in step s has the staleness s - 1 - v, which is at most a given bound: engines
 wait rather than begin a group that could not be trained in time, and a step waits rather than leave one
-behind. Nothing is dropped.
+behind. Nothing is dropped. Engines may join and leave at any time, and others continue the groups of one
+that left.
 
 Source of the bound: staleness-aware training in AReaL (https://arxiv.org/abs/2505.24298), here for every
 version instead of the newest only, so that it holds for groups that finish late as well.
@@ -15,6 +16,8 @@ version instead of the newest only, so that it holds for groups that finish late
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+NO_WEIGHTS = -1  # version of an engine that has just joined
 
 
 @dataclass(frozen=True, order=True)
@@ -58,31 +61,52 @@ class StreamPlan:
     groups_per_step: int
     max_staleness: int  # in versions; 0 samples each step with the weights that it begins with
     last_step: int  # no group is begun that no step needs
-    num_engines: int
+    num_engines: int  # at the start: 0, 1 and so on
     max_in_flight: int | None = None  # groups of an engine; None shares the groups of the bound evenly
     steps: int = 0  # that have their groups
     version: int = 0  # of the newest weights
     num_begun: int = 0  # groups so far
-    loaded: list[int] = field(default_factory=list)  # the version of each engine's weights
+    loaded: dict[int, int] = field(default_factory=dict)  # the version of each engine's weights
     # that are being sampled, with their engine, or scored, with None
     in_flight: dict[GroupId, int | None] = field(default_factory=dict)
+    orphans: set[GroupId] = field(default_factory=set)  # unfinished ones of engines that left
     finished: set[GroupId] = field(default_factory=set)  # that no step has taken
 
     def __post_init__(self) -> None:
-        self.loaded = self.loaded or [self.version] * self.num_engines
+        self.loaded = self.loaded or dict.fromkeys(range(self.num_engines), self.version)
 
     @property
     def limit(self) -> int:
         """Groups that an engine may have in flight."""
         if self.max_in_flight is not None:
             return self.max_in_flight
-        return -(-self.groups_per_step * (self.max_staleness + 1) // self.num_engines)
+        return -(-self.groups_per_step * (self.max_staleness + 1) // len(self.loaded))
+
+    def join(self, engine: int) -> None:
+        """Add an engine; it begins nothing before it has loaded weights."""
+        assert engine not in self.loaded, f"engine {engine} has joined before"
+        self.loaded[engine] = NO_WEIGHTS
+
+    def leave(self, engine: int) -> None:
+        """Remove an engine; the groups that it was sampling wait for others, which `adopt` them."""
+        del self.loaded[engine]
+        left = [group for group, owner in self.in_flight.items() if owner == engine]
+        self.orphans.update(left)
+        for group in left:
+            del self.in_flight[group]
+
+    def adopt(self, engine: int, at_most: int) -> int:
+        """Have an engine continue groups of others that left, oldest first; return their number."""
+        adopted = sorted(self.orphans)[: max(0, min(at_most, self._share_left(engine)))]
+        self.orphans.difference_update(adopted)
+        self.in_flight.update(dict.fromkeys(adopted, engine))
+        return len(adopted)
 
     def room(self, engine: int) -> int:
         """Return the number of groups that an engine may begin now, with the weights that it has."""
         counts = Counter(group.version for group in self._waiting())
         version = self.loaded[engine]
-        room = self.limit - self.num_sampling(engine)
+        room = self._share_left(engine)
         older = sum(count for its, count in counts.items() if its < version)
         for newer in range(version, self.version + 1):
             older += counts[newer]
@@ -137,11 +161,17 @@ class StreamPlan:
     def is_outdated(self, engine: int) -> bool:
         return self.loaded[engine] < self.version
 
+    def _share_left(self, engine: int) -> int:
+        if self.loaded[engine] == NO_WEIGHTS:
+            return 0
+        return self.limit - self.num_sampling(engine)
+
     def _oldest(self) -> list[GroupId]:
         return sorted(self.finished)[: self.groups_per_step]
 
     def _waiting(self) -> Iterator[GroupId]:
         yield from self.in_flight
+        yield from self.orphans
         yield from self.finished
 
     def _slots(self, version: int) -> int:

@@ -56,6 +56,7 @@ from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.partial_rollouts import PartialRollouts
 from verl.trainer.rollouts.rollout_log import RolloutLog
+from verl.trainer.rollouts.roster import Roster
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
@@ -292,7 +293,15 @@ def start_engines(
         group.init_engine(adapter)
         return group
 
-    return workers, OwnEngines(workers, groups, start_another)
+    roster = Roster(
+        groups,
+        start_another,
+        engine_pool(trainer, size, pool.device).num_free,
+        num_places=trainer.max_gpus_for_rollout // size,
+        max_restarts=trainer.async_training.max_engine_restarts,
+    )
+    stack.callback(roster.close)
+    return workers, OwnEngines(workers, roster)
 
 
 def start_workers(

@@ -2,10 +2,8 @@
 """Streams and partial rollouts with scripted engines: nothing is lost or too old, and they resume."""
 
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +12,14 @@ from tests.trainer.rollouts.sampling import make_collector, make_config, numbere
 from verl.config.async_training import AsyncConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray.failure import WorkerError
+from verl.single_controller.ray.resource_pool import ClusterError
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.engines import OwnEngines
 from verl.trainer.rollouts.group_stream import version_metrics
 from verl.trainer.rollouts.partial_rollouts import PartialRollouts
-from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn
+from verl.trainer.rollouts.roster import Roster
+from verl.trainer.rollouts.sampler import with_uids
+from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn, OneStepAhead
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
 from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
@@ -25,6 +27,7 @@ from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
 PROMPTS, N, LAST = 4, 2, 6
 BOTH = pytest.mark.parametrize("kind", [Stream, PartialRollouts])
 LIMIT = 6  # tokens of a response
+COLUMNS = "uid", "raw_prompt_ids"
 
 
 class ScriptedEngine:
@@ -33,18 +36,40 @@ class ScriptedEngine:
     Sample s of prompt k has 1 + (k + s) % 5 tokens.
     """
 
-    def __init__(self, finished):
+    def __init__(self, finished, number):
+        self.number, self.finished = number, finished  # by all engines
         self.version, self.open, self.error = None, {}, None
-        self.finished = finished  # by all engines
         self.loads, self.most_open = [], 0
+        self.continued = {}  # token ids that it was given, by uid and sample
+        self.is_stuck = False  # after the first token of each response
+        self.call_s = 0.001
 
     def load_weights(self, weights):
+        self.fail_if_told()
         self.version = weights.version
         self.loads.append(weights.version)
 
-    def sample(self, prompts, options, at_most):
+    def fail_if_told(self):
         if self.error is not None:
             raise self.error
+
+    def rows_to_compare(self):
+        return [None]
+
+    def rng_state(self):
+        return [len(self.loads)]
+
+    def set_rng_state(self, state):
+        self.restored = state
+
+    def generate(self, prompts, options):
+        for uid, [number] in zip(*(prompts.non_tensor_batch[key] for key in COLUMNS), strict=True):
+            for sample in range(options.n):
+                yield [FinishedResponse(uid, sample, [number % 7 + 1], [-float(self.version)], "stop")]
+                self.fail_if_told()
+
+    def sample(self, prompts, options, at_most):
+        self.fail_if_told()
         if prompts is not None:
             columns = prompts.non_tensor_batch
             for uid, [number], begun in zip(
@@ -53,11 +78,14 @@ class ScriptedEngine:
                 assert not any((uid, sample) in self.finished for sample in begun)
                 for sample, before in begun.items():
                     self.open[uid, sample] = (number, list(before.token_ids), list(before.versions))
+                    self.continued[uid, sample] = list(before.token_ids)
         self.most_open = max(self.most_open, len(self.open))
-        time.sleep(0.001)
+        time.sleep(self.call_s)
         for _ in range(at_most):
             finished = []
             for (uid, sample), (number, tokens, versions) in list(self.open.items()):
+                if self.is_stuck and tokens:
+                    continue
                 tokens.append(number % 7 + 1)
                 versions.append(self.version)
                 if len(tokens) == 1 + (number + sample) % 5:
@@ -79,37 +107,43 @@ class ScriptedEngine:
         return FinishedResponse(uid, sample, list(tokens), log_probs, reason, versions=list(versions))
 
 
-class ScriptedEngines:
-    """Engines in processes of their own, without processes."""
+class Trainer:
+    """Stands in for the processes that train: its weights are empty."""
 
-    def __init__(self, number):
-        self.finished = set()
-        self.groups = [ScriptedEngine(self.finished) for _ in range(number)]
-        self.version, self.replaced = None, []
+    def publish_weights(self):
+        return [[]]
 
-    def replace(self, number, restarts):
-        self.replaced.append((number, restarts))
-        self.groups[number] = ScriptedEngine(self.finished)
 
-    @contextmanager
-    def awake(self, version, timer):
-        self.load(version, timer)
-        yield
+class Cluster:
+    """Stands in for a cluster on which engines start.
 
-    def load(self, version, timer):
-        weights = self.weights = self.publish(version)
-        for group in self.groups:
-            group.load_weights(weights)
+    Attributes:
+        free: Engines that it has devices for.
+        started: Numbers of the engines that were started.
+    """
 
-    def publish(self, version):
-        self.version = version
-        return SimpleNamespace(version=version)
+    def __init__(self):
+        self.finished, self.free, self.started = set(), 0, []
 
-    def state(self):
-        return [len(group.loads) for group in self.groups]
+    def start(self, number):
+        if self.free == 0:
+            raise ClusterError("no devices are free")
+        self.free -= 1
+        self.started.append(number)
+        return ScriptedEngine(self.finished, number)
 
-    def set_state(self, state):
-        self.restored = state
+
+def make_engines(number, most=None, max_engine_restarts=3):
+    cluster = Cluster()
+    groups = [ScriptedEngine(cluster.finished, each) for each in range(number)]
+    roster = Roster(
+        groups,
+        cluster.start,
+        lambda: cluster.free,
+        num_places=most or number,
+        max_restarts=max_engine_restarts,
+    )
+    return OwnEngines(Trainer(), roster), cluster
 
 
 def start(
@@ -125,7 +159,7 @@ def start(
 ):
     config = make_config(prompts=PROMPTS, n=N, algorithm=algorithm, trainer=trainer)
     config = replace(config, data=replace(config.data, max_response_length=LIMIT))
-    scripted = ScriptedEngines(engines)
+    scripted = engines if isinstance(engines, OwnEngines) else make_engines(engines)[0]
     prompts = islice(numbered_prompts(PROMPTS), consumed, None)
     collector = make_collector(config, scripted, reward_manager, prompts)
     return kind(scripted, collector, AsyncConfig(**options), LAST, at_once), scripted
@@ -189,8 +223,8 @@ def test_an_interruption_for_validation_loses_nothing(reward_manager, kind):
     for step in range(1, LAST + 1):
         numbers += numbers_of(schedule.collect(step, StageTimer()).batch)
         with schedule.current(step, StageTimer()):
-            assert not any(group.open for group in engines.groups)
-            assert [group.version for group in engines.groups] == [step] * 2
+            assert not any(group.open for group in engines.groups.values())
+            assert [group.version for group in engines.groups.values()] == [step] * 2
 
     assert sorted(numbers) == list(range(LAST * PROMPTS))
 
@@ -294,42 +328,160 @@ def test_partial_rollouts_stop_sampling_once_the_step_has_its_groups(reward_mana
 
     steps = [schedule.collect(step, StageTimer()) for step in range(1, LAST + 1)]
 
-    assert not any(group.open for group in engines.groups)
+    assert not any(group.open for group in engines.groups.values())
     assert any(one.metrics["async/partial_rate"] > 0 for one in steps)
     assert steps[0].metrics["async/in_flight"] > 0  # they continue in the second step
     assert steps[-1].metrics["async/in_flight"] == 0
 
 
 def test_a_lost_engine_of_partial_rollouts_ends_the_run(reward_manager):
-    schedule, engines = start(reward_manager, PartialRollouts, engines=1, max_engine_restarts=3)
+    schedule, engines = start(reward_manager, PartialRollouts, engines=1)
     schedule.collect(1, StageTimer())
-    engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
 
+    def sample(*_):
+        raise WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+
+    engines.groups[0].sample = sample
     with pytest.raises(WorkerError, match="rank 0 died"):
         for step in range(2, LAST + 1):
             schedule.collect(step, StageTimer())
-    assert not engines.replaced
+    assert engines.roster.num_restarts == 0
 
 
-def test_the_prompts_of_a_lost_engine_are_sampled_by_the_one_that_takes_its_place(reward_manager):
-    schedule, engines = start(reward_manager, engines=1, staleness_threshold=2, max_engine_restarts=1)
-    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
-    engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+def lost(engine, hung=False):
+    """Have the next call of an engine fail as one does whose process is gone or makes no progress."""
+    engine.error = WorkerError("rank 0 is gone", rank=0, phase="gen", died=not hung, hung=hung)
 
-    steps = [schedule.collect(step, StageTimer()) for step in range(2, LAST + 1)]
 
-    numbers += [number for one in steps for number in numbers_of(one.batch)]
+def wait_until(is_true):
+    while not is_true():
+        time.sleep(0.001)
+
+
+def rest_of(schedule, numbers):
+    """Train to the end; every prompt is trained once, and no token is too old."""
+    steps = []
+    for step in range(LAST + 1 - (LAST * PROMPTS - len(numbers)) // PROMPTS, LAST + 1):
+        steps.append(schedule.collect(step, StageTimer()))
+        numbers += numbers_of(steps[-1].batch)
+        assert steps[-1].metrics["async/staleness_max"] <= 2
     assert sorted(numbers) == list(range(LAST * PROMPTS))
-    assert engines.replaced == [(0, 1)]
+    return steps
+
+
+@pytest.mark.parametrize("hung", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_prompts_of_a_lost_engine_are_sampled_by_the_one_that_takes_its_place(
+    reward_manager, hung, deterministic
+):
+    engines, cluster = make_engines(2, max_engine_restarts=2)
+    options = {"staleness_threshold": 2, "deterministic": deterministic}
+    schedule, _ = start(reward_manager, engines=engines, **options)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    cluster.free = 2
+    for group in engines.groups.values():
+        lost(group, hung)
+
+    steps = rest_of(schedule, numbers)
+
+    wait_until(lambda: len(engines.groups) == 2)
+    assert sorted(cluster.started) == [2, 3]  # their random numbers are those of no other
+    assert steps[-1].metrics["async/engine_restarts"] == engines.roster.num_restarts == 2
+
+
+@pytest.mark.parametrize("restarts", [0, 3], ids=["no restart is left", "no devices are free"])
+def test_a_run_continues_with_the_engines_that_are_left(reward_manager, restarts, caplog):
+    engines, cluster = make_engines(2, max_engine_restarts=restarts)
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    lost(engines.groups[1])
+
+    steps = rest_of(schedule, numbers)
+
+    assert not cluster.started
+    assert (steps[-1].metrics["async/engine_restarts"], steps[-1].metrics["async/engines"]) == (0.0, 1.0)
+    assert "rollout engine 1 is lost" in caplog.text
+
+
+def test_an_engine_continues_the_tokens_that_a_lost_one_had_when_it_was_interrupted(reward_manager):
+    engines, _ = make_engines(2)
+    one, other = engines.groups.values()
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    other.is_stuck = True
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    wait_until(lambda: other.open)
+    schedule.settle()
+    begun = {}
+    for group in schedule.lanes[0].sampled_by(1):
+        begun |= {(group.uid, sample): before.token_ids for sample, before in group.begun.items()}
+    lost(other)
+
+    rest_of(schedule, numbers)
+
+    assert begun and all(len(token_ids) == 1 for token_ids in begun.values())
+    assert {key: one.continued[key] for key in begun} == begun
+
+
+def test_engines_join_while_the_run_continues_up_to_their_number(reward_manager):
+    engines, cluster = make_engines(1, most=3)
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    cluster.free = 5
+    engines.groups[0].call_s = 0.03
+
+    numbers += numbers_of(schedule.collect(2, StageTimer()).batch)
+    wait_until(lambda: len(engines.groups) == 3)
+    steps = rest_of(schedule, numbers)
+
+    assert sorted(cluster.started) == [1, 2] and cluster.free == 3
+    assert steps[-1].metrics["async/engines"] == 3.0
+    assert steps[-1].metrics["async/engine_restarts"] == 0.0
+    assert all(engines.groups[place].most_open > 0 for place in (0, 1, 2))
+
+
+def test_an_engine_joins_at_a_new_place_when_no_restart_is_left_for_a_lost_one(reward_manager):
+    engines, cluster = make_engines(2, most=3, max_engine_restarts=0)
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    lost(engines.groups[0])
+    numbers += numbers_of(schedule.collect(2, StageTimer()).batch)
+    wait_until(lambda: list(engines.groups) == [1])
+    cluster.free = 1
+
+    numbers += numbers_of(schedule.collect(3, StageTimer()).batch)
+    wait_until(lambda: list(engines.groups) == [1, 2])
+    rest_of(schedule, numbers)
+
+    assert engines.roster.num_restarts == 0
+
+
+def test_an_engine_joins_at_the_place_of_a_lost_one_once_there_are_devices_again(reward_manager):
+    engines, cluster = make_engines(2)
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    lost(engines.groups[0])
+    for step in (2, 3):
+        numbers += numbers_of(schedule.collect(step, StageTimer()).batch)
+    left = list(engines.groups)
+    cluster.free = 1
+    numbers += numbers_of(schedule.collect(4, StageTimer()).batch)
+    wait_until(lambda: len(engines.groups) == 2)
+
+    steps = rest_of(schedule, numbers)
+
+    assert left == [1]
+    assert steps[-1].metrics["async/engines"] == 2.0
     assert steps[-1].metrics["async/engine_restarts"] == 1.0
 
 
-def test_the_run_ends_after_as_many_restarts_of_engines_as_are_allowed(reward_manager):
-    schedule, engines = start(reward_manager, engines=1, max_engine_restarts=0)
+@pytest.mark.parametrize(("engines", "deterministic"), [(1, False), (2, True)])
+def test_the_run_ends_if_no_engine_is_left_for_its_prompts(reward_manager, engines, deterministic):
+    engines, _ = make_engines(engines, max_engine_restarts=0)
+    schedule, _ = start(reward_manager, engines=engines, deterministic=deterministic)
     schedule.collect(1, StageTimer())
-    engines.groups[0].error = WorkerError("rank 0 died", rank=0, phase="gen", died=True)
+    lost(engines.groups[0])
 
-    with pytest.raises(WorkerError, match="rank 0 died"):
+    with pytest.raises(WorkerError, match="rank 0 is gone"):
         for step in range(2, LAST + 1):
             schedule.collect(step, StageTimer())
 
@@ -348,3 +500,40 @@ def test_ages_are_those_of_sampled_tokens_and_a_step_without_any_has_none():
     # ages 2, 0 and 1, 1; the first response has tokens of versions 3 and 5
     assert found == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/partial_rate": 0.5}
     assert none == {}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
+def test_other_modes_sample_the_prompts_of_a_lost_engine_again_with_the_others(reward_manager, ahead):
+    engines, cluster = make_engines(2)
+    collector = start(reward_manager, engines=engines)[0].collector
+    engines.roster.on_start = lambda: None  # those are of the stream
+    schedule = OneStepAhead(engines, collector, LAST) if ahead else InTurn(engines, collector)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    schedule.settle()
+    cluster.free = 1
+    lost(engines.groups[0])
+
+    for step in range(2, LAST + 1):
+        numbers += numbers_of(schedule.collect(step, StageTimer()).batch)
+
+    assert numbers == list(range(LAST * PROMPTS))
+    assert (cluster.started, engines.roster.num_restarts) == ([2], 1)
+
+
+@pytest.mark.parametrize(("number", "free"), [(1, 1), (2, 0), (2, 1)])
+def test_a_validation_whose_engine_is_lost_has_every_response_once(reward_manager, number, free):
+    engines, cluster = make_engines(number)
+    schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
+    numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
+    cluster.free = free
+
+    with schedule.current(1, StageTimer()):
+        lost(engines.groups[0])
+        sampler = schedule.collector.sampler
+        prompts = with_uids(next(numbered_prompts(5)), "val")
+        sequences, _ = sampler.sample(prompts, sampler.options)
+
+    assert numbers_of(sequences) == [0, 1, 2, 3, 4] and len(sequences) == 5 * N
+    assert sequences.batch["rollout_log_probs"][:, 0].tolist() == [-1.0] * 5 * N
+    steps = rest_of(schedule, numbers)
+    assert steps[-1].metrics["async/engines"] == number - 1 + free

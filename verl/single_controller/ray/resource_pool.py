@@ -57,6 +57,11 @@ class ResourcePool:
             min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in alive_nodes()
         ]
 
+    def num_free(self) -> int:
+        """Return the number of pools that the free resources of all nodes suffice for."""
+        free, per_node = ray.available_resources(), self.per_node()
+        return min(int(free.get(name, 0) // (per_node[name] * self.nnodes)) for name in per_node)
+
     def check(self) -> None:
         """Raise a ClusterError with found, needed and remedy unless the cluster is large enough."""
         if sum(capacity >= self.processes_per_node for capacity in self.capacities()) >= self.nnodes:

@@ -3,28 +3,32 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import shard
+from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.roster import Roster
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 
 T = TypeVar("T")
+Responses = Iterator[list[FinishedResponse]]
 
 
 class Engines(Protocol):
     """All engines of a run."""
 
     @property
-    def groups(self) -> Sequence[RayWorkerGroup]:
-        """The processes of each engine."""
+    def groups(self) -> Mapping[int, RayWorkerGroup]:
+        """The processes of each engine, by its place."""
         ...
 
     def awake(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
@@ -49,7 +53,7 @@ class SharedEngines:
 
     def __init__(self, workers: RayWorkerGroup, config: WorkerConfig) -> None:
         self.workers, multi_turn = workers, config.rollout.multi_turn
-        self._groups: Sequence[RayWorkerGroup] = ()
+        self._groups: Mapping[int, RayWorkerGroup] = {}
         # A frozen tower of the policy encodes media for both, unless others than the rows give the prompts.
         self.encodes_first = config.actor.model.freeze_vision_tower and (
             multi_turn.environment is None and multi_turn.agent is None
@@ -63,8 +67,8 @@ class SharedEngines:
         self.workers.sleep_engine()  # not after an exception: the workers may be gone, and the run ends
 
     @property
-    def groups(self) -> Sequence[RayWorkerGroup]:
-        self._groups = self._groups or self.workers.parts("rollout")
+    def groups(self) -> Mapping[int, RayWorkerGroup]:
+        self._groups = self._groups or dict(enumerate(self.workers.parts("rollout")))
         return self._groups
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -82,28 +86,26 @@ class SharedEngines:
 class OwnEngines:
     """Engines in processes of their own, each a worker group; they are always awake.
 
+    One that is lost leaves, its work is done by the others, and another may take its place.
+
     Args:
         workers: The processes that train, and publish their weights.
-        start_another: Starts an engine whose random numbers follow from the number that it is given.
     """
 
-    def __init__(
-        self,
-        workers: RayWorkerGroup,
-        groups: Sequence[RayWorkerGroup],
-        start_another: Callable[[int], RayWorkerGroup],
-    ) -> None:
-        self.workers, self._groups, self.start_another = workers, list(groups), start_another
+    def __init__(self, workers: RayWorkerGroup, roster: Roster) -> None:
+        self.workers, self.roster = workers, roster
         self.version: int | None = None  # of the newest published weights: the number of steps before
         self.weights: PublishedWeights | None = None  # that all engines have loaded
         self._is_compared = False
 
     @property
-    def groups(self) -> Sequence[RayWorkerGroup]:
-        return self._groups
+    def groups(self) -> Mapping[int, RayWorkerGroup]:
+        return self.roster.living
 
     @contextmanager
     def awake(self, version: int, timer: StageTimer) -> Iterator[None]:
+        self.roster.start_missing()
+        self._welcome()
         self.load(version, timer)
         yield
 
@@ -113,7 +115,7 @@ class OwnEngines:
             return
         with timer("sync_weights"):
             weights = self.publish(version)
-            on_all([partial(group.load_weights, weights) for group in self.groups])
+            self._on(self.groups, lambda group: group.load_weights(weights))
         self.weights = weights
         if not self._is_compared:
             self._compare()
@@ -124,31 +126,72 @@ class OwnEngines:
         return PublishedWeights.join(version, self.workers.publish_weights())
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        parts = shard(prompts, len(self.groups), even=False)
-        shares = zip(self.groups, parts, strict=True)
-        return merged([partial(group.generate, part, options) for group, part in shares])
-
-    def replace(self, number: int, restarts: int) -> None:
-        """Start another engine in the place of a lost one; it has no weights yet.
-
-        Args:
-            restarts: Number of engines that the run has started again, with this one.
-        """
-        self._groups[number] = self.start_another(number + restarts * len(self.groups))
+        """Sample as any engines do; what a lost one had not finished is sampled again by others."""
+        uids = prompts.non_tensor_batch["uid"]
+        unfinished = {(uid, sample) for uid in uids for sample in range(options.n)}
+        rest, losses = prompts, -1
+        while len(rest) and losses < self.roster.num_losses:
+            losses = self.roster.num_losses
+            for responses in merged(self._shares(rest, options)):
+                new = [one for one in responses if (one.uid, one.sample) in unfinished]
+                unfinished.difference_update((one.uid, one.sample) for one in new)
+                yield new
+            left = {uid for uid, _ in unfinished}
+            rest = prompts[[row for row, uid in enumerate(uids) if uid in left]]
 
     def state(self) -> list[Any]:
-        return on_all([group.rng_state for group in self.groups])
+        return self._on(self.groups, lambda group: group.rng_state())
 
     def set_state(self, state: Sequence[Any]) -> None:
-        for group, states in zip(self.groups, state, strict=False):
+        for group, states in zip(self.groups.values(), state, strict=False):
             group.set_rng_state(states[0])
+
+    def _shares(self, prompts: DataProto, options: SamplingOptions) -> list[Callable[[], Responses]]:
+        """Divide prompts among the engines that live, of which there is one at least."""
+        while not self.groups:
+            self.roster.wait()
+            self._welcome()
+        places = list(self.groups)
+        parts = zip(places, shard(prompts, len(places), even=False), strict=True)
+        return [
+            partial(self._until_lost, place, generating(part, options)) for place, part in parts if len(part)
+        ]
+
+    def _welcome(self) -> None:
+        """Let engines join that have started, with the weights that the others have."""
+        joined, weights = self.roster.join(), self.weights
+        if weights is not None:
+            self._on(joined, lambda group: group.load_weights(weights))
+
+    def _on(self, places: Iterable[int], call: Callable[[RayWorkerGroup], T]) -> list[T]:
+        """Call engines at once and return their results; a lost one has none."""
+
+        def result_of(place: int) -> list[T]:
+            return list(self._until_lost(place, lambda group: [call(group)]))
+
+        return list(chain.from_iterable(on_all([partial(result_of, place) for place in places])))
+
+    def _until_lost(self, place: int, read: Callable[[RayWorkerGroup], Iterable[T]]) -> Iterator[T]:
+        """Yield what an engine returns, and nothing more once it is lost."""
+        try:
+            yield from read(self.groups[place])
+        except WorkerError as error:
+            if not error.may_go_away:
+                raise
+            self.roster.lose(place, error)
 
     def _compare(self) -> None:
         """Compare the first engine with the trainer, once, for a model that no file describes."""
-        sampled = self.groups[0].rows_to_compare()[0]
+        if not self.groups:
+            return  # others are being started
+        sampled = next(iter(self.groups.values())).rows_to_compare()[0]
         if sampled is not None:
             self.workers.compare_engine(*sampled)
         self._is_compared = True
+
+
+def generating(prompts: DataProto, options: SamplingOptions) -> Callable[[RayWorkerGroup], Responses]:
+    return lambda group: group.generate(prompts, options)
 
 
 def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:

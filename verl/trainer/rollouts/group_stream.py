@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.config.async_training import AsyncConfig
-from verl.planning.stream_plan import StreamPlan, fitting_groups
+from verl.planning.stream_plan import NO_WEIGHTS, StreamPlan, fitting_groups
 from verl.protocol import DataProto
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer, sampled_mask
@@ -28,7 +28,6 @@ from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.schedule import (
     AHEAD_FILE,
-    in_background,
     load_engines,
     save_engines,
     warn_of_dropped,
@@ -43,6 +42,7 @@ from verl.trainer.rollouts.stream_groups import (
     load_lanes,
     save_lanes,
 )
+from verl.utils.background import in_background
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.base import FinishedResponse
 
@@ -117,7 +117,7 @@ class GroupStream:
 
     def save(self, folder: Path) -> None:
         if self.is_deterministic and self.collector.sampler.converses:
-            for engine in self.engines.groups:
+            for engine in self.engines.groups.values():
                 engine.forget()  # as a resumed run does
         save_engines(self.engines, folder)
         for groups in self._finished():
@@ -141,7 +141,7 @@ class GroupStream:
         with self._changed:
             for lane in self.lanes:
                 lane.plan.publish(version)
-                for at in range(len(lane.engines)):
+                for at in lane.plan.loaded:
                     lane.plan.load(at)
 
     def _start(self, step: int) -> None:
@@ -151,7 +151,7 @@ class GroupStream:
             self._is_resting = False
             for lane in self.lanes:
                 lane.plan.steps = step - 1  # a resumed run begins with a later step
-                for at in range(len(lane.engines)):
+                for at in lane.plan.loaded:
                     self._threads.append(in_background(partial(self._drive, lane, at)))
 
     def _rest(self) -> None:
@@ -210,10 +210,12 @@ class GroupStream:
         return not self.is_deterministic or not (lane.plan.is_ready or is_due(lane))
 
     def _groups(self, lane: Lane, at: int) -> list[OpenGroup]:
-        """Begin the groups that the engine has room for, and return all that it was not given yet."""
+        """Return groups of lost engines and new ones, as many as the engine has room for."""
         size = self.collector.group_size
         num_open = sum(size - len(group.finished) for group in lane.sampled_by(at))
-        for _ in range(min(lane.plan.room(at), fitting_groups(num_open, size, self.at_once))):
+        fitting = fitting_groups(num_open, size, self.at_once)
+        fitting -= lane.plan.adopt(at, fitting)
+        for _ in range(min(lane.plan.room(at), fitting)):
             opened = OpenGroup(lane.plan.begin(at), self.source.next_row(lane))
             lane.open[opened.uid] = opened
         groups = [group for group in lane.sampled_by(at) if not group.is_with_engine]
@@ -320,7 +322,7 @@ class GroupStream:
 
 def is_due(lane: Lane) -> bool:
     """Return whether the engine of a deterministic lane still has to load the weights of the last step."""
-    [version] = lane.plan.loaded
+    version = min(lane.plan.loaded.values(), default=NO_WEIGHTS)  # there is none while another is started
     return version < lane.plan.steps - 1
 
 

@@ -5,14 +5,13 @@
 version s - 1.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,13 +21,12 @@ from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
+from verl.utils.background import in_background
 from verl.utils.rank_logger import get_logger
 
 AHEAD_FILE = "sampled_ahead.pt"  # only if the next step's sequences are there already
 METRICS = "sampling_metrics"  # entry of that file
 ENGINES_FILE = "engines.pt"  # random states of engines in processes of their own
-
-T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -175,20 +173,6 @@ def staleness_metrics(batch: DataProto, step: int) -> Metrics:
     """Number of updates between the weights that sampled and the ones that the step begins with."""
     staleness = (step - batch.batch["rollout_steps"]).float()  # (B,)
     return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
-
-
-def in_background(work: Callable[[], T]) -> "Future[T]":
-    """Run a function in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by the reader
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="sampling", daemon=True).start()
-    return future
 
 
 def warn_of_dropped(folder: Path, *names: str) -> None:

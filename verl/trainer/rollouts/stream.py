@@ -2,6 +2,7 @@
 """Sampling as a stream: engines of their own sample on while the model trains."""
 
 import time
+from functools import partial
 
 from verl.config.async_training import AsyncConfig
 from verl.single_controller.ray.failure import WorkerError
@@ -10,13 +11,15 @@ from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import OwnEngines
 from verl.trainer.rollouts.group_stream import GroupStream, is_due
 from verl.trainer.rollouts.stream_groups import Lane
-from verl.utils.rank_logger import get_logger
-
-logger = get_logger(__name__)
+from verl.utils.background import in_background
 
 
 class Stream(GroupStream):
-    """Engines never stop, take new weights between two of their steps, and are replaced if they are lost."""
+    """Engines never stop, and take new weights between two of their steps.
+
+    What a lost engine had not finished is continued by the others, and by engines that join. A deterministic
+    lane has one engine, so that it waits for the next one.
+    """
 
     engines: OwnEngines
 
@@ -29,9 +32,14 @@ class Stream(GroupStream):
         at_once: int,
     ) -> None:
         super().__init__(engines, collector, config, last_step, at_once)
-        self.max_engine_restarts, self._num_restarts = config.max_engine_restarts, 0
+        self.roster = engines.roster
+        self.roster.on_start = self._take_started
+        if not config.deterministic:
+            [lane] = self.lanes
+            lane.engines.extend(range(len(lane.engines), self.roster.num_places))
 
     def collect(self, step: int, timer: StageTimer) -> Collected:
+        self.roster.start_missing()
         self._publish(step - 1, timer)
         self._start(step)
         start = time.monotonic()
@@ -42,8 +50,11 @@ class Stream(GroupStream):
             collected = self._next_step(step)
             if self.is_deterministic:
                 self._wait_for(lambda: not any(map(is_due, self.lanes)))
-        restarts = {"async/engine_restarts": float(self._num_restarts)}
-        return collected._replace(metrics=collected.metrics | idle | restarts)
+            engines = {
+                "async/engines": float(len(self.roster.living)),
+                "async/engine_restarts": float(self.roster.num_restarts),
+            }
+        return collected._replace(metrics=collected.metrics | idle | engines)
 
     def _publish(self, version: int, timer: StageTimer) -> None:
         """Offer the weights of now to the engines, which load them when they can."""
@@ -64,32 +75,50 @@ class Stream(GroupStream):
             super()._note_loaded(version)
             self._weights = self.engines.weights
 
-    def _drive(self, lane: Lane, at: int) -> None:
-        """Keep the engine at this place of its lane at work until the stream rests; replace a lost one."""
-        with self._keeping_error():
-            is_lost = True
-            while is_lost:
-                try:
-                    self._keep_at_work(lane, at)
-                    is_lost = False
-                except WorkerError as error:
-                    if not error.may_go_away or self._num_restarts >= self.max_engine_restarts:
-                        raise
-                    self._replace(lane, at, error)
-
-    def _replace(self, lane: Lane, at: int, error: WorkerError) -> None:
-        """Start another engine, which samples what the lost one had not finished."""
-        number = lane.engines[at]
+    def _start(self, step: int) -> None:
         with self._changed:
-            groups = lane.sampled_by(at)
-            for group in groups:
-                group.is_with_engine = False
-            weights = self._weights
-            lane.plan.load(at)
-            self._num_restarts += 1
-            restarts = self._num_restarts
-        logger.warning(
-            "rollout engine %d is started again, with %d unfinished prompts: %s", number, len(groups), error
-        )
-        self.engines.replace(number, restarts)
-        self.engines.groups[number].load_weights(weights)
+            self._align()
+            super()._start(step)
+
+    def _drive(self, lane: Lane, at: int) -> None:
+        """Keep the engine at this place of its lane at work until the stream rests, or the engine is lost."""
+        with self._keeping_error():
+            try:
+                self._keep_at_work(lane, at)
+            except WorkerError as error:
+                if not error.may_go_away:
+                    raise
+                with self._changed:
+                    self.roster.lose(lane.engines[at], error)
+                    self._align()
+
+    def _take_started(self) -> None:
+        """Let engines join that have started; while the stream rests, they wait for its next step."""
+        with self._keeping_error(), self._changed:
+            if not self._is_resting:
+                self._align()
+
+    def _align(self) -> None:
+        """Have the lanes share their prompts among the engines that are alive now."""
+        for lane in self.lanes:
+            self._remove_lost(lane)
+        self.roster.join()  # at the places of lost ones too
+        for lane in self.lanes:
+            self._add_joined(lane)
+            if not lane.plan.loaded:
+                self.roster.check(lane.engines)
+        self._changed.notify_all()
+
+    def _remove_lost(self, lane: Lane) -> None:
+        for at, number in enumerate(lane.engines):
+            if at in lane.plan.loaded and number not in self.roster.living:
+                for group in lane.sampled_by(at):
+                    group.is_with_engine = False
+                lane.plan.leave(at)
+
+    def _add_joined(self, lane: Lane) -> None:
+        for at, number in enumerate(lane.engines):
+            if at not in lane.plan.loaded and number in self.roster.living:
+                lane.plan.join(at)
+                if not self._is_resting:
+                    self._threads.append(in_background(partial(self._drive, lane, at)))

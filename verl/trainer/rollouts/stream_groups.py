@@ -58,18 +58,19 @@ class Lane:
     """Engines that share a plan, with its groups.
 
     Attributes:
+        engines: Number of the engine at each place; the plan knows the places whose engines live.
         prompts: Rows that have not begun.
     """
 
     plan: StreamPlan
-    engines: Sequence[int]
+    engines: list[int]
     prompts: deque[DataProto] = field(default_factory=deque)
     open: dict[str, OpenGroup] = field(default_factory=dict)  # by uid
     finished: dict[GroupId, ScoredGroups] = field(default_factory=dict)
 
     def sampled_by(self, at: int) -> list[OpenGroup]:
         """Return the groups that the engine at this place is sampling, oldest first."""
-        return [group for group in self.open.values() if self.plan.in_flight[group.id] == at]
+        return [group for group in self.open.values() if self.plan.in_flight.get(group.id) == at]
 
     def take(self) -> list[ScoredGroups]:
         """Take the groups of the next step, which is ready."""
@@ -99,7 +100,8 @@ def save_lanes(lanes: Sequence[Lane], num_batches: int, folder: Path) -> None:
     places: list[list[int]] = []
     for number, lane in enumerate(lanes):
         for group in lane.open.values():
-            state = {"lane": number, "group": list(key_of(group.id)), "engine": lane.plan.in_flight[group.id]}
+            engine = lane.plan.in_flight.get(group.id)  # None if it was lost
+            state = {"lane": number, "group": list(key_of(group.id)), "engine": engine}
             state |= {"finished": as_plain(group.finished), "begun": as_plain(group.begun)}
             rows.append(group.prompt.merge({STATE: objects([state])}))
         rows += [row.merge({STATE: objects([{"lane": number}])}) for row in lane.prompts]
@@ -140,7 +142,10 @@ def load_lanes(lanes: Sequence[Lane], folder: Path) -> int:
             GroupId(*state["group"]), prompt, responses_of(state["finished"]), responses_of(state["begun"])
         )
         lane.open[group.uid] = group
-        lane.plan.in_flight[group.id] = state["engine"] % len(lane.engines)
+        if state["engine"] in lane.plan.loaded:
+            lane.plan.in_flight[group.id] = state["engine"]
+        else:
+            lane.plan.orphans.add(group.id)
     path = folder / GROUPS_FILE
     if path.exists():
         groups = ScoredGroups.load(path)
