@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of sending weights to processes that sample: through Ray's object store, next to a gloo broadcast.
+"""Time of sending weights to processes that sample, by each transport, next to a gloo broadcast.
 
 python benchmarks/weight_transfer.py [--mib 1024] [--receivers 1] [--rounds 5]
 
-Both end when each receiver has all weights in tensors of its own. A round measures both, one after the other.
+Each ends when each receiver has all weights in tensors of its own. A round measures all, one after the other.
 """
 
 import argparse
@@ -13,14 +13,20 @@ import statistics
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, TCPStore
 
-from verl.single_controller.ray.published_weights import PublishedWeights, publish
+from verl.distributed.weights.reader import WeightReader
+from verl.distributed.weights.server import WeightServer
+from verl.single_controller.ray.published_weights import StoreReader, WeightStore
 
+LOCAL, CPU = "127.0.0.1", torch.device("cpu")
+STORE, COLLECTIVE = "object store", "collective"
+WARM_UP = 2  # rounds; the collective transport keeps two versions
 MATRIX = (1024, 4096)  # bf16: 8 MiB, as a projection of a small model
 
 
@@ -30,12 +36,17 @@ class Process:
 
     def __init__(self, rank: int, num_processes: int, port: int, num_tensors: int) -> None:
         torch.set_num_threads(1)
-        store = TCPStore("127.0.0.1", port, num_processes, rank == 0, timedelta(seconds=60))
+        store = TCPStore(LOCAL, port, num_processes, rank == 0, timedelta(seconds=60))
         self.group: ProcessGroup = ProcessGroupGloo(store, rank, num_processes, timedelta(seconds=60))
         value = 1.0 if rank == 0 else 0.0
         self.tensors = {
             f"layer{n}": torch.full(MATRIX, value, dtype=torch.bfloat16) for n in range(num_tensors)
         }
+        self.publishers = {
+            STORE: WeightStore(0, 1),
+            COLLECTIVE: WeightServer(0, 1, CPU, LOCAL, on_lost=print),
+        }
+        self.readers = {STORE: StoreReader(), COLLECTIVE: WeightReader(0, 1, CPU, LOCAL)}
 
     def ready(self) -> None:
         """Return when the process has joined the group."""
@@ -44,11 +55,11 @@ class Process:
         for tensor in self.tensors.values():
             self.group.broadcast(tensor, 0).wait()
 
-    def publish(self) -> PublishedWeights:
-        return PublishedWeights.join(1, [publish(self.tensors.items(), 0, 1)])
+    def publish(self, transport: str, version: int) -> Any:
+        return [self.publishers[transport].publish(version, self.tensors.items())]
 
-    def take(self, weights: PublishedWeights) -> None:
-        for name, tensor in weights.named_tensors():
+    def take(self, transport: str, version: int, shares: Any) -> None:
+        for name, tensor in self.readers[transport].named_tensors(version, shares):
             self.tensors[name].copy_(tensor)
 
     def clear(self) -> float:
@@ -82,23 +93,25 @@ def main() -> None:
     sender, *receivers = (Process.remote(rank, count, port, num_tensors) for rank in range(count))
     ray.get([process.ready.remote() for process in (sender, *receivers)])
 
-    def by_broadcast() -> None:
+    def by_broadcast(number: int) -> None:
         ray.get([process.broadcast.remote() for process in (sender, *receivers)])
 
-    def by_store() -> None:
-        weights = ray.get(sender.publish.remote())
-        ray.get([process.take.remote(weights) for process in receivers])
+    def by(transport: str, number: int) -> None:
+        shares = ray.get(sender.publish.remote(transport, number))
+        ray.get([process.take.remote(transport, number, shares) for process in receivers])
 
-    seconds: dict[str, list[float]] = {"broadcast": [], "object store": []}
-    for number in range(options.rounds + 1):
-        for name, work in (("broadcast", by_broadcast), ("object store", by_store)):
-            taken = seconds_of(work)
+    works = {"broadcast": by_broadcast, STORE: partial(by, STORE), COLLECTIVE: partial(by, COLLECTIVE)}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(options.rounds + WARM_UP):
+        for name, work in works.items():
+            taken = seconds_of(partial(work, number))
             means = ray.get([process.clear.remote() for process in receivers])
             assert means == [1.0] * len(receivers), f"{name} lost weights: {means}"
-            if number:  # the first round warms up
+            if number >= WARM_UP:
                 seconds[name].append(taken)
     result = dict(rows(seconds, num_tensors * (8 << 20) / 1e9))
-    print(json.dumps(result | {"ratio": round(result["object store"]["s"] / result["broadcast"]["s"], 2)}))
+    ratios = {name: round(result[name]["s"] / result["broadcast"]["s"], 2) for name in (STORE, COLLECTIVE)}
+    print(json.dumps(result | {"ratios": ratios}))
 
 
 def rows(seconds: dict[str, list[float]], gigabytes: float) -> Iterator[tuple[str, dict[str, float]]]:

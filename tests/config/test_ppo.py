@@ -251,6 +251,10 @@ GROWING = (*OWN, "trainer.n_gpus_for_rollout=2", "trainer.async.mode=stream")
         (OWN, "`trainer.n_gpus_for_rollout` must be at least 1 with `worker.hybrid_engine=false`, got 0"),
         (("trainer.n_gpus_for_rollout=2",), "`trainer.n_gpus_for_rollout` must be 0 with"),
         (
+            ("worker.rollout.weight_transport=collective",),
+            "`worker.rollout.weight_transport` must be 'auto' with `worker.hybrid_engine=true`",
+        ),
+        (
             ("trainer.async.mode=one_step_off",),
             "`trainer.async_training.mode` must be 'off' or 'partial' with `worker.hybrid_engine=true`",
         ),

@@ -225,3 +225,15 @@ def test_a_micro_batch_size_is_a_number_or_auto(value):
 def test_the_memory_of_another_machine_can_be_given():
     assert find_machine("cpu", 64).host_bytes == 64 * GIB
     assert find_machine("cuda", 80).usable_device == int(0.9 * 80 * GIB)
+
+
+def test_weights_on_their_way_to_other_processes_wait_in_host_memory():
+    # two versions of 2**30 weights of 2 bytes on 4 ranks; four engines take 128 MiB of each GPU
+    own = {"worker.hybrid_engine": False, "trainer.n_gpus_for_rollout": 4}
+    by_store = own | {"worker.rollout.weight_transport": "object_store"}
+
+    sent, stored = (phases_of(make_config(changes))["old"] for changes in (own, by_store))
+
+    assert sent.host["published weights"] == stored.host["published weights"] == 2 * 2 * 2**30 // 4
+    assert sent.device["weights being sent"] == 4 * (128 << 20)
+    assert "weights being sent" not in stored.device

@@ -5,9 +5,12 @@ import time
 
 import psutil
 import pytest
+from ray.exceptions import RayTaskError
 
 from tests.single_controller.workers import BrokenWorker, GlooWorker, OddWorker
-from verl.single_controller.ray.failure import WorkerError
+from verl.distributed.weights.peer_lost import PeerLostError
+from verl.single_controller.dispatch import Dispatch, RemoteMethod
+from verl.single_controller.ray.failure import Failure, WorkerError, worker_error
 from verl.single_controller.ray.worker_group import CHECK_S
 
 pytestmark = pytest.mark.heavy
@@ -134,3 +137,14 @@ def test_a_worker_that_exits_is_a_failure(make_group):
     error = failure_of(make_group(OddWorker).exit)
 
     assert error.phase == "odd"
+
+
+@pytest.mark.parametrize(("cause", "may_go_away"), [(PeerLostError("gone"), True), (OSError("gone"), False)])
+def test_a_worker_that_lost_a_process_of_another_group_may_be_replaced(cause, may_go_away):
+    method = RemoteMethod("load_weights", Dispatch.ALL, "sync_weights", streaming=False, axis="train")
+    failure = Failure(0, method, RayTaskError("load_weights", "a traceback", cause))
+
+    error = worker_error([failure], [], world_size=1)
+
+    assert error.may_go_away is may_go_away and not error.died
+    assert f"{type(cause).__name__}: gone" in str(error)

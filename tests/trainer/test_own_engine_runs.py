@@ -19,6 +19,7 @@ from shapes import write_questions
 pytestmark = pytest.mark.heavy
 
 REWARD = Path(__file__).with_name("scored_by_letters.py")
+COLLECTIVE = "worker.rollout.weight_transport=collective"
 OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1"]
 AHEAD = [*OWN, "trainer.async.mode=one_step_off"]
 STREAM = [*OWN, "trainer.async.mode=stream", "trainer.async.deterministic=true"]
@@ -57,22 +58,23 @@ def cores(number):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "transport"),
     [
-        pytest.param(["worker.rollout.name=hf"], id="hf"),
-        pytest.param(["worker.rollout.name=vllm"], marks=pytest.mark.slow, id="vllm"),
-        pytest.param(ADAPTERS, id="adapters"),
+        pytest.param(["worker.rollout.name=hf"], [COLLECTIVE], id="hf"),
+        pytest.param(["worker.rollout.name=vllm"], [COLLECTIVE], marks=pytest.mark.slow, id="vllm"),
+        pytest.param(ADAPTERS, [], id="adapters"),
+        pytest.param(ADAPTERS, [COLLECTIVE], marks=pytest.mark.slow, id="adapters-collective"),
     ],
 )
 def test_sampling_in_turn_in_other_processes_equals_sampling_in_the_same_bit_for_bit(
-    options, arguments, tmp_path
+    options, transport, arguments, tmp_path
 ):
     arguments = [*arguments, *options]
 
     with cores(1):  # two processes on two cores have a thread each, and sums depend on the number of threads
         shared = train(tmp_path / "shared", *arguments)
     with cores(2):
-        own = train(tmp_path / "own", *arguments, *OWN)
+        own = train(tmp_path / "own", *arguments, *OWN, *transport)
 
     assert {step: learned(values) for step, values in own.items()} == {
         step: learned(values) for step, values in shared.items()

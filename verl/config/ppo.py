@@ -147,6 +147,12 @@ class PPOConfig(RunTree):
                 f"{FOR_ROLLOUT} must be 0 with `worker.hybrid_engine=true`, got {count}: the processes that"
                 " train also sample; set `worker.hybrid_engine=false` to sample in others"
             )
+        if (way := self.worker.rollout.weight_transport) != "auto":
+            yield (
+                f"`worker.rollout.weight_transport` must be 'auto' with `worker.hybrid_engine=true`, got"
+                f" {way!r}: weights stay in their processes; set `worker.hybrid_engine=false` to sample in"
+                " others"
+            )
         if training.samples_ahead:
             yield (
                 f"{mode} 'off' or 'partial' with `worker.hybrid_engine=true`, got {training.mode!r}:"

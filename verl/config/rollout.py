@@ -20,6 +20,8 @@ SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown na
 # logits, and counts of sampled tokens.
 GPU_SEQUENCES, CPU_SEQUENCES = 512, 256
 
+OBJECT_STORE, COLLECTIVE = "object_store", "collective"  # ways of weights
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -41,6 +43,13 @@ class RolloutConfig:
         "How LoRA weights reach the engine: as an adapter, or `merged` into its weights; `auto` uses an"
         " adapter on GPUs if the engine supports it.",
         choices=("auto", "adapter", "merged"),
+    )
+    weight_transport: str = option(
+        "auto",
+        "How weights reach engines in processes of their own (`worker.hybrid_engine=false`): through Ray's"
+        " object store, or straight from the devices that train (`collective`: NCCL, on CPU gloo); `auto` is"
+        " `collective` on GPUs and `object_store` on CPU.",
+        choices=("auto", OBJECT_STORE, COLLECTIVE),
     )
     limit_images: int = option(0, "Maximum images per prompt; 0 is the engine's own limit.", minimum=0)
     dtype: str = dtype_option("bf16", "Data type of the engine's weights and activations.")
@@ -96,6 +105,12 @@ class RolloutConfig:
         if self.max_num_seqs is not None:
             return self.max_num_seqs
         return min(GPU_SEQUENCES if on_gpu else CPU_SEQUENCES, self.max_num_batched_tokens)
+
+    def weights_go_by(self, on_gpu: bool) -> str:
+        """Return the transport of weights to engines in processes of their own."""
+        if self.weight_transport != "auto":
+            return self.weight_transport
+        return COLLECTIVE if on_gpu else OBJECT_STORE
 
     def problems(self, path: str) -> Iterator[str]:
         if self.name == "hf" and self.tensor_parallel_size != 1:

@@ -5,7 +5,6 @@ Each tensor has one place in host memory, allocated once and page-locked for CUD
 memory are several times slower. Only an update changes weights on the device, so nothing else is copied back.
 """
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl.distributed.device import empty_cache, synchronize
 from verl.distributed.fsdp import sharded_parameters
+from verl.distributed.host_buffer import host_buffer
 
 HOST = torch.device("cpu")
 ALIGNMENT = 64  # bytes between the starts of two places
-PAGE = 4096
 
 Key = tuple[Hashable, ...]
 Move = Callable[[Key, Tensor], Tensor]
@@ -43,7 +42,7 @@ class HostMemory:
             total += -(-max(1, tensor.nbytes) // ALIGNMENT) * ALIGNMENT  # ranks may hold empty shards
         if not new:
             return
-        buffer = self._allocate(total)
+        buffer = host_buffer(total, self.device, self)
         for (key, tensor), start in zip(new.items(), starts, strict=True):
             part = buffer[start : start + tensor.nbytes]
             self._places[key] = part.view(tensor.dtype).view(tensor.shape)
@@ -74,17 +73,6 @@ class HostMemory:
     def _has_place(self, key: Key, tensor: Tensor) -> bool:
         place = self._places.get(key)
         return place is not None and place.shape == tensor.shape and place.dtype == tensor.dtype
-
-    def _allocate(self, num_bytes: int) -> Tensor:
-        if self.device.type != "cuda":
-            return torch.empty(num_bytes, dtype=torch.uint8)
-        # torch's own page-locked memory comes in powers of two, which would waste up to half of it.
-        whole = torch.empty(-(-num_bytes // PAGE) * PAGE + PAGE, dtype=torch.uint8)
-        start = -whole.data_ptr() % PAGE
-        part = whole[start : start + -(-num_bytes // PAGE) * PAGE]  # shares no page with other memory
-        lock_pages(part)
-        weakref.finalize(self, unlock_pages, part).atexit = False
-        return part[:num_bytes]
 
 
 class Offloader:
@@ -174,27 +162,6 @@ class Offloader:
                     # Only fused kernels read step counters on the device.
                     if isinstance(value, Tensor) and (value.dim() > 0 or group.get("fused")):
                         yield ("state", number, index, name), state, value
-
-
-def lock_pages(buffer: Tensor) -> None:
-    """Register host memory with CUDA, so that copies need no intermediate buffer."""
-    code = int(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-    if code:
-        raise RuntimeError(
-            f"CUDA cannot lock {buffer.nbytes / 2**30:.1f} GiB of host memory for offloading (error {code}):"
-            " give the machine or container more memory, or set `offload.offload_params=false` and"
-            " `offload.offload_optimizer=false` in the sections of `worker`"
-        )
-
-
-def unlock_pages(buffer: Tensor) -> None:
-    _cuda().cudaHostUnregister(buffer.data_ptr())
-
-
-def _cuda() -> Any:
-    runtime = torch.cuda.cudart()
-    assert runtime is not None, "only called on CUDA"
-    return runtime
 
 
 def _plain_parts(tensors: Mapping[Key, Any]) -> dict[Key, Tensor]:

@@ -44,7 +44,7 @@ def correction_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def device_defaults(cls: type, device: Any) -> dict[str, Any]:
     """Return the defaults that differ with `trainer.device=device`, by option; none with GPUs."""
-    if device != "cpu" and (device != "auto" or has_gpu()):
+    if runs_on_gpu(device):
         return {}
     defaults = cpu_defaults(len(os.sched_getaffinity(0)))
     keys = [entry.key for entry in list_options(cls)]
@@ -77,6 +77,11 @@ def chosen_for_device(config: RunTree) -> dict[str, Any]:
         for key, value in defaults.items()
         if value_at(config, key) == value and value != declared[key]
     }
+
+
+def runs_on_gpu(device: str) -> bool:
+    """Return whether a run with `trainer.device=device` trains on GPUs."""
+    return device != "cpu" and (device != "auto" or has_gpu())
 
 
 def has_gpu() -> bool:

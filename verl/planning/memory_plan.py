@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from verl.config.rollout import COLLECTIVE
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
 from verl.planning.memory_model import ModelSetup, ModelShape
@@ -26,6 +27,8 @@ CONTEXT_BYTES = {"cuda": 1 * GIB, "cpu": 0}  # of a GPU, for kernels and NCCL's 
 ASLEEP_BYTES = {True: 1 * GIB, False: 3 * GIB}
 # torch rounds page-locked memory up to a power of two: the mean over sizes. Buffers of `Offloader` are exact.
 LOCKED_ROUNDING = 1.45
+PUBLISHED_VERSIONS = 2  # of the weights, which wait for engines in other processes
+SENT_BYTES = 2 * (64 << 20)  # of a GPU, for each engine that it sends weights to
 BATCH_COPIES = 3  # in the controller, Ray's object store, and the workers
 
 
@@ -176,6 +179,11 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
             # Without adapters vLLM discards the weights, and the next sync brings them.
             offloaded += int(LOCKED_ROUNDING * engine.weights(policy))
     host: Parts = {"process": process}
+    if run.engine is not None and run.engine.own:
+        sent = policy.trained if run.serves_adapters(machine.device) else policy.params
+        host["published weights"] = PUBLISHED_VERSIONS * run.engine.number * sent // run.trainer.world_size
+        if machine.device == "cuda" and run.engine.options.weights_go_by(on_gpu=True) == COLLECTIVE:
+            device["weights being sent"] = SENT_BYTES * run.engine.own
     if offloaded:
         host["offloaded"] = offloaded
     if run.trainer.async_save and run.trainer.save_freq > 0:

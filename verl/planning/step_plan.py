@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
 from verl.config.ppo import PPOConfig
+from verl.config.rollout import COLLECTIVE, OBJECT_STORE, RolloutConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
+from verl.planning.device_defaults import runs_on_gpu
 
 
 class PlanLine(NamedTuple):
@@ -23,6 +25,7 @@ class PlanLine(NamedTuple):
 
 
 HEADING = PlanLine("", "step", "per rank")
+WAYS = {OBJECT_STORE: "through Ray's object store", COLLECTIVE: "by NCCL, on CPU by gloo"}
 
 
 class StepPlan(NamedTuple):
@@ -64,7 +67,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     lines = (
         HEADING,
         _processes(config.trainer),
-        *([] if worker.hybrid_engine else [_sampling_processes(config.trainer)]),
+        *([] if worker.hybrid_engine else _sampling_processes(config.trainer, rollout)),
         PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
         PlanLine("rollout engines", str(config.num_engines), "", engine),
         PlanLine("prompts", str(prompts), _share(prompts, config.num_engines), "per engine"),
@@ -118,11 +121,15 @@ def _processes(trainer: RunConfig) -> PlanLine:
     return PlanLine("processes", str(trainer.world_size), "1", f"{trainer.nnodes} nodes, {trainer.device}")
 
 
-def _sampling_processes(trainer: TrainerConfig) -> PlanLine:
+def _sampling_processes(trainer: TrainerConfig, rollout: RolloutConfig) -> list[PlanLine]:
     order = "one step ahead" if trainer.async_training.samples_ahead else "in turn with training"
     count, most = trainer.n_gpus_for_rollout, trainer.max_gpus_for_rollout
     more = f"; up to {most} as devices become free" if most > count else ""
-    return PlanLine("sampling processes", str(count), "", f"they only sample, {order}{more}")
+    way = rollout.weights_go_by(runs_on_gpu(trainer.device))
+    return [
+        PlanLine("sampling processes", str(count), "", f"they only sample, {order}{more}"),
+        PlanLine("weights to them", "", "", WAYS[way]),
+    ]
 
 
 def _update_line(name: str, actor: PolicyConfig, rows: int, max_length: int) -> PlanLine:

@@ -15,6 +15,7 @@ from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout.engine_host import EngineHost, EnginePlace
 from verl.workers.run_options import RunOptions
 from verl.workers.sampling_worker import SamplingWorker
+from verl.workers.weight_transport import make_reader
 
 
 class RolloutWorker(SamplingWorker):
@@ -46,15 +47,17 @@ class RolloutWorker(SamplingWorker):
             adapter=adapter,
         )
         self.engine = self.host.engine
+        self.reader = make_reader(self.config.rollout, self.rank, self.world_size, self.device)
 
     @register(Dispatch.ALL, phase="sync_weights")
     def load_weights(self, weights: PublishedWeights) -> None:
         """Take the weights or adapters of a version; unfinished responses continue with them."""
+        named_tensors = self.reader.named_tensors(weights.version, weights.shares)
         with self.host.continued.interrupted(weights.version):
             if self.engine.takes_adapter:
-                self.engine.sync_adapter(dict(weights.named_tensors()))
+                self.engine.sync_adapter(dict(named_tensors))
             else:
-                self.engine.sync_weights(weights.named_tensors())
+                self.engine.sync_weights(named_tensors)
             self.engine.wake()
 
     @register(Dispatch.ALL, phase="sync_weights")
@@ -72,3 +75,8 @@ class RolloutWorker(SamplingWorker):
     @register(Dispatch.ALL, phase="load_checkpoint")
     def set_rng_state(self, state: dict[str, Any]) -> None:
         self.engine.set_rng_state(state)
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "reader"):
+            self.reader.close()

@@ -42,5 +42,6 @@ class SamplingWorker(DeviceWorker):
         return responses if self.place.leads else []  # all ranks of an engine have the same
 
     def close(self) -> None:
+        super().close()
         if hasattr(self, "host"):
             self.host.close()

@@ -7,7 +7,7 @@ Each method loads the models it uses onto the device; the work itself is in `rol
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from verl.distributed.fsdp import torch_dtype
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.single_controller.ray.published_weights import Bucket, publish
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
@@ -31,6 +30,7 @@ from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
+from verl.workers.weight_transport import Publisher, make_publisher
 
 
 class ActorUpdate(NamedTuple):
@@ -45,6 +45,7 @@ class TrainingWorker(ModelWorker):
 
     options: RunOptions
     publishes_adapter = False
+    publisher: Publisher | None = None  # from the first published weights on
 
     def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
         super().__init__(options)
@@ -161,11 +162,18 @@ class TrainingWorker(ModelWorker):
         return adapter
 
     @register(Dispatch.ALL, phase="sync_weights")
-    def publish_weights(self) -> list[Bucket]:
-        """Store weights or adapters for engines in other processes; each rank returns its share."""
+    def publish_weights(self, version: int) -> Any:
+        """Offer weights or adapters to engines in other processes; each rank returns its share."""
+        if self.publisher is None:
+            self.publisher = make_publisher(self.config.rollout, self.rank, self.world_size, self.device)
         with self.policy.loaded():
             tensors = self.policy.adapter_tensors().items() if self.publishes_adapter else self._hub_tensors()
-            return publish(tensors, self.rank, self.world_size)
+            return self.publisher.publish(version, tensors)
+
+    def close(self) -> None:
+        super().close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     @register(Dispatch.ALL, phase="sync_weights")
     def compare_engine(self, rows: list[SampledRow], engine_dtype: torch.dtype) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from verl.distributed.weights.peer_lost import PeerLostError
+
 if TYPE_CHECKING:  # errors are known before torch is imported
     from verl.single_controller.dispatch import RemoteMethod
     from verl.single_controller.worker import WorkerInfo
@@ -16,16 +18,26 @@ ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 class WorkerError(RuntimeError):
     """A rank failed and the group was killed."""
 
-    def __init__(self, message: str, *, rank: int, phase: str, died: bool, hung: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        phase: str,
+        died: bool,
+        hung: bool = False,
+        lost_peer: bool = False,
+    ) -> None:
         super().__init__(message)
         self.rank, self.phase = rank, phase  # of the cause
         self.died = died  # its process ended, without an exception
         self.hung = hung  # it was stopped, or made no progress
+        self.lost_peer = lost_peer  # a process of another group was lost
 
     @property
     def may_go_away(self) -> bool:
-        """True if a restart may succeed: the worker was lost, no exception was raised."""
-        return self.died or self.hung
+        """True if a restart may succeed: the worker, or one that it depends on, was lost."""
+        return self.died or self.hung or self.lost_peer
 
 
 class Failure(NamedTuple):
@@ -55,14 +67,14 @@ def worker_error(failures: list[Failure], infos: "list[WorkerInfo]", world_size:
     message += "".join(f"\nalso failed: rank {other.rank}: {summary(other)}" for other in others)
     if not died:
         message += f"\n\ntraceback of rank {cause.rank}:\n{_text(cause.error)}"
-    return WorkerError(message, rank=cause.rank, phase=method.phase, died=died)
+    lost_peer = isinstance(_raised(cause), PeerLostError)
+    return WorkerError(message, rank=cause.rank, phase=method.phase, died=died, lost_peer=lost_peer)
 
 
 def summary(failure: Failure) -> str:
-    error = failure.error
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    if cause is not None and not isinstance(cause, RayError):
-        return f"{type(cause).__name__}: {cause}"
+    error, raised = failure.error, _raised(failure)
+    if raised is not None and not isinstance(raised, RayError):
+        return f"{type(raised).__name__}: {raised}"
     last_line = _text(error).rstrip().splitlines()[-1]
     if not is_death(failure):
         return last_line
@@ -70,6 +82,10 @@ def summary(failure: Failure) -> str:
         "the process was killed or crashed; if the kernel ran out of memory, `dmesg` shows it"
         f" [Ray: {type(error).__name__}: {last_line}]"
     )
+
+
+def _raised(failure: Failure) -> BaseException | None:
+    return failure.error.cause if isinstance(failure.error, RayTaskError) else None
 
 
 def _failed_in_constructor(error: RayError) -> bool:

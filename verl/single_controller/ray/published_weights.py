@@ -1,39 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way from the processes that train to the ones that sample.
+"""Weights on their way from the processes that train to the ones that sample, by Ray's object store.
 
-Each rank that trains stores its share in Ray's object store: shared memory, from which all engines of a node
+Each rank that trains stores its share in the object store: shared memory, from which all engines of a node
 read without a copy, and which Ray copies to other nodes once. Training continues when the
-weights are stored, and an engine reads them between two of its steps.
+weights are stored, and an engine reads them between two of its steps. `verl.distributed.weights.server`
+is the other way.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray.util import get_node_ip_address
 from torch import Tensor
 
-BUCKET_BYTES = 256 << 20  # stored at once
-
-
-class Stored(NamedTuple):
-    """A tensor of a bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors that were stored together."""
-
-    number: int  # in the order of all weights
-    tensors: tuple[Stored, ...]
-    reference: Any  # Ray's, of their bytes: a list of arrays (num_bytes,) uint8
+from verl.distributed.weights.buckets import BUCKET_BYTES, BucketLayout, NamedTensors, own_buckets
 
 
 @dataclass(frozen=True)
@@ -41,48 +26,55 @@ class PublishedWeights:
     """All weights of a version: those after `version` steps of training."""
 
     version: int
-    buckets: tuple[Bucket, ...]
+    shares: tuple[Any, ...]  # in the order of the ranks that train: what each returned to publish its share
 
-    @classmethod
-    def join(cls, version: int, shares: Iterable[Sequence[Bucket]]) -> "PublishedWeights":
-        """Put together what the ranks of a group have stored."""
-        buckets = [bucket for share in shares for bucket in share]
-        return cls(version, tuple(sorted(buckets, key=lambda bucket: bucket.number)))
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True)
+class StoredBucket:
+    """Tensors that were stored together."""
+
+    layout: BucketLayout
+    reference: Any  # Ray's, of their bytes: a list of arrays (num_bytes,) uint8
+
+
+class WeightStore:
+    """Publishes the share of a rank that trains."""
+
+    def __init__(self, rank: int, world_size: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.rank, self.world_size, self.bucket_bytes = rank, world_size, bucket_bytes
+
+    def publish(self, version: int, named_tensors: NamedTensors) -> list[StoredBucket]:
+        """Store this rank's share of full tensors, which every rank iterates in the same order to the end."""
+        share: list[StoredBucket] = []
+        for number, bucket in own_buckets(named_tensors, self.rank, self.world_size, self.bucket_bytes):
+            arrays = [_as_bytes(tensor) for _, tensor in bucket]
+            share.append(StoredBucket(BucketLayout.of(number, bucket), ray.put(arrays)))
+        return share
+
+    def close(self) -> None:
+        """Do nothing: Ray frees what no one refers to."""
+
+
+class StoreReader:
+    """Reads published weights in a process that samples."""
+
+    def named_tensors(
+        self, version: int, shares: Iterable[list[StoredBucket]]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors, which must not be written to."""
-        for bucket in self.buckets:
+        buckets = [bucket for share in shares for bucket in share]
+        for bucket in sorted(buckets, key=lambda bucket: bucket.layout.number):
             arrays = ray.get(bucket.reference)
-            for stored, array in zip(bucket.tensors, arrays, strict=True):
-                yield stored.name, _as_tensor(array).view(stored.dtype).view(stored.shape)
+            for layout, array in zip(bucket.layout.tensors, arrays, strict=True):
+                yield layout.name, _as_tensor(array).view(layout.dtype).view(layout.shape)
+
+    def close(self) -> None:
+        """Do nothing: the tensors are Ray's."""
 
 
-def publish(
-    named_tensors: Iterable[tuple[str, Tensor]],
-    rank: int,
-    world_size: int,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> list[Bucket]:
-    """Store this rank's share of full tensors, which every rank iterates in the same order to the end."""
-    share: list[Bucket] = []
-    for number, bucket in enumerate(_buckets(named_tensors, bucket_bytes)):
-        if number % world_size == rank:
-            tensors = tuple(Stored(name, tuple(tensor.shape), tensor.dtype) for name, tensor in bucket)
-            share.append(Bucket(number, tensors, ray.put([_as_bytes(tensor) for _, tensor in bucket])))
-    return share
-
-
-def _buckets(named_tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in named_tensors:
-        if bucket and filled + tensor.nbytes > size:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, tensor))
-        filled += tensor.nbytes
-    if bucket:
-        yield bucket
+def own_address() -> str:
+    """Return the address at which other nodes of the cluster reach this process."""
+    return get_node_ip_address()
 
 
 def _as_bytes(tensor: Tensor) -> np.ndarray:

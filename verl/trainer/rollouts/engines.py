@@ -121,9 +121,9 @@ class OwnEngines:
             self._compare()
 
     def publish(self, version: int) -> PublishedWeights:
-        """Store the weights of now, for each engine to load."""
+        """Offer the weights of now, for each engine to load."""
         self.version = version
-        return PublishedWeights.join(version, self.workers.publish_weights())
+        return PublishedWeights(version, tuple(self.workers.publish_weights(version)))
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample as any engines do; what a lost one had not finished is sampled again by others."""

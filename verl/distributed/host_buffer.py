@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory that a GPU copies from and to without an intermediate buffer."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = 4096
+
+
+def host_buffer(num_bytes: int, device: torch.device, owner: Any) -> Tensor:
+    """Allocate bytes in host memory, page-locked for a CUDA device until `owner` is gone."""
+    if device.type != "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    # torch's own page-locked memory comes in powers of two, which would waste up to half of it.
+    whole = torch.empty(-(-num_bytes // PAGE) * PAGE + PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE
+    part = whole[start : start + -(-num_bytes // PAGE) * PAGE]  # shares no page with other memory
+    lock_pages(part)
+    weakref.finalize(owner, unlock_pages, part).atexit = False
+    return part[:num_bytes]
+
+
+def lock_pages(buffer: Tensor) -> None:
+    """Register host memory with CUDA, so that copies need no intermediate buffer."""
+    code = int(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if code:
+        raise RuntimeError(
+            f"CUDA cannot lock {buffer.nbytes / 2**30:.1f} GiB of host memory (error {code}): give the"
+            " machine or container more memory, or set `offload.offload_params=false` and"
+            " `offload.offload_optimizer=false` in the sections of `worker`, or"
+            " `worker.rollout.weight_transport=object_store`"
+        )
+
+
+def unlock_pages(buffer: Tensor) -> None:
+    _cuda().cudaHostUnregister(buffer.data_ptr())
+
+
+def _cuda() -> Any:
+    runtime = torch.cuda.cudart()
+    assert runtime is not None, "only called on CUDA"
+    return runtime
