@@ -25,6 +25,8 @@ AHEAD = [*OWN, "trainer.async.mode=one_step_off"]
 STREAM = [*OWN, "trainer.async.mode=stream", "trainer.async.deterministic=true"]
 PARTIAL = ["trainer.async.mode=partial", "trainer.async.deterministic=true"]
 ADAPTERS = ["worker.actor.model.lora.rank=4", "worker.rollout.lora_sync=adapter"]
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"  # as by default with the modes
+FRESH = "trainer.async.staleness_threshold=0"
 HALF = 2  # steps
 
 
@@ -57,46 +59,61 @@ def cores(number):
         os.sched_setaffinity(0, usable)
 
 
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory, arguments):
+    """The metrics and the folder of a run whose processes sample and train in turn."""
+    folder = tmp_path_factory.mktemp("in_turn")
+    return train_with(1, folder, *arguments, CORRECTED), folder
+
+
+def train_with(num_cores, folder, *arguments):
+    """Train with one thread for each process: sums depend on the number of threads."""
+    with cores(num_cores):
+        return train(folder, *arguments)
+
+
+def check_equal(folder, metrics, expected, expected_folder):
+    """Compare runs bit for bit: what they learned, and the tensors of the last checkpoint."""
+    for step, values in expected.items():
+        without = {key: value for key, value in metrics[step].items() if not key.startswith("async/")}
+        assert learned(without) == learned(values)
+    one, other = (saved_tensors(each / f"global_step_{2 * HALF}") for each in (expected_folder, folder))
+    assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "options"),
+    [
+        pytest.param(2, [*OWN, COLLECTIVE, CORRECTED], id="own processes"),
+        pytest.param(2, [*STREAM, FRESH], id="stream"),
+        pytest.param(1, [*PARTIAL, FRESH], id="partial"),
+    ],
+)
+def test_without_staleness_other_ways_to_sample_equal_sampling_in_turn_bit_for_bit(
+    num_cores, options, arguments, in_turn, tmp_path
+):
+    metrics = train_with(num_cores, tmp_path, *arguments, *options)
+
+    check_equal(tmp_path, metrics, *in_turn)
+    assert all(values.get("async/staleness_max", 0.0) == 0.0 for values in metrics.values())
+
+
+@pytest.mark.slow  # two runs each
 @pytest.mark.parametrize(
     ("options", "transport"),
     [
         pytest.param(["worker.rollout.name=hf"], [COLLECTIVE], id="hf"),
-        pytest.param(["worker.rollout.name=vllm"], [COLLECTIVE], marks=pytest.mark.slow, id="vllm"),
         pytest.param(ADAPTERS, [], id="adapters"),
-        pytest.param(ADAPTERS, [COLLECTIVE], marks=pytest.mark.slow, id="adapters-collective"),
+        pytest.param(ADAPTERS, [COLLECTIVE], id="adapters-collective"),
     ],
 )
-def test_sampling_in_turn_in_other_processes_equals_sampling_in_the_same_bit_for_bit(
+def test_own_processes_equal_shared_ones_with_other_engines_and_adapters(
     options, transport, arguments, tmp_path
 ):
-    arguments = [*arguments, *options]
+    shared = train_with(1, tmp_path / "shared", *arguments, *options)
+    own = train_with(2, tmp_path / "own", *arguments, *options, *OWN, *transport)
 
-    with cores(1):  # two processes on two cores have a thread each, and sums depend on the number of threads
-        shared = train(tmp_path / "shared", *arguments)
-    with cores(2):
-        own = train(tmp_path / "own", *arguments, *OWN, *transport)
-
-    assert {step: learned(values) for step, values in own.items()} == {
-        step: learned(values) for step, values in shared.items()
-    }
-    one, other = (saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("shared", "own"))
-    assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
-
-
-@pytest.mark.parametrize(("where", "mode"), [(OWN, STREAM), ([], PARTIAL)], ids=["stream", "partial"])
-def test_a_run_without_staleness_equals_sampling_in_turn_bit_for_bit(where, mode, arguments, tmp_path):
-    corrected = [*where, "algorithm.rollout_correction.rollout_is=token"]  # as by default with the modes
-    in_turn = train(tmp_path / "in_turn", *arguments, *corrected)
-    streamed = train(tmp_path / "streamed", *arguments, *mode, "trainer.async.staleness_threshold=0")
-
-    for step, values in in_turn.items():
-        without = {key: value for key, value in streamed[step].items() if not key.startswith("async/")}
-        assert learned(without) == learned(values)
-    assert {values["async/staleness_max"] for values in streamed.values()} == {0.0}
-    one, other = (
-        saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("in_turn", "streamed")
-    )
-    assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
+    check_equal(tmp_path / "own", own, shared, tmp_path / "shared")
 
 
 @pytest.mark.parametrize(

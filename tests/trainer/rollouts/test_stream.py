@@ -427,7 +427,7 @@ def test_engines_join_while_the_run_continues_up_to_their_number(reward_manager)
     schedule, _ = start(reward_manager, engines=engines, staleness_threshold=2)
     numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
     cluster.free = 5
-    engines.groups[0].call_s = 0.03
+    engines.groups[0].call_s = 0.2
 
     numbers += numbers_of(schedule.collect(2, StageTimer()).batch)
     wait_until(lambda: len(engines.groups) == 3)
