@@ -34,7 +34,7 @@ def exit_politely():
 def fill_memory():
     data = []
     while True:
-        data.append(bytearray(1 << 24))
+        data.append(bytearray(1 << 28))
 
 def thing():
     return object()

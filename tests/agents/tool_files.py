@@ -56,7 +56,7 @@ def exit_politely():
 def fill_memory():
     data = []
     while True:
-        data.append(bytearray(1 << 24))
+        data.append(bytearray(1 << 28))
 
 def long():
     return "a" * 5_000_000 + "MIDDLE" + "z" * 5_000_000

@@ -60,7 +60,7 @@ def crash():
 def fill_memory():
     data = []
     while True:
-        data.append(bytearray(1 << 24))
+        data.append(bytearray(1 << 28))
 
 def long():
     return "a" * 5_000_000 + "z" * 5_000_000
