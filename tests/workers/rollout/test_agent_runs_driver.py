@@ -272,7 +272,9 @@ def test_calls_continue_after_rests_with_the_tokens_that_they_had(tiny, engine, 
     several = 0
     for response in responses:
         trajectory = response.trajectory
-        assert len(trajectory.turns) == 5 and len(trajectory.context_starts) == 2 and not trajectory.is_masked
+        assert len(trajectory.turns) == 5 and not trajectory.is_masked
+        # The shortened context, unless its answer happens to be the one that was thrown away, and its own.
+        assert len(trajectory.context_starts) in (1, 2)
         assert len(response.versions) == len(response.token_ids)
         for turn in trajectory.turns:
             versions = response.versions[turn.start : turn.stop]
