@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.weights import TENSORS
 from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import WeightReader
 from verl.distributed.weights.recycled_memory import RecycledMemory
@@ -24,15 +25,6 @@ pytestmark = pytest.mark.heavy
 CPU, HERE = torch.device("cpu"), "127.0.0.1"
 SMALL = 64  # bytes of a bucket
 BIG = [(f"layer{n}", torch.full((1 << 20,), float(n))) for n in range(8)]  # 4 MiB each
-TENSORS = {
-    "matrix": torch.randn(7, 5),
-    "bf16": torch.randn(3, 4).bfloat16(),
-    "large": torch.randn(100),  # more than a bucket
-    "scalar": torch.tensor(2.5),
-    "not contiguous": torch.arange(12).view(3, 4).t(),
-    "flags": torch.tensor([True, False, True]),
-    "empty": torch.zeros(0, 3),
-}
 
 
 @contextmanager

@@ -5,21 +5,12 @@ import pytest
 import ray
 import torch
 
+from tests.helpers.weights import TENSORS
 from verl.distributed.weights.reader import WeightReader
 from verl.distributed.weights.server import WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address
 
 pytestmark = pytest.mark.heavy
-
-TENSORS = {
-    "matrix": torch.randn(7, 5),
-    "bf16": torch.randn(3, 4).bfloat16(),
-    "large": torch.randn(100),  # more than a bucket
-    "scalar": torch.tensor(2.5),
-    "not contiguous": torch.arange(12).view(3, 4).t(),
-    "flags": torch.tensor([True, False, True]),
-    "empty": torch.zeros(0, 3),
-}
 
 
 @ray.remote

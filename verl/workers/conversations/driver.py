@@ -245,9 +245,10 @@ class ConversationDriver:
             if key in self._parked:
                 self._parked[key].answer = observations
         answers += [each for each in arrived if each[0] in self._open]
-        return (
-            sorted(answers, key=lambda each: list(self._open).index(each[0])) if self.in_lockstep else answers
-        )
+        if self.in_lockstep:
+            places = {key: place for place, key in enumerate(self._open)}
+            answers.sort(key=lambda each: places[each[0]])
+        return answers
 
     def _arrived(self, timeout_s: float) -> list[tuple[Any, list[Observation]]]:
         assert self.pool is not None, "the first rank of an engine has it"
