@@ -110,6 +110,15 @@ def test_a_number_fits_its_column(value, decimals, text):
     assert number(value, decimals, 6) == text
 
 
+def test_conversations_have_columns_for_their_turns_and_calls():
+    logger, output = make_logger(width=80)
+    log_steps(logger, STEP | {"agent/turns_mean": 2.5, "agent/tool_calls": 1.25})
+
+    header, row = lines_of(output)
+    columns = dict(zip(header.split(), row.split(), strict=True))
+    assert (columns["turns"], columns["calls"]) == ("2.5", "1.2")
+
+
 def test_at_80_columns_a_step_is_one_line_with_all_that_matters():
     logger, output = make_logger(width=80)
     log_steps(logger, VALIDATION, STEP, STEP | {"val/reward_score": 0.75}, first=0)

@@ -51,6 +51,8 @@ VALIDATION = Column("val", ("val/reward_score",), 3, 1, is_expected=False)
 LOSS = Column("loss", ("train/loss",), 4, 0)
 VALIDATION_LOSS = Column("val loss", ("val/loss",), 4, 1, is_expected=False)
 LENGTH = Column("length", ("response_length/mean",), 1, 3)
+TURNS = Column("turns", ("agent/turns_mean",), 1, 6, 5, is_expected=False)
+TOOL_CALLS = Column("calls", ("agent/tool_calls",), 1, 5, 5, is_expected=False)
 CLIPPED = Column("cut", ("response_length/clip_ratio",), 2, 9, 4)
 KL = Column("kl", ("actor/kl_loss", "actor/kl_penalty"), 4, 5, 7, is_expected=False)
 ENTROPY = Column("entropy", ("actor/entropy",), 3, 8)
@@ -62,8 +64,8 @@ THROUGHPUT = Column("tokens/s", ("perf/throughput",), 0, 7)
 DURATION = Column(SECONDS, ("perf/time_per_step",), 1, 2)
 
 COLUMNS = (
-    *(REWARD, VALIDATION, LENGTH, CLIPPED, KL, ENTROPY, GRAD_NORM, MISMATCH, POLICY_LEARNING_RATE),
-    *(THROUGHPUT, DURATION),
+    *(REWARD, VALIDATION, LENGTH, TURNS, TOOL_CALLS, CLIPPED, KL, ENTROPY, GRAD_NORM, MISMATCH),
+    *(POLICY_LEARNING_RATE, THROUGHPUT, DURATION),
 )
 SFT_COLUMNS = (LOSS, VALIDATION_LOSS, GRAD_NORM, LEARNING_RATE, THROUGHPUT, DURATION)
 SFT_KEYS = ("train/", "val/loss")  # beginnings of metrics that only fine-tuning logs
