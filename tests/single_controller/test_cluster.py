@@ -36,6 +36,8 @@ except RuntimeError as error:
     print("ERROR", error)
 cluster.add_node(num_cpus=1)
 cluster.wait_for_nodes()
+pools = [ResourcePool(nodes, each, "cpu") for nodes, each in ((1, 1), (2, 1), (1, 2))]
+print("FREE", [pool.num_free() for pool in pools])
 with RayWorkerGroup(ResourcePool(nnodes=2, processes_per_node=1, device="cpu"), GlooWorker) as group:
     print("SUMS", group.sum_of_ranks())
     print("NODES", len({slot.node_id for slot in group.pool.slots()}))
@@ -96,6 +98,10 @@ def interrupted():
 def test_two_raylets_form_one_group_of_two_nodes(two_nodes):
     assert "SUMS [3.0, 3.0]" in two_nodes
     assert "NODES 2" in two_nodes
+
+
+def test_free_devices_of_two_nodes_do_not_count_for_one_node_of_a_pool(two_nodes):
+    assert "FREE [2, 1, 0]" in two_nodes  # of 1 x 1, 2 x 1 and 1 x 2 processes
 
 
 def test_too_few_nodes_is_an_error_with_found_needed_and_remedy(two_nodes):

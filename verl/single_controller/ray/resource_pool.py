@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
+from ray._private.state import available_resources_per_node  # documented for developers, exported nowhere
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -58,9 +59,16 @@ class ResourcePool:
         ]
 
     def num_free(self) -> int:
-        """Return the number of pools that the free resources of all nodes suffice for."""
-        free, per_node = ray.available_resources(), self.per_node()
-        return min(int(free.get(name, 0) // (per_node[name] * self.nnodes)) for name in per_node)
+        """Return the number of pools that the free resources of the nodes suffice for."""
+        need = self.per_node()
+        fitting = [
+            min(int(free.get(name, 0) // need[name]) for name in need)
+            for free in available_resources_per_node().values()
+        ]
+        number = sum(fitting) // self.nnodes
+        while sum(min(each, number) for each in fitting) < number * self.nnodes:  # a node once in a pool
+            number -= 1
+        return number
 
     def check(self) -> None:
         """Raise a ClusterError with found, needed and remedy unless the cluster is large enough."""
