@@ -43,6 +43,7 @@ SCORERS = {
     "qwen2_5_vl": "Qwen2_5_VLForSequenceClassification",
 }  # fmt: skip
 PATCH = 28  # pixels of a merged patch
+VERSION = 0  # of all weights
 
 
 class Engine:
@@ -66,6 +67,21 @@ class Engine:
 
     def rng_state(self) -> dict[str, Any]:
         return {}
+
+
+class LinkGroup:
+    """The two processes of a link, of which the other takes at once what it is sent."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> "LinkGroup":
+        assert [tensor.device.type for tensor in tensors] == [TYPE]
+        return self  # as the work that was queued
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
@@ -92,6 +108,7 @@ def substitute() -> None:
     """Replace what needs files and values."""
     import torch.distributed as dist
 
+    from verl.distributed.weights import peer_link
     from verl.models import registry
     from verl.models.hub_names import meta_model
     from verl.workers import model_builder
@@ -120,6 +137,7 @@ def substitute() -> None:
     engine_host.build_rollout_engine = engine
     registry.TOLERANCE = dict.fromkeys(registry.TOLERANCE, float("inf"))
     dist.new_group = fake_group
+    peer_link.make_group = lambda *_: LinkGroup()
     dist.broadcast_object_list, dist.all_gather_object = own_objects, gathered
 
 
@@ -277,7 +295,7 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
                 worker.update(batch)
     else:
         with phase("sync_weights"):
-            worker.sync_weights(0)
+            worker.sync_weights(VERSION)
         with phase("old"):
             worker.compute_log_probs(batch)
         if setup.reference:
@@ -301,10 +319,28 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
         for _ in range(setup.updates):
             with phase("update_actor"):
                 worker.update_actor(batch, 0.01, 0)
+    if setup.own_engine:
+        with phase("publish_weights"):
+            worker.publish_weights(VERSION)
+        with phase("send_weights"):
+            send_weights(worker)
     with phase("save_checkpoint"):
         files = (worker.tokenizer, worker.processor) if worker.rank == 0 else None
         for model in worker.trained:
             model.snapshot(model_only=False, copies=True, extra={}, files=files)
+
+
+def send_weights(worker: Any) -> None:
+    """Send an engine this rank's share, as a thread of the worker does."""
+    from multiprocessing import Pipe
+
+    from verl.distributed.weights.peer_link import SENDER, PeerLink
+
+    here, _there = Pipe()
+    link = PeerLink(here, SENDER, worker.device, address="")
+    worker.publisher._send(link, VERSION)
+    link.close()
+    worker.publisher.close()
 
 
 def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda error: None) -> dict[str, Any]:

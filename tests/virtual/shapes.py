@@ -86,6 +86,8 @@ class Setup:
     dtype: str | None = None  # of the stored weights, `fsdp.torch_dtype`
     lora_rank: int = 0
     offload: bool = False  # weights and moments between uses
+    own_engine: bool = False  # in another process, which takes the weights over a link
+    own_engines: bool = False  # weights go to an engine in another process, over a link
     cpu_offload: bool = False  # `fsdp.enable_cpu_offload` of the actor
     reference: bool = False
     critic: bool = False
