@@ -43,6 +43,7 @@ from verl.distributed.weights.peer_link import PIECE_BYTES, SENDER, PeerLink, Se
 from verl.distributed.weights.peer_lost import PeerLostError
 
 VERSIONS = 2  # kept
+CLOSE_LIMIT_S = 10.0  # for a thread to end; NCCL may wait in vain for a process that died while it connected
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class WeightServer:
             for connection in threads:
                 peer_link.hang_up(connection)
         for thread in threads.values():
-            thread.join()
+            thread.join(CLOSE_LIMIT_S)
 
     def _filled(
         self, buffer: Tensor | None, layout: BucketLayout, bucket: Iterable[tuple[str, Tensor]]
