@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,6 +199,11 @@ class Run:
     def went_on_s(self) -> float:
         """Seconds from the harm to the end of the first step that ended after it."""
         return next(logged.moment for logged in self.steps if logged.moment > self.harmed) - self.harmed
+
+    def waited_s(self) -> float:
+        """Longest time from the harm on in which no step ended."""
+        moments = [self.harmed, *(logged.moment for logged in self.steps if logged.moment > self.harmed)]
+        return max(later - earlier for earlier, later in pairwise(moments))
 
 
 def metrics_of(output: Path, arguments: Sequence[str], **how: Any) -> dict[int, dict[str, float]]:

@@ -72,10 +72,13 @@ def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undist
     )  # fmt: skip
 
 
-LOSSES = {
-    "a rollout engine is killed, `trainer.async.mode=stream`": ("stream", signal.SIGKILL),
-    "a rollout engine is stopped (SIGSTOP), `trainer.async.mode=stream`": ("stream", signal.SIGSTOP),
-    "a rollout engine is killed, `trainer.async.mode=off`": ("off", signal.SIGKILL),
+STREAM = "trainer.async.mode=stream"
+COLLECTIVE = "worker.rollout.weight_transport=collective"
+LOSSES = {  # options, and the signal
+    f"a rollout engine is killed, `{STREAM}`": ((STREAM,), signal.SIGKILL),
+    f"a rollout engine is killed, `{STREAM}`, `collective` weights": ((STREAM, COLLECTIVE), signal.SIGKILL),
+    f"a rollout engine is stopped (SIGSTOP), `{STREAM}`": ((STREAM,), signal.SIGSTOP),
+    "a rollout engine is killed, `trainer.async.mode=off`": ((), signal.SIGKILL),
 }
 
 
@@ -83,9 +86,9 @@ LOSSES = {
 def test_a_run_whose_only_rollout_engine_is_lost_continues_with_another(
     fault, tmp_path, text_arguments, record
 ):
-    mode, number = LOSSES[fault]
+    options, number = LOSSES[fault]
     own = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
-    run = Run(tmp_path, [*text_arguments, *own, f"trainer.async.mode={mode}"])
+    run = Run(tmp_path, [*text_arguments, *own, *options])
     run.come_to(step=4, saved=2)
 
     pid = run.catch("gen")
@@ -93,11 +96,11 @@ def test_a_run_whose_only_rollout_engine_is_lost_continues_with_another(
 
     assert run.end() == 0, run.stderr
     assert [logged.step for logged in run.steps] == list(range(1, STEPS + 1))
-    if mode == "stream":
+    if STREAM in options:
         counts = ("engine_restarts", "engines", "buffer", "in_flight")
         assert [run.steps[-1].metrics[f"async/{name}"] for name in counts] == [1.0, 1.0, 0.0, 0.0]
         assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
-    record(fault, again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.went_on_s())
+    record(fault, again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.waited_s())
 
 
 def test_a_fine_tuning_run_whose_worker_is_killed_ends_with_the_same_weights(
