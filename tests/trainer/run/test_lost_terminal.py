@@ -38,16 +38,20 @@ def test_a_run_whose_terminal_closes_saves_its_step_and_ends(tmp_path):
     )  # fmt: skip
     os.close(its_end)
     os.close(writer)
-    told = b""
-    while not (run / "experiment_log.jsonl").exists() or not read_metrics(run):
-        assert process.poll() is None, told.decode()
-        time.sleep(0.05)
-    below = psutil.Process(process.pid).children(recursive=True)
-    os.set_blocking(terminal, False)
-    told = os.read(terminal, 1 << 20)
-    os.close(terminal)
+    try:
+        told = b""
+        while not (run / "experiment_log.jsonl").exists() or not read_metrics(run):
+            assert process.poll() is None, told.decode()
+            time.sleep(0.05)
+        below = psutil.Process(process.pid).children(recursive=True)
+        os.set_blocking(terminal, False)
+        told = os.read(terminal, 1 << 20)
+        os.close(terminal)
 
-    assert process.wait(120) == 128 + signal.SIGHUP, told.decode()
+        assert process.wait(120) == 128 + signal.SIGHUP, told.decode()
+    except BaseException:  # the run would go on for hours
+        process.kill()
+        raise
     done = read_record(run).last_global_step
     assert done == max(read_metrics(run)) and (run / f"global_step_{done}").is_dir()
     assert b"Traceback" not in told
