@@ -42,6 +42,7 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a rollout engine is killed, `trainer.async.mode=off`": ANOTHER,
     "a rollout engine is killed, no restarts are left, `trainer.async.mode=stream`": OTHERS,
     "a node with a rollout engine is lost, `trainer.async.mode=stream`": OTHERS,
+    "a worker that trains is killed, `trainer.async.mode=stream`": AGAIN,
     "a node joins a stream that has lost an engine": "starts an engine on it, in the background",
     "a worker of a fine-tuning run is killed": AGAIN,
     "a worker raises": f"ends with its traceback; {NEXT}",

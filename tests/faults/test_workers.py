@@ -72,6 +72,7 @@ def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undist
     )  # fmt: skip
 
 
+OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
 STREAM = "trainer.async.mode=stream"
 COLLECTIVE = "worker.rollout.weight_transport=collective"
 LOSSES = {  # options, and the signal
@@ -87,8 +88,7 @@ def test_a_run_whose_only_rollout_engine_is_lost_continues_with_another(
     fault, tmp_path, text_arguments, record
 ):
     options, number = LOSSES[fault]
-    own = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
-    run = Run(tmp_path, [*text_arguments, *own, *options])
+    run = Run(tmp_path, [*text_arguments, *OWN, *options])
     run.come_to(step=4, saved=2)
 
     pid = run.catch("gen")
@@ -101,6 +101,25 @@ def test_a_run_whose_only_rollout_engine_is_lost_continues_with_another(
         assert [run.steps[-1].metrics[f"async/{name}"] for name in counts] == [1.0, 1.0, 0.0, 0.0]
         assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
     record(fault, again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.waited_s())
+
+
+def test_a_stream_whose_only_worker_that_trains_is_killed_restarts(tmp_path, text_arguments, record):
+    run = Run(tmp_path, [*text_arguments, *OWN, STREAM, RESTART])
+    run.come_to(step=4, saved=2)
+
+    pid = run.catch("update_actor")
+    run.harm(kill(pid))
+
+    assert run.end() == 0, run.stderr
+    failure = (tmp_path / "failures.log").read_text()
+    assert re.search(rf"rank 0 of 1 \(pid {pid} on .*\) died in phase `update_actor`", failure), failure
+    assert {logged.step for logged in run.steps} == set(range(1, STEPS + 1))
+    assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
+    assert [run.steps[-1].metrics[f"async/{name}"] for name in ("buffer", "in_flight")] == [0.0, 0.0]
+    record(
+        f"a worker that trains is killed, `{STREAM}`",
+        again=steps_again(run), noticed_s=run.noticed_s("restarting"), went_on_s=run.went_on_s(),
+    )  # fmt: skip
 
 
 def test_a_fine_tuning_run_whose_worker_is_killed_ends_with_the_same_weights(
