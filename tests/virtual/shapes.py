@@ -87,7 +87,6 @@ class Setup:
     lora_rank: int = 0
     offload: bool = False  # weights and moments between uses
     own_engine: bool = False  # in another process, which takes the weights over a link
-    own_engines: bool = False  # weights go to an engine in another process, over a link
     cpu_offload: bool = False  # `fsdp.enable_cpu_offload` of the actor
     reference: bool = False
     critic: bool = False

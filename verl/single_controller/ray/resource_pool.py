@@ -53,18 +53,11 @@ class ResourcePool:
 
     def capacities(self) -> list[int]:
         """Number of processes that fit on each node of the cluster."""
-        need = self.per_process()
-        return [
-            min(int(node["Resources"].get(name, 0) // need[name]) for name in need) for node in alive_nodes()
-        ]
+        return [_times(self.per_process(), node["Resources"]) for node in alive_nodes()]
 
     def num_free(self) -> int:
         """Return the number of pools that the free resources of the nodes suffice for."""
-        need = self.per_node()
-        fitting = [
-            min(int(free.get(name, 0) // need[name]) for name in need)
-            for free in available_resources_per_node().values()
-        ]
+        fitting = [_times(self.per_node(), free) for free in available_resources_per_node().values()]
         number = sum(fitting) // self.nnodes
         while sum(min(each, number) for each in fitting) < number * self.nnodes:  # a node once in a pool
             number -= 1
@@ -141,6 +134,11 @@ def run_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     """Start a function on a node; return Ray's reference to its result."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(num_cpus=0)(function).options(scheduling_strategy=there).remote(*args)
+
+
+def _times(need: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """Return how often the resources suffice for the needed ones."""
+    return min(int(resources.get(name, 0) // amount) for name, amount in need.items())
 
 
 def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
