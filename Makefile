@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-cold-start demo-agent test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-cold-start demo-agent test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ demo-text: $(INSTALLED)   ## the same with a language model
 demo-video: $(INSTALLED)  ## the same with videos
 	$(RUN) examples/quickstart/demo.py --video
 
+demo-audio: $(INSTALLED)  ## the same with sounds
+	$(RUN) examples/quickstart/demo.py --audio
+
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py
 
@@ -49,7 +52,7 @@ demo-agent: $(INSTALLED)  ## a tiny vision-language model learns to call a tool 
 
 # Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps. In the order of
 # the files, since the order of their numbers of tests leaves the longest runs, which have few, to the end.
-test: $(INSTALLED)        ## all CPU tests, with real training runs (half an hour)
+test: $(INSTALLED)        ## CPU tests, with real training runs (half an hour)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(INSTALLED)   ## tests without engines, Ray, browsers and groups of ranks (4 minutes)

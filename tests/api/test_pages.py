@@ -83,6 +83,7 @@ def commands_of(page):
     return [line for line in text.splitlines() if line]
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
 def test_every_command_of_the_page_on_evaluation_runs(printed, folder):
     commands = commands_of(ROOT / "docs" / "evaluate.md")
@@ -141,6 +142,7 @@ def test_the_notebook_is_stored_without_outputs():
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in stored)
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
 def test_the_notebook_learns_and_evaluates_as_a_kernel_runs_it(tmp_path):
     # As in Jupyter: one namespace, and an event loop that is running. Each call has a cluster of its own.
@@ -190,6 +192,7 @@ with socket.create_connection((host, int(port)), 30) as connection:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
 def test_rays_debugger_opens_a_breakpoint_in_a_worker_as_the_page_says(tmp_path, monkeypatch):
     assert "RAY_DEBUG=legacy verl-train" in (ROOT / "docs" / "python.md").read_text()

@@ -124,6 +124,7 @@ def test_an_error_of_the_reward_function_is_raised_with_its_words_and_where_to_r
     assert not isinstance(failed.value, WorkerError)
 
 
+@pytest.mark.slow  # one more run
 def test_an_error_of_the_caller_ends_the_run_and_stays_what_it_is(ray_session, questions):
     config, overrides = questions
 
@@ -146,6 +147,7 @@ def test_a_run_in_another_thread_leaves_signals_to_the_main_one(ray_session, con
     assert [result.step for result in results] == [1]
 
 
+@pytest.mark.slow  # one more run
 def test_a_script_without_a_guard_runs_once_and_no_ray_is_left(questions, tmp_path):
     config, overrides = questions
     sections = tmp_path / "overrides.yaml"

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 
 settings.register_profile(
-    "ci", max_examples=30, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE
+    "ci", max_examples=15, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE
 )
 settings.register_profile(
     "deep", max_examples=3000, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE

@@ -21,7 +21,7 @@ from tests.architecture.source import ROOT
 from verl.checkpoint.manifest import MANIFEST
 from verl.logger.file import read_log
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]
 
 PAGE = ROOT / "docs" / "start.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

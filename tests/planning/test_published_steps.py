@@ -3,11 +3,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.published_steps import RUNS, hardware_lines, lines, stream_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "predicted_step.md"
 
 
+@pytest.mark.slow  # a plan of each published run
 def test_the_tables_of_the_page_are_current(tmp_path):
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     shown = [row for row in rows if row.startswith(("| EasyR1", "| verl", "| by hand", "| full", "| LoRA"))]

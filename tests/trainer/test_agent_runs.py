@@ -146,7 +146,7 @@ def test_conversations_are_counted_kept_and_scored(folder, unbroken):
     assert unbroken[2]["val/turns_reward"] >= 1
 
 
-@pytest.mark.slow  # one more run; those of an environment and of a stream are resumed in every suite
+@pytest.mark.slow  # one more run; those of a stream are resumed in every suite
 def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     checkpoint = folder / "unbroken" / "global_step_1"
 
@@ -155,6 +155,7 @@ def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     check_resumed(folder, "resumed", resumed, unbroken)
 
 
+@pytest.mark.slow  # one more run
 def test_each_turn_learns_from_its_own_reward_and_later_ones(folder):
     gamma = 0.5
     metrics = run(

@@ -114,6 +114,7 @@ def test_prime_trains_its_process_rewards_along_with_the_policy(folder):
     assert (folder / "prime" / "global_step_3" / "prime" / "huggingface" / "config.json").is_file()
 
 
+@pytest.mark.slow  # one more run
 def test_a_reward_model_can_be_the_only_source_of_scores(folder):
     scorer = folder / "scorer"
     shutil.copytree(folder / "model", scorer)
@@ -202,6 +203,7 @@ def test_a_token_baseline_gets_its_sums_of_squares_from_the_actor(folder):
     assert metrics[1]["critic/advantages/max"] > 0 > metrics[1]["critic/advantages/min"]
 
 
+@pytest.mark.slow  # one more run
 def test_a_step_that_cannot_be_filled_says_why(folder):
     options = [
         "algorithm.online_filtering=true",

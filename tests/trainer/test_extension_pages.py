@@ -163,6 +163,7 @@ def test_the_logger_writes_a_table(files, tmp_path):
     assert (tmp_path / "metrics.csv").read_text().split() == ["1,reward/overall,0.5"]
 
 
+@pytest.mark.slow  # two runs; each file passes its check in every suite
 @pytest.mark.heavy
 def test_one_run_uses_every_file_of_the_page_and_resumes(files, tmp_path):
     folder = make_folder(tmp_path / "data", "qwen2_5_vl", train=12)

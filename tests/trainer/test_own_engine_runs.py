@@ -84,9 +84,9 @@ def check_equal(folder, metrics, expected, expected_folder):
 @pytest.mark.parametrize(
     ("num_cores", "options"),
     [
-        pytest.param(2, [*OWN, COLLECTIVE, CORRECTED], id="own processes"),
+        pytest.param(2, [*OWN, COLLECTIVE, CORRECTED], marks=pytest.mark.slow, id="own processes"),
         pytest.param(2, [*STREAM, FRESH], id="stream"),
-        pytest.param(1, [*PARTIAL, FRESH], id="partial"),
+        pytest.param(1, [*PARTIAL, FRESH], marks=pytest.mark.slow, id="partial"),
     ],
 )
 def test_without_staleness_other_ways_to_sample_equal_sampling_in_turn_bit_for_bit(
@@ -164,13 +164,8 @@ def conversing(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(STREAM, id="stream"),
-        pytest.param(PARTIAL, marks=pytest.mark.slow, id="partial"),
-    ],
-)
+@pytest.mark.slow  # three runs each
+@pytest.mark.parametrize("mode", [pytest.param(STREAM, id="stream"), pytest.param(PARTIAL, id="partial")])
 def test_conversations_continue_with_newer_weights_and_a_killed_run_resumes_bit_for_bit(
     mode, conversing, tmp_path
 ):

@@ -62,7 +62,7 @@ DIVIDED = "worker.actor.divide_short_sequences=true"
     [
         (["worker.actor.share_prompt=true"], None),
         pytest.param(["worker.actor.ulysses_size=2", DIVIDED], 0.0, marks=pytest.mark.slow),
-        (["worker.actor.ring_size=2", DIVIDED], 0.0),
+        pytest.param(["worker.actor.ring_size=2", DIVIDED], 0.0, marks=pytest.mark.slow),
         pytest.param(["worker.actor.ring_size=2"], 1.0, marks=pytest.mark.slow),
     ],
     ids=["shared prompts", "ulysses", "ring", "whole sequences"],

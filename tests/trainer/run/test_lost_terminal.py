@@ -20,6 +20,7 @@ from verl.models.tiny import save_tiny_model
 pytestmark = pytest.mark.heavy
 
 
+@pytest.mark.slow  # a run to its end
 def test_a_run_whose_terminal_closes_saves_its_step_and_ends(tmp_path):
     save_tiny_model(tmp_path / "model", "qwen2")
     write_conversations(tmp_path, "train", 64, seed=1)
